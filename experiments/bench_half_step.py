@@ -131,7 +131,7 @@ def half_step_error(operator: KernelOperator, epsilon: float, *, rounded: bool) 
     draw = torch.Generator("cuda").manual_seed(1)
     g = torch.randn(operator.shape[1], generator=draw, device="cuda") * epsilon
     rows = torch.randperm(operator.shape[0], generator=draw, device="cuda")[:CHECKED_ROWS]
-    x, y = operator.seen_points() if rounded else operator.cost.held
+    x, y = operator.rounded_points() if rounded else operator.cost.held
     x, y = x[rows].double(), y.double()
     labels_x, labels_y = operator.cost.labels
     cost = operator.cost.lambda_x * torch.cdist(x, y).square()

@@ -137,7 +137,7 @@ def _slopes(source: LabeledSamples, gradient: Tensor, groups: Groups | None) -> 
 @torch.enable_grad()
 def _through_classes(comparison: Comparison, by_table: Tensor, method: str) -> Tensor | None:
     """Sum over W of dS / dW times dW / da, (n,); None if W is fixed."""
-    source, target = comparison.seen
+    source, target = comparison.transformed
     if source.labels is None or target.labels is None:
         return None
     masses = source.masses.detach().requires_grad_(True)

@@ -1,10 +1,10 @@
-"""How much memory a device has left, what stored scores may take of it, and what to say when short.
+"""Free memory of a device, the budget for stored scores, and the errors for a shortage.
 
 A shortage is the user's error: the message gives the bytes needed, the bytes free and the ways out.
 
-Control groups of this process, such as those of a container, count as far as they leave less: a
-group and all above it may have a limit; both versions of the interface are read. Pages of files
-that were read and are not in use count as free: the kernel gives them up first.
+Limits of control groups, such as those of a container, count: the group of this process and all
+its ancestors may have one; versions 1 and 2 of cgroups are read. Cached pages of files that are not
+in use count as free, as the kernel reclaims them first.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from otdd_flash.errors import InputError
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
-# Bytes that are taken to be there, and read before the host is asked: to ask a device takes as long
-# as a small pass.
-UNASKED = 1 << 26
+# Bytes that are assumed to be free: to query a device takes as long as a small pass.
+ASSUMED_FREE = 1 << 26
 
-# What PyTorch says of an allocation that failed, on a GPU and on a CPU.
+# PyTorch's messages for a failed allocation, on a GPU and on a CPU.
 REFUSALS = (
     r"Tried to allocate ([\d.]+ \w+)",
     r"can't allocate memory: you tried to allocate (\d+)",
@@ -36,7 +35,7 @@ REFUSALS = (
 
 
 def stated_budget(memory_budget: str | int) -> int | None:
-    """Bytes of a budget such as `4GiB` or 1000; None for `auto`.
+    """Return the bytes of a budget such as `4GiB` or 1000; None for `auto`.
 
     Raises:
         InputError: the text is neither `auto` nor a number with a known unit.
@@ -53,17 +52,17 @@ def stated_budget(memory_budget: str | int) -> int | None:
 
 
 def budget_in_bytes(memory_budget: str | int, device: torch.device) -> int:
-    """Bytes that stored scores may take: as stated, or half of the free memory for `auto`."""
+    """Return the bytes that stored scores may take: as stated, or half of free memory (`auto`)."""
     stated = stated_budget(memory_budget)
     return free_memory(device) // 2 if stated is None else stated
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on a device without swapping, within limits of containers."""
+    """Return the bytes that can be allocated without swapping, within limits of containers."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # PyTorch keeps what tensors gave back, and gives it to the next ones. Asked for a number
-        # alone it sorts all of its statistics.
+        # PyTorch's cache of freed tensors is free for new ones. Its functions for a single number
+        # sort all of its statistics.
         kept = torch.cuda.memory_stats_as_nested_dict(device)
         reserved, allocated = (
             kept.get(name, {}).get("all", {}).get("current", 0)
@@ -72,19 +71,19 @@ def free_memory(device: torch.device) -> int:
         return free + int(reserved) - int(allocated)
     meminfo = Path("/proc/meminfo")
     available = _available_in_kib(meminfo.read_text()) if meminfo.exists() else 0
-    # Other systems do not say what is free: take half of what there is.
+    # Other systems do not report free memory: take half of the total.
     free = available * 1024 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     left = bytes_left()
     return free if left is None else min(free, left)
 
 
 def holds(needed: int, most: int | None, device: torch.device) -> bool:
-    """Whether to hold what takes so many bytes: up to `most`, or half of what is free for None."""
-    return needed <= UNASKED or needed <= (free_memory(device) // 2 if most is None else most)
+    """Whether `needed` bytes may be held: at most `most`, or half of free memory for None."""
+    return needed <= ASSUMED_FREE or needed <= (free_memory(device) // 2 if most is None else most)
 
 
 def readable_bytes(count: int) -> str:
-    """A number of bytes in the largest unit that it fills: 1.5 GiB."""
+    """Format a number of bytes in the largest unit that it fills: 1.5 GiB."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if count >= UNITS[unit]:
             return f"{count / UNITS[unit]:.1f} {unit}"
@@ -92,18 +91,18 @@ def readable_bytes(count: int) -> str:
 
 
 def check_memory(what: object, needed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse what would not fit, before it is allocated.
+    """Raise an error, before anything is allocated, for work that would not fit.
 
     Args:
-        what: needs the memory, for the message.
-        needed: bytes, at the least.
-        device: where.
+        what: the work that needs the memory, for the message.
+        needed: bytes, at least.
+        device: on which they are needed.
         dtype: of scores and potentials.
 
     Raises:
         InputError: less is free.
     """
-    if needed <= UNASKED:
+    if needed <= ASSUMED_FREE:
         return
     free = free_memory(device)
     if needed > free:
@@ -116,9 +115,9 @@ def check_memory(what: object, needed: int, device: torch.device, dtype: torch.d
 class within_memory(AbstractContextManager["within_memory"]):
     """A `with` block in which a failed allocation becomes an error that the user can act on.
 
-    That error holds no frame that was called in the block, and so none of their tensors, which fill
-    the device. It does hold the frame of the block itself, as any error does: what takes much
-    memory belongs into a call.
+    The new error has no reference to frames that were called in the block, nor to their tensors,
+    which fill the device. It refers to the frame of the block itself, as any error does: allocate
+    large tensors inside a call.
 
     Arguments as for `check_memory`.
 
@@ -140,12 +139,12 @@ class within_memory(AbstractContextManager["within_memory"]):
         short = shortage(error, self._what, self._needed, self._device, self._dtype)
         if short is None:
             return
-        # The new error's traceback holds this frame, and would hold the frames that failed by it.
+        # The new error's traceback refers to this frame, and by it to the frames that failed.
         del error, traceback
         try:
             raise short
         finally:
-            # Raised while the failure is handled, it holds that, too.
+            # Raised while the failure is handled, it refers to that one as its context, too.
             short.__context__ = None
             del short
 
@@ -153,7 +152,7 @@ class within_memory(AbstractContextManager["within_memory"]):
 def shortage(
     error: RuntimeError, what: object, needed: int, device: torch.device, dtype: torch.dtype
 ) -> InputError | None:
-    """Return the message for an allocation of PyTorch that failed; None for another error.
+    """Return the error that tells a user of a failed allocation; None for any other error.
 
     Arguments as for `check_memory`.
     """
@@ -191,7 +190,7 @@ MEMBERSHIP, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 class Names(NamedTuple):
-    """Where groups are mounted and what their files are called."""
+    """The folder and file names of one version of cgroups."""
 
     folder: str
     limit: str
@@ -204,11 +203,11 @@ VERSION_2 = Names("", "memory.max", "memory.current", "inactive_file")
 
 
 def bytes_left(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int | None:
-    """The least that any group of this process leaves; None where there is no limit.
+    """Return the least memory that any control group of this process leaves; None without limits.
 
     Args:
-        membership: the groups of the process, a line each.
-        mount: where groups are folders.
+        membership: the file that lists the groups of the process, a line each.
+        mount: the folder under which groups are folders.
     """
     left = [
         found
@@ -219,7 +218,7 @@ def bytes_left(membership: Path = MEMBERSHIP, mount: Path = MOUNT) -> int | None
 
 
 def _folders(membership: Path, mount: Path) -> Iterator[tuple[Names, Path]]:
-    """The folders of the group and of all above it; in a container, its own may be the mount."""
+    """Yield the folders of the group and its ancestors; a container's own may be the mount."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

@@ -132,8 +132,8 @@ def dataset_distance(
     if class_statistics is not None:
         one, other = class_statistics
         # Moved to the device and transformed as the ground cost takes points, as both datasets are.
-        class_statistics = comparison.see(one), comparison.see(other)
-    x, y = comparison.seen
+        class_statistics = comparison.transform(one), comparison.transform(other)
+    x, y = comparison.transformed
     # Only a Sinkhorn metric without an epsilon of its own changes: it gets one here.
     metric = settled_metric(metric, epsilon, class_statistics or (x, y), comparison.streaming)
     table = measure_classes(

@@ -145,9 +145,11 @@ def pairwise_distances(
 
     started = time.perf_counter()
     if class_distances is None:
-        metric = settled_metric(metric, epsilon, comparison.seen, comparison.streaming)
+        metric = settled_metric(metric, epsilon, comparison.transformed, comparison.streaming)
         measure = measured_by_ranks(metric, None if comparison.streaming else compute.group)
-        table = measure_all(comparison.seen, measure, cache_dir=cache_dir, progress=class_progress)
+        table = measure_all(
+            comparison.transformed, measure, cache_dir=cache_dir, progress=class_progress
+        )
     else:
         table = class_distances.named_for(sides)
     measured = time.perf_counter()
@@ -179,7 +181,7 @@ def pairwise_distances(
 
 def _mean_cost(comparison: Comparison, table: JointClassDistances) -> float:
     """Return the mean cost over all pairs of different datasets."""
-    pairs = combinations(range(len(comparison.seen)), 2)
+    pairs = combinations(range(len(comparison.transformed)), 2)
     means = [_of(comparison, table, pair).mean_cost() for pair in pairs]
     return sum(means, 0.0) / len(means)
 
@@ -208,7 +210,7 @@ def _solve_all(
         return joint_shortfall(some, options, partial(_named, names), some[late[0]].xy.f.dtype)
 
     # A dataset's self term comes before the pairs that need it.
-    pairs = [(i, j) for j in range(len(comparison.seen)) for i in (j, *range(j))]
+    pairs = [(i, j) for j in range(len(comparison.transformed)) for i in (j, *range(j))]
     terms = _terms(comparison, table, options, pairs)
     for (i, j), solved in zip(pairs, terms, strict=True):
         if solved is None:
@@ -242,7 +244,7 @@ def _terms(
     if (ranks := ranks_of(comparison.compute.group)) is None:
         yield from (_term(comparison, table, options, pair) for pair in pairs)
         return
-    sizes = [len(side) for side in comparison.seen]
+    sizes = [len(side) for side in comparison.transformed]
     work = [sizes[i] * sizes[j] / (2 if i == j else 1) for i, j in pairs]
     content = saved((comparison, table, options))
     yield from ranks.order(_solve_owned, content, pairs, balanced(work, ranks.size))

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from otdd_flash.checks import check_numbers, shown
 from otdd_flash.errors import InputError
-from otdd_flash.memory import UNASKED, free_memory, readable_bytes
+from otdd_flash.memory import ASSUMED_FREE, free_memory, readable_bytes
 from otdd_flash.raw_labels import (
     Column,
     columns_of,
@@ -104,7 +104,7 @@ def check_room(what: str, needed: int, way_out: str) -> None:
     Raises:
         InputError: it does not fit; the message gives the bytes needed and free.
     """
-    if needed > UNASKED and needed > (free := free_memory(torch.device("cpu"))):
+    if needed > ASSUMED_FREE and needed > (free := free_memory(torch.device("cpu"))):
         raise InputError(
             f"{what} need {readable_bytes(needed)}, and {readable_bytes(free)} are free; {way_out}"
         )

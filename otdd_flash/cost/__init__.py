@@ -1,9 +1,11 @@
-"""The ground cost between two labelled clouds, or of a given matrix, and its facts.
+"""The ground cost of two labelled clouds or of a given matrix, with its range, mean and errors.
 
-`points` are labelled clouds and the cost between two of them, `matrix` costs that are given;
-`ground` says what of two points is compared, `class_table` holds W. `facts` are what bounds are
-made of, and `rounding` what costs lose where points are rounded. `host_points` stay in host memory
-or in files.
+`points` has labelled clouds and the cost between two of them, `matrix` the facts of a given matrix
+and costs that a function computes. `ground` turns every choice of c(x, y) into a squared distance,
+`class_table` holds the class distances W. `facts` are the numbers that bounds are made of;
+`rounding` bounds the cost error of rounded points. `host_points` are clouds in host memory or in
+files that are streamed to the device.
 
-`compute` is how passes are to run, and `memory` what a device has left for them.
+`compute` has the options of a pass: device, precision, backend and memory. Operators and class
+distances read these modules, which import neither.
 """

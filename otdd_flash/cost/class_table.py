@@ -1,11 +1,11 @@
-"""The blocks of a class table W, of which [x, x] and [y, y] must not change when transposed.
+"""The blocks [x, y], [x, x] and [y, y] of a class table W; those of self terms are symmetric.
 
 `operators.comparison` cuts a table into its blocks here, on the device; `labels.table` holds one
 with its names and bounds, and symmetrises by the same rule, as recorded solves do.
 
 A self term OT(x, x) has one potential for both of its sides. That potential is optimal only if the
 cost is the same in both directions, so a block W that is not symmetric would give a wrong value and
-bounds that prove nothing. What rounding leaves of an asymmetry is averaged out: the cost is that of
+bounds that do not hold. An asymmetry within `ROUNDING` is averaged out: the cost is that of
 (W + W^T) / 2, which is W itself, to the last bit, where W is symmetric.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from otdd_flash.errors import InputError
 from otdd_flash.real_numbers import in_double, real_tensor
 
-# Entries come from sums of squares of very different sizes: what is this far off, relative to the
-# largest entry of a block, is taken for rounding.
+# Largest asymmetry that counts as rounding, over the largest entry of a block. Entries come from
+# sums of squares of very different sizes.
 ROUNDING = 1e-5
 
 WAY_OUT = (
@@ -35,12 +35,12 @@ class ClassTable:
 
     Args:
         table: W (V_x + V_y, V_x + V_y), squared distances between all classes, on any device; None
-            is 0.
+            stands for zeros.
         sizes: V_x and V_y.
-        device: where they are needed.
+        device: of the blocks.
 
     Attributes:
-        given: the table, float64, on the device; None where there was none.
+        given: the table, float64, on the device; None if none was given.
 
     Raises:
         InputError: the table has another size or is not finite.
@@ -49,7 +49,7 @@ class ClassTable:
     def __init__(self, table: Tensor | None, sizes: tuple[int, int], device: torch.device) -> None:
         self.given = None if table is None else _checked(table, sizes).to(device, torch.float64)
         self._total, self._device = sum(sizes), device
-        # The rows and columns that belong to each side.
+        # The range of classes of each side.
         self._of = {"x": slice(0, sizes[0]), "y": slice(sizes[0], self._total)}
 
     @cached_property
@@ -68,23 +68,23 @@ class ClassTable:
         return self._given(term) if term == "xy" else self._symmetric[term]
 
     def _given(self, term: str) -> Tensor:
-        """Return a block as it was given."""
+        """Return a block without symmetrizing it."""
         return self.full[self._of[term[0]], self._of[term[1]]]
 
     def around(self, term: str, block: Tensor) -> Tensor:
-        """Return a table of zeros but for a block that is as large as that of a term."""
+        """Embed a block into a table (V_x + V_y, V_x + V_y) of zeros, at the place of a term's."""
         table = block.new_zeros(self._total, self._total)
         table[self._of[term[0]], self._of[term[1]]] = block
         return table
 
     @cached_property
     def _symmetric(self) -> dict[str, Tensor]:
-        """The blocks of both self terms; not asked for by a cross term alone."""
+        """The blocks of both self terms, symmetrized; never read for a cross term alone."""
         blocks = {term: self._given(term) for term in ("xx", "yy")}
-        # A single class is as far from itself both ways.
+        # A block (1, 1) is symmetric.
         several = {term: block for term, block in blocks.items() if len(block) > 1}
         if several:
-            # Of both at once: a GPU is waited for.
+            # Both in one transfer, for which the host waits.
             gaps = torch.stack([_gap(block) for block in several.values()]).tolist()
             for term, gap in zip(several, gaps, strict=True):
                 what = f"the entries [{term[0]}, {term[1]}] of class_table"
@@ -93,7 +93,7 @@ class ClassTable:
 
 
 def _checked(table: Tensor, sizes: tuple[int, int]) -> Tensor:
-    """A table of so many classes of either side, all of it finite."""
+    """Return the table as a real tensor; raise an `InputError` for a wrong shape or NaN or inf."""
     table, total = real_tensor("class_table", table), sum(sizes)
     if table.shape != (total, total):
         raise InputError(
@@ -111,16 +111,16 @@ def _checked(table: Tensor, sizes: tuple[int, int]) -> Tensor:
 
 
 def symmetrized(name: str, block: Tensor, *, absolute: float = 0.0, way_out: str = "") -> Tensor:
-    """(W + W^T) / 2 of a block of class distances that is symmetric but for rounding.
+    """Return (W + W^T) / 2 for a block of class distances that is symmetric up to rounding.
 
     Args:
-        name: what an error calls the block.
+        name: of the block, for errors.
         block: W (V, V), finite.
-        absolute: what an entry may differ from its mirror image besides rounding, in units of W.
-        way_out: ends the sentence of the error.
+        absolute: asymmetry of an entry that is allowed besides rounding, in units of W.
+        way_out: advice that ends the error's sentence.
 
     Raises:
-        InputError: entries differ by more.
+        InputError: the asymmetry is larger.
     """
     if len(block) == 1:
         return block
@@ -129,14 +129,14 @@ def symmetrized(name: str, block: Tensor, *, absolute: float = 0.0, way_out: str
 
 
 def _gap(block: Tensor) -> Tensor:
-    """Measure by how much a block differs from its transpose, and its largest entry: (2,)."""
+    """Return (2,): the largest |W_kl - W_lk| of a block and its largest |W_kl|."""
     return torch.stack(((block - block.T).abs().max(), block.abs().max()))
 
 
 def _check_symmetric(
     name: str, numbers: Sequence[float], way_out: str, absolute: float = 0.0
 ) -> None:
-    """Refuse a block by its `_gap`; arguments as for `symmetrized`."""
+    """Raise an `InputError` if `_gap` says that a block is asymmetric, see `symmetrized`."""
     gap, largest = numbers
     if gap > ROUNDING * largest + absolute:
         raise InputError(
@@ -145,5 +145,5 @@ def _check_symmetric(
 
 
 def _averaged(block: Tensor) -> Tensor:
-    """(W + W^T) / 2, halved first, so that the sum cannot overflow."""
+    """Return (W + W^T) / 2, halved first, so that the sum cannot overflow."""
     return block / 2 + block.T / 2

@@ -1,6 +1,6 @@
-"""How passes run: the device, precision, backend and memory that a user asks for.
+"""Options of a pass over the cost: device, precision, backend and memory, as a user asks for them.
 
-`ComputeOptions` is what entry points take; `uses_triton` and `scores_fit` answer for a device what
+Entry points take a `ComputeOptions`; `uses_triton` and `scores_fit` decide for a device what
 follows from it. An impossible request raises and is never replaced by another one.
 """
 
@@ -17,7 +17,7 @@ from otdd_flash.devices import check_triton, is_amd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.memory import (
-    UNASKED,
+    ASSUMED_FREE,
     budget_in_bytes,
     free_memory,
     readable_bytes,
@@ -34,16 +34,16 @@ class ComputeOptions:
 
     Args:
         device: `auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...
-        backend: `auto` (Triton on NVIDIA cards but in double precision), `torch` or `triton`.
-        precision: `fast` iterates on points rounded to float16 and ends on the original ones, in
-            Triton, but where float16 holds them; `high` is float32-like throughout, as both are in
-            PyTorch; `double` is float64.
+        backend: `auto` (Triton on NVIDIA cards except in double precision), `torch` or `triton`.
+        precision: in Triton, `fast` iterates on points rounded to float16 (unless float16 holds
+            them exactly) and ends on the original ones; `high` has float32 accuracy throughout. In
+            PyTorch both compute in float32. `double` is float64.
         memory_budget: bytes that stored scores may take in PyTorch, and that points with all that
             is made of them may take on the device before they are streamed: `auto` (half of free
-            memory, and all of it) or `4GiB`; of each process.
+            memory, and all of it) or `4GiB`; per process.
         group: processes that share every pass: a group of `torch.distributed`, or "world" for its
-            default group, where all of them call, each with its shards of the datasets; or what
-            `otdd.led` gives. None: this process alone.
+            default group, where all of them call, each with its shards of the datasets; or the
+            result of `otdd.led`. None: this process alone.
     """
 
     device: DeviceName = "auto"
@@ -53,7 +53,7 @@ class ComputeOptions:
     group: ProcessGroup | Ranks | str | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A group is of this process.
+        # A group cannot be sent to another process.
         return self.settings | {"group": None}
 
     def __post_init__(self) -> None:
@@ -67,14 +67,14 @@ class ComputeOptions:
 
     @classmethod
     def of(cls, given: Compute | None) -> ComputeOptions:
-        """Return the options as they are, or the defaults on a named device."""
+        """Return the given options, or the defaults on a named device."""
         if isinstance(given, ComputeOptions):
             return given
         return cls() if given is None else cls(str(given))
 
     @property
     def alone(self) -> ComputeOptions:
-        """Return the options for this process alone, as results keep them."""
+        """The same options without a group, as results keep them."""
         return replace(self, group=None)
 
     @property
@@ -93,7 +93,11 @@ Compute = ComputeOptions | str | torch.device
 
 
 def uses_triton(compute: ComputeOptions, device: torch.device) -> bool:
-    """Whether half-steps run in Triton; an impossible request is refused, never replaced."""
+    """Decide whether passes run in Triton.
+
+    Raises:
+        InputError: `backend=triton` was asked for, which cannot run here.
+    """
     cuda, double = device.type == "cuda", compute.precision == "double"
     fitting = cuda and not is_amd(device) and not double
     if compute.backend == "torch" or (compute.backend == "auto" and not fitting):
@@ -111,17 +115,17 @@ def uses_triton(compute: ComputeOptions, device: torch.device) -> bool:
 def scores_fit(
     shape: tuple[int, int], dtype: torch.dtype, compute: ComputeOptions, device: torch.device
 ) -> bool:
-    """Decide whether scores (n, m) may be stored in a type.
+    """Decide whether scores (n, m) of a type may be stored within the memory budget.
 
     Raises:
         InputError: the budget allows them, but the memory is not free.
     """
     size = shape[0] * shape[1] * dtype.itemsize
     if compute.memory_budget == "auto":
-        return size <= UNASKED or size <= budget_in_bytes("auto", device)
+        return size <= ASSUMED_FREE or size <= budget_in_bytes("auto", device)
     if size > budget_in_bytes(compute.memory_budget, device):
         return False
-    if size > UNASKED and size > (free := free_memory(device)):
+    if size > ASSUMED_FREE and size > (free := free_memory(device)):
         raise InputError(
             f"memory_budget={compute.memory_budget} lets the scores be stored, but they take "
             f"{readable_bytes(size)} and {readable_bytes(free)} are free on {device}; use "

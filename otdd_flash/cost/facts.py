@@ -1,7 +1,7 @@
-"""Facts of a cost that its bounds are made of: its range, its mean and its error.
+"""Range, mean and error of a cost, from which bounds and tolerances are computed.
 
-Operators, the engine and certificates read them; the formulas here take numbers that the host knows
-or tensors of many problems alike.
+Operators report them; the engine and certificates read them. The formulas here take floats, of one
+problem, or tensors, of many, alike.
 """
 
 from __future__ import annotations
@@ -11,45 +11,45 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-# Places of two datasets, the rows' and the columns'.
+# Indices of two datasets: that of the rows and that of the columns.
 Pair = tuple[int, int]
 
 # The terms of a divergence, with the rows' and the columns' side of each.
 SIDES: dict[str, Pair] = {"xy": (0, 1), "xx": (0, 0), "yy": (1, 1)}
 TERMS = tuple(SIDES)
 
-# What formulas are for: a number that the host knows, or tensors.
+# A float on the host, or a tensor with one entry per problem.
 Number = TypeVar("Number", float, Tensor)
 
 
 def below_zero(value: Number) -> Number:
-    """Return min(value, 0), of a number or of each of many."""
+    """Return min(value, 0), elementwise."""
     return (value - abs(value)) / 2
 
 
 def lesser(one: Number, other: Number) -> Number:
-    """The lesser of two numbers, or of each two of many."""
+    """Return the minimum of two numbers, elementwise."""
     if isinstance(one, Tensor):
         return torch.minimum(one, other)
     return min(one, other)
 
 
 def larger(one: Number, other: Number) -> Number:
-    """The larger of two numbers, or of each two of many."""
+    """Return the maximum of two numbers, elementwise."""
     if isinstance(one, Tensor):
         return torch.maximum(one, other)
     return max(one, other)
 
 
 class CostRange(NamedTuple):
-    """Bounds on the cost over the support of both masses, in units of the cost."""
+    """Bounds on C_ij over pairs with mass, a_i b_j > 0, in units of the cost."""
 
     lowest: float
     highest: float
 
 
 class CostFacts(NamedTuple):
-    """What the host knows of a cost C between masses a and b, in units of the cost.
+    """Mean, range and error bound of a cost C between masses a and b, in units of the cost.
 
     Attributes:
         dtype: the type of the potentials.
@@ -57,10 +57,10 @@ class CostFacts(NamedTuple):
         lowest: no C_ij with a_i b_j > 0 is below it.
         highest: none is above it.
         error: bound on the mean error of the costs of `Operator.marginals` over any plan between a
-            and b, without what the potentials add to it.
-        forbidden: whether further pairs have the cost +inf, which none of this counts.
-        rounding: by how much costs differ from those of `Operator.refined`, root mean square,
-            about; 0 of a cloud with itself, which is never iterated on twice.
+            and b, without the rounding errors of the potentials.
+        forbidden: whether some pairs have the cost +inf; the other facts leave these out.
+        rounding: estimated root mean square difference from the costs of `Operator.refined`; 0 for
+            a self term, whose refined cost is never iterated on.
     """
 
     dtype: torch.dtype
@@ -78,7 +78,7 @@ class CostFacts(NamedTuple):
 
     @property
     def above_lowest(self) -> float:
-        """The mean cost, above the lowest one where that is negative."""
+        """mean - min(lowest, 0): the mean of a cost that is shifted to be nonnegative."""
         return self.mean - below_zero(self.lowest)
 
     @property

@@ -1,19 +1,20 @@
-"""What the ground cost compares of two points, and how every choice becomes a squared distance.
+"""The ground cost c(x, y), and how each choice of it becomes a squared distance.
 
     C_ij = lambda_x c(x_i, y_j) + lambda_y W[l_i, l_j]
 
-    ground         c(x, y)                      points seen       share, and terms of one side
-    sqeuclidean    ||x - y||^2                  x                 1
-    cosine         1 - <x, y> / (||x|| ||y||)   x / ||x||         1/2
-    inner          -<x, y>                      x                 1/2, p_i = -lambda_x ||x_i||^2 / 2
+    ground         c(x, y)                      transformed point   share, and separable terms
+    sqeuclidean    ||x - y||^2                  x                   1
+    cosine         1 - <x, y> / (||x|| ||y||)   x / ||x||           1/2
+    inner          -<x, y>                      x                   1/2, p_i = -lambda_x ||x_i||^2/2
 
-Between the points z and w that it sees, each is a share of the squared distance and, for `inner`,
-terms that depend on one side alone:
+Between the transformed points z and w each is a share of the squared distance and, for `inner`,
+separable terms, which depend on one side alone:
 
     lambda_x c(x_i, y_j) = share lambda_x ||z_i - w_j||^2 + p_i + q_j.
 
-Operators and solvers know squared distances only. Terms of one side leave every plan as it is, add
-<a, p> + <b, q> to OT_epsilon and cancel in the debiased divergence.
+`operators.comparison` transforms points once; operators and solvers know squared distances only.
+Separable terms do not change the plan, add <a, p> + <b, q> to OT_epsilon and cancel in the debiased
+divergence.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from otdd_flash.cost.points import DOUBLE_UNIT, in_float64, squared_norms
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
 
-# Of the squared distance between the points seen.
+# c(x, y) over the squared distance between the transformed points.
 SHARES = {"sqeuclidean": 1.0, "cosine": 0.5, "inner": 0.5}
 
 
 class Offset(NamedTuple):
-    """What terms of one side add to OT_epsilon, and how far that may be off."""
+    """The sum <a, p> + <b, q> of the separable terms in OT_epsilon, and a bound on its error."""
 
     value: float
     error: float
@@ -52,11 +53,11 @@ class GroundCost:
         lambda_x: weight of the cost between features.
         lambda_y: weight of the squared distance between classes.
         ground: c: `sqeuclidean`, ||x - y||^2; `cosine`, 1 - <x, y> / (||x|| ||y||), with class
-            distances measured between points of length 1; `inner`, -<x, y>, which has no class
-            distances of its own.
+            distances measured between points of length 1; `inner`, -<x, y>, which defines no class
+            distances.
 
     Raises:
-        InputError: a negative weight, two that are 0, or an unknown ground cost.
+        InputError: a weight is negative, both are 0, or the ground cost is unknown.
     """
 
     lambda_x: NotNegative = 0.5
@@ -70,23 +71,23 @@ class GroundCost:
 
     @property
     def squared(self) -> GroundCost:
-        """The weights of the squared distances between the points that the cost sees."""
+        """The same cost with the weight that squared distances of transformed points have."""
         if self.ground == "sqeuclidean":
             return self
         return GroundCost(SHARES[self.ground] * self.lambda_x, self.lambda_y)
 
-    def seen(self, samples: LabeledSamples) -> LabeledSamples:
-        """Return the samples as the cost sees them: for `cosine` of length 1, float64.
+    def transform(self, samples: LabeledSamples) -> LabeledSamples:
+        """Transform the samples: for `cosine` rows are divided by their lengths, in float64.
 
         Raises:
-            InputError: a row that is 0 has no direction.
+            InputError: a row is 0.
         """
         if self.ground != "cosine":
             return samples
         return replace(samples, features=directions(samples.features, samples.name))
 
     def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
-        """Pull the gradient (n, d) by the points that the cost sees back to the given points."""
+        """Pull the gradient (n, d) by the transformed points back to the given points."""
         if self.ground != "cosine":
             return gradient
         # d(x / |x|) = (I - z z^T) / |x| dx.
@@ -102,13 +103,13 @@ class GroundCost:
         return out
 
     def one_side(self, points: Tensor) -> Tensor | None:
-        """Return the terms p (n,), float64, of points (n, d) of one side; None without any."""
+        """Return the separable terms p (n,), float64, of points (n, d); None without any."""
         if self.ground != "inner":
             return None
         return squared_norms(points) * (-self.lambda_x / 2)
 
     def offset(self, source: LabeledSamples, target: LabeledSamples) -> Offset:
-        """Return the offset <a, p> + <b, q> of OT_epsilon, with its rounding error."""
+        """Return <a, p> + <b, q>, which OT_epsilon contains, with a bound on its rounding error."""
         of_rows, of_columns = (self.one_side(side.features) for side in (source, target))
         if of_rows is None or of_columns is None:
             return NO_OFFSET
@@ -116,24 +117,24 @@ class GroundCost:
             source.masses.to(of_rows.device) @ of_rows
             + target.masses.to(of_columns.device) @ of_columns
         )
-        # All that is added has one sign.
+        # All summands have one sign.
         additions = len(source) + len(target) + source.dim + 8
         return Offset(value, additions * DOUBLE_UNIT * abs(value))
 
     def error(self, dim: int) -> float:
-        """Bound the float64 error of the cost between seen points, in units of the cost.
+        """Bound the float64 error of the cost between transformed points, in units of the cost.
 
-        A direction is off by at most delta = (d / 2 + 8) u, its squared distance from another by
-        8 delta + 4 delta^2.
+        A direction has an error of at most delta = (d / 2 + 8) u, its squared distance from another
+        one of 8 delta + 4 delta^2.
         """
         if self.ground != "cosine":
             return 0.0
         return SHARES[self.ground] * self.lambda_x * 9 * (dim / 2 + 8) * DOUBLE_UNIT
 
     def size(self, source: LabeledSamples, target: LabeledSamples) -> float | None:
-        """Return the unit of `epsilon_relative` between features; None for their mean cost.
+        """Return the feature part of the unit of `epsilon_relative`; None if it is the mean cost.
 
-        For `inner`, whose mean may be of any sign, lambda_x times the mean of ||x_i|| ||y_j||.
+        It is lambda_x times the mean of ||x_i|| ||y_j|| for `inner`, whose mean may have any sign.
         """
         if self.ground != "inner":
             return None
@@ -144,13 +145,13 @@ class GroundCost:
         return self.lambda_x * first * second
 
     def standardized(self, dim: int) -> float:
-        """Estimate the mean cost between standardized features; inf where scales have no effect."""
+        """Estimate the mean cost between standardized features; inf if scales have no effect."""
         if self.ground != "sqeuclidean":
             return math.inf
         return 2 * dim * (self.lambda_x + self.lambda_y)
 
     def check_labels(self, method: str) -> None:
-        """Refuse class distances that this cost does not define.
+        """Raise if this cost does not define the class distances of a method.
 
         Raises:
             InputError: `inner` with a method that measures squared distances.
@@ -164,14 +165,14 @@ class GroundCost:
 
 
 def directions(points: Tensor, name: str) -> Tensor:
-    """x_i / ||x_i|| (n, d), float64.
+    """Return x_i / ||x_i|| (n, d), float64.
 
     Raises:
         InputError: a row is 0.
     """
     out = torch.empty(points.shape, dtype=torch.float64, device=points.device)
     for part, rows in in_float64(points):
-        # In units of its largest entry no square under- or overflows.
+        # Divided by its largest entry, no row has squares that under- or overflow.
         largest = rows.abs().amax(1, keepdim=True)
         if bool((largest == 0).any()):
             row = part.start + int((largest == 0).squeeze(1).nonzero()[0])

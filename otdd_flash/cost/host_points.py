@@ -1,7 +1,8 @@
-"""Points that stay in host memory or in a file, and come to the device a block at a time.
+"""Points in host memory or in a file that are streamed to the device, one block at a time.
 
-While one block is computed with, a thread reads the next into page-locked memory and copies it on a
-stream of its own: a pass over enough rows hides that.
+While passes use one block, a thread reads the next into page-locked memory and copies it on a CUDA
+stream of its own: a pass over enough rows hides both. `cost.points` reads these clouds as it reads
+tensors; `operators.packed_blocks` streams them, or the packed form of their blocks.
 """
 
 from __future__ import annotations
@@ -20,28 +21,27 @@ from torch import Tensor
 
 from otdd_flash.features.file_features import FileFeatures
 
-# Share of the time that passes wait, from which on reading is what takes the time.
+# Share of a solve's time that passes wait for points, above which it is limited by reading.
 LIMIT = 0.1
 
-# Points that are on the device at once where they are only looked at.
+# Points on the device at once when facts of them are computed.
 STREAMED_ROWS = 1 << 14
 
-# A block is read in pieces of so many bytes: a GPU copies one while the next is read, and host
-# memory that is page-locked for it, which takes longer than reading, is used again.
+# A block is read in pieces of so many bytes: a GPU copies one while the next is read, and
+# page-locked host memory, which takes longer to allocate than to fill, is reused.
 PIECE_BYTES = 1 << 25
 
-# What was found of whole clouds and is not found again: means and norms of the terms of a
-# divergence.
+# Cached results for whole clouds: means and norms for the terms of a divergence.
 MOST_RECALLED = 8
 
 T = TypeVar("T")
 
 
 class Block(NamedTuple):
-    """Some points of a cloud.
+    """Which points of a cloud make a block.
 
     Attributes:
-        rows: which, where passes run: a slice or indices (k,) int64.
+        rows: a slice, or indices (k,) int64 on the device.
         host: the same on the host.
     """
 
@@ -50,7 +50,7 @@ class Block(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """Points (k, d) on the device, and the event that says that they are there."""
+    """Points (k, d) on the device, and the event after their copy."""
 
     points: Tensor
     copied: torch.cuda.Event | None
@@ -58,18 +58,18 @@ class Arrived(NamedTuple):
 
 @dataclass(eq=False)
 class _Turn:
-    """A block's turn on a GPU, in events; on a processor there are none.
+    """Two events of a block on a GPU; None on a processor.
 
     Attributes:
-        begins: passes are done with all blocks before it.
-        copied: it is there.
+        begins: passes are done with all earlier blocks.
+        copied: the block is on the device.
     """
 
     begins: torch.cuda.Event | None
     copied: torch.cuda.Event | None = None
 
     def waited(self) -> float:
-        """Seconds that the GPU waited for the block, which is there by now."""
+        """Return the seconds that the GPU waited for the block, after its copy."""
         if self.begins is None or self.copied is None:
             return 0.0
         milliseconds: float = self.begins.elapsed_time(self.copied)
@@ -78,14 +78,14 @@ class _Turn:
 
 @dataclass(eq=False)
 class Tally:
-    """What was read, for all clouds of a comparison.
+    """Statistics of what was streamed, for all clouds of a comparison.
 
     Attributes:
-        moved: bytes so far.
-        reading: seconds that it took, beside passes.
-        waited: seconds that passes waited for it, on a GPU but for the last block of each pass.
-        held: bytes of packed blocks that host memory held at once.
-        copied: bytes that came from there.
+        moved: bytes read so far.
+        reading: seconds that reading took, in parallel to passes.
+        waited: seconds that passes waited for points; on a GPU without the last block of each pass.
+        held: most bytes of packed blocks that host memory held at once.
+        copied: bytes of packed blocks that were copied to the device.
     """
 
     moved: int = 0
@@ -95,7 +95,7 @@ class Tally:
     copied: int = 0
 
     def summary(self, seconds: float) -> dict[str, Any] | None:
-        """What a result says of it, after a solve of so many seconds; None if nothing was read."""
+        """Return what a result reports after a solve of `seconds`; None if nothing was read."""
         if self.moved == 0:
             return None
         return {
@@ -109,7 +109,7 @@ class Tally:
 
 
 class _Found(NamedTuple):
-    """What was found of all points of a cloud, in one version of its tensor, from some numbers."""
+    """A cached result for all points of a cloud, at one version of their tensor and arguments."""
 
     features: Tensor
     version: int
@@ -120,15 +120,15 @@ class _Found(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Streaming:
-    """How points come to the device, for all clouds of a request.
+    """Device, memory limits and caches for streaming all clouds of a comparison.
 
     Attributes:
-        device: where passes run.
-        room: bytes that points of both clouds may take there at once.
+        device: on which passes run.
+        room: bytes that points of both clouds may take on the device at once.
         host_room: bytes of host memory that packed blocks of a cost may take.
-        tally: of what was read.
-        found: of whole clouds, for those who ask the same.
-        staying: whose points may still be on the device, while it lives.
+        tally: statistics of what was streamed.
+        found: cached results for whole clouds, see `HostPoints.recalled`.
+        staying: the stores of `packed_blocks` that may have a block resident on the device.
     """
 
     device: torch.device
@@ -139,17 +139,17 @@ class Streaming:
     staying: WeakSet[Any] = field(default_factory=WeakSet, init=False)
 
     def __reduce__(self) -> tuple[type[Streaming], tuple[Any, ...]]:
-        # What is on a device stays there.
+        # Caches hold device tensors, which another process does not get.
         return Streaming, (self.device, self.room, self.host_room, self.tally)
 
 
 class HostPoints:
-    """A cloud (n, d) that is streamed; in part it behaves as a tensor on the device.
+    """A cloud (n, d) that is streamed; it has some members of a tensor on the device.
 
     Args:
-        features: (N, d), where they stay.
-        streaming: where passes run, and what is counted.
-        chosen: (n,) int64 on the host, which of them these are; None for all.
+        features: (N, d), in host memory or in a file.
+        streaming: the device and the statistics of streaming.
+        chosen: (n,) int64 on the host, the rows of `features` that are the cloud; None for all.
     """
 
     def __init__(
@@ -161,16 +161,16 @@ class HostPoints:
         self.shape = torch.Size((count, features.shape[1]))
         self.dtype, self.is_cuda = features.dtype, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
-        # For rows and for columns, of which the cost of a cloud with itself streams both from here.
+        # Two threads: a cloud's cost with itself streams rows and columns at once from here.
         self._reader = ThreadPoolExecutor(2)
 
     @property
-    def are_there(self) -> bool:
-        """Whether the points are on the device already, such as particles that move."""
+    def on_device(self) -> bool:
+        """Whether the points are on the device already, such as particles of a flow."""
         return self.features.device.type != "cpu"
 
     def __getitem__(self, rows: slice | Tensor) -> Tensor:
-        """Copy some points (k, d) to the device."""
+        """Return some points (k, d), copied to the device."""
         if isinstance(rows, slice) and rows.step not in (None, 1):
             # Blocks are read as ranges.
             rows = torch.arange(self.shape[0], device=self.device)[rows]
@@ -187,7 +187,7 @@ class HostPoints:
         return HostPoints(self.features, self.streaming, every[here])
 
     def recalled(self, name: str, given: tuple[Tensor, ...], find: Callable[[], T]) -> T:
-        """Call `find` once for all points and the numbers `given`, and cache its result."""
+        """Return `find()` for all points, cached by `name` and the values of `given`."""
         features = self.features
         if self._chosen is not None or features.is_inference():
             return find()
@@ -203,20 +203,20 @@ class HostPoints:
     def stream(
         self, blocks: Sequence[Block], arrive: Callable[[Block], Arrived] | None = None
     ) -> Iterator[Tensor]:
-        """Yield the points of one block after the other on the device, the next on its way.
+        """Yield the points of each block on the device, while the next block is being copied.
 
-        `arrive` gives something else of a block in their place. The host tells a GPU what to do
-        faster than it is done, so a block comes when the one before the last has been used: there
-        are never more than a few.
+        `arrive` may copy something else of a block in their place. The host enqueues work faster
+        than a GPU does it, so the copy of block k + 1 waits until passes are done with block k - 1:
+        few blocks are on the device at once.
         """
-        if self.are_there:
-            # Read where passes run and in their order, as they were written.
+        if self.on_device:
+            # Indexed on the current stream: work that was enqueued before has written the points.
             for block in blocks:
                 rows = block.rows if self._chosen is None else self._chosen[block.host]
                 yield self.features.detach()[rows]
             return
         arrive = arrive or self.arrive
-        last, turn = None, _Turn(self._told())
+        last, turn = None, _Turn(self._after_passes())
         ahead = self._reader.submit(arrive, blocks[0])
         for following in (*blocks[1:], None):
             start = time.perf_counter()
@@ -230,12 +230,12 @@ class HostPoints:
                 current.wait_event(turn.copied)
                 points.record_stream(current)
             yield points
-            last, turn = turn, _Turn(self._told())
+            last, turn = turn, _Turn(self._after_passes())
 
     def _arrive_in_turn(
         self, last: _Turn | None, turn: _Turn, arrive: Callable[[Block], Arrived], block: Block
     ) -> Arrived:
-        """Wait until the block before it is in use, then start to copy a block."""
+        """Copy a block once passes have begun to use the one before it."""
         if turn.begins is not None:
             turn.begins.synchronize()
             if last is not None:
@@ -284,23 +284,23 @@ class HostPoints:
         return None if self._stream is None else self._event(self._stream)
 
     def keep(self, there: Tensor) -> None:
-        """Keep the memory of a tensor from being used again before it is copied."""
+        """Keep the memory of a tensor from being reused before it is copied."""
         if self._stream is not None:
             there.record_stream(self._stream)
 
-    def _told(self) -> torch.cuda.Event | None:
+    def _after_passes(self) -> torch.cuda.Event | None:
         """Return an event after the passes issued so far; None on a processor."""
         on_gpu = self._stream is not None
         return self._event(torch.cuda.current_stream(self.device)) if on_gpu else None
 
     def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Record a timed event on a stream; a thread that waits for it gives way to others."""
+        """Record a timed event on a stream; a thread that waits for it sleeps."""
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
     def _read(self, rows: slice | Tensor, out: Tensor) -> None:
-        """Read some rows (k, d) into `out`, on the host."""
+        """Read some rows into `out` (k, d), on the host."""
         features = self.features
         if isinstance(features, FileFeatures):
             if isinstance(rows, slice):
@@ -318,15 +318,15 @@ def _page_locked(like: Tensor) -> Tensor:
 
 
 def slices(count: int, size: int) -> list[Block]:
-    """Cut `count` points into blocks of up to `size`, in order."""
+    """Return `count` points cut into blocks of at most `size`, in order."""
     cuts = (slice(first, min(first + size, count)) for first in range(0, count, size))
     return [Block(cut, cut) for cut in cuts]
 
 
 def by_class(labels: Tensor, classes: int, size: int) -> list[Block]:
-    """All points in blocks of about one size that hold few classes each.
+    """Return all points in blocks of about `size`, cut in the order of the classes.
 
-    A class of its own block of rows costs less padding than one that every block has a part of.
+    Kernels pad the points that a block has of each class; sorted, most classes are in one block.
     """
     if classes == 1:
         return slices(len(labels), size)

@@ -1,7 +1,8 @@
-"""Costs that users give: as a function of blocks, and the facts of any matrix from one pass.
+"""Costs that users give: a function of blocks, and the facts of any matrix from one pass over it.
 
-`CostBlocks` is the function, `AskedCosts` asks it. `matrix_facts` finds range, mean and forbidden
-pairs of a matrix that comes in blocks of rows.
+`CostBlocks` is a user's function, `FunctionCosts` calls it in every pass and checks its results.
+`matrix_facts` computes range, mean and forbidden pairs of a matrix from blocks of its rows.
+`operators.given_costs` and `solver.matrix` read these.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from otdd_flash.cost.facts import CostRange
 from otdd_flash.errors import InputError, UserCodeError
 from otdd_flash.real_numbers import in_double, in_one_row
 
-# Entries to ask for at once: functions may take many times as much memory on the way.
+# Entries per call of a user's function, which may need many times their memory.
 BLOCK_ENTRIES_CPU, BLOCK_ENTRIES_GPU = 1 << 20, 1 << 24
 
-# The types of costs that are kept, and integers that read their bits and add up without overflow;
-# whole numbers become float64.
+# The types of costs that are kept as they are (integers become float64), each with the integer type
+# as which their bits are added for a checksum.
 BITS = {
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
@@ -35,7 +36,7 @@ BITS = {
 
 @dataclass(frozen=True)
 class CostBlocks:
-    """A cost matrix C (n, m) that need not be held: its blocks are computed when they are needed.
+    """A cost matrix C (n, m) that is never stored: blocks are computed when they are needed.
 
     Args:
         n: rows.
@@ -44,7 +45,7 @@ class CostBlocks:
             real tensor, the same for the same slices, always of one type and on one device.
 
     Raises:
-        InputError: a size is not positive, or `block` is no function.
+        InputError: a size is not positive, or `block` is not callable.
     """
 
     n: Count
@@ -55,36 +56,36 @@ class CostBlocks:
         check_fields(self, "costs.")
 
 
-class AskedCosts:
-    """Costs that a function computes again in every pass.
+class FunctionCosts:
+    """Costs that a user's function computes again in every pass.
 
     Args:
-        blocks: the function, of which one entry is asked for the type and the device.
-        device: where costs are needed; None is where the function leaves them.
+        blocks: the function; it is called for one entry to learn the type and the device.
+        device: to which blocks are moved; None leaves them where the function returns them.
 
     Raises:
-        InputError: it does not return real blocks of the right shape, or raises itself.
+        InputError: the function does not return real blocks of the right shape, or raises.
     """
 
     def __init__(self, blocks: CostBlocks, device: torch.device | None = None) -> None:
         self._blocks, self.shape = blocks, (blocks.n, blocks.m)
         self._type: torch.dtype | None = None
         self._marks: dict[tuple[int, int], int] = {}
-        first = self._ask(slice(0, 1), slice(0, 1))
+        first = self._call(slice(0, 1), slice(0, 1))
         self._type = first.dtype
         self.device = first.device if device is None else device
         self.dtype = first.dtype if first.dtype in BITS else torch.float64
-        self.asked = BLOCK_ENTRIES_CPU if self.device.type == "cpu" else BLOCK_ENTRIES_GPU
+        self.block_entries = BLOCK_ENTRIES_CPU if self.device.type == "cpu" else BLOCK_ENTRIES_GPU
 
     def rows(self, rows: slice) -> Tensor:
-        """C[rows].
+        """Return C[rows].
 
         Raises:
-            InputError: they are others than when they were asked for before.
+            InputError: the function returned other costs for these rows before.
         """
         columns = slice(0, self.shape[1])
         block = self._exactly(rows, columns)
-        # Bounds are of one matrix. Integers add up to the same in any order.
+        # Bounds hold for one matrix. A sum of integers is the same in any order.
         mark = int(in_one_row(block).view(BITS[self.dtype]).sum())
         if self._marks.setdefault((rows.start, rows.stop), mark) != mark:
             raise InputError(
@@ -94,30 +95,30 @@ class AskedCosts:
         return block
 
     def between(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """C (k, l) of some rows (k,) and columns (l,), int64; asks for whole rows."""
+        """Return C (k, l) of some rows (k,) and columns (l,), int64; whole rows are computed."""
         found = torch.empty((len(rows), len(columns)), dtype=self.dtype, device=self.device)
         for place, row in enumerate(rows.tolist()):
-            asked = self._exactly(slice(row, row + 1), slice(0, self.shape[1]))
-            found[place] = asked[0, columns]
+            block = self._exactly(slice(row, row + 1), slice(0, self.shape[1]))
+            found[place] = block[0, columns]
         return found
 
     def held(self) -> Tensor:
-        """Ask for the whole C (n, m)."""
+        """Return the whole C (n, m), in memory."""
         found = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         n, m = self.shape
-        height = max(1, self.asked // m)
+        height = max(1, self.block_entries // m)
         for start in range(0, n, height):
             rows = slice(start, min(start + height, n))
             found[rows] = self.rows(rows)
         return found
 
     def _exactly(self, rows: slice, columns: slice) -> Tensor:
-        block = self._ask(rows, columns)
+        block = self._call(rows, columns)
         if block.dtype not in BITS:
             block = in_double(f"costs that {_called(rows, columns)} returned", block)
         return block.to(self.device, self.dtype)
 
-    def _ask(self, rows: slice, columns: slice) -> Tensor:
+    def _call(self, rows: slice, columns: slice) -> Tensor:
         called = _called(rows, columns)
         try:
             block: Any = self._blocks.block(rows, columns)
@@ -141,13 +142,13 @@ def _called(rows: slice, columns: slice) -> str:
 
 
 def _is_dense(block: Tensor) -> bool:
-    """Whether a tensor holds real numbers that can be computed with."""
+    """Whether a tensor is dense and holds real numbers."""
     dense = block.layout == torch.strided and not block.is_meta and not block.is_quantized
     return dense and (block.dtype in BITS or not (block.is_floating_point() or block.is_complex()))
 
 
 def _got(block: Any) -> str:
-    """Describe what is no block, for an error."""
+    """Describe an invalid block, for an error."""
     if not isinstance(block, Tensor):
         return shown(block)
     return f"{shown(block)}, {block.dtype}, {block.layout}, on {block.device}"
@@ -158,11 +159,12 @@ class MatrixFacts(NamedTuple):
 
     Attributes:
         range: of the finite entries between points with mass.
-        mean: sum_ij a_i b_j C_ij of the finite entries.
-        magnitudes: (n,) and (m,) float64, with |C_ij| at most their sum for those entries.
+        mean: sum_ij a_i b_j C_ij over the finite entries.
+        magnitudes: (n,) and (m,) float64; |C_ij| is at most row_i + column_j for the entries of
+            `range`.
         extreme: the largest |C_ij| of all finite entries.
-        partners: rows (n,) and columns (m,), bool, that have a finite entry with a point of mass;
-            None where no pair is forbidden.
+        partners: (n,) and (m,) bool, whether a row or column has a finite entry with a point that
+            has mass; None if no pair is forbidden.
     """
 
     range: CostRange
@@ -179,16 +181,16 @@ class MatrixFacts(NamedTuple):
 def matrix_facts(
     blocks: Iterable[tuple[slice, Tensor]], a: Tensor, b: Tensor, name: str = "costs"
 ) -> MatrixFacts:
-    """The facts of a matrix that comes in blocks of rows.
+    """Compute the facts of a matrix from blocks of its rows.
 
     Args:
-        blocks: rows, in order, and C of these, of any floating type.
+        blocks: ranges of rows, in order, and C[rows], of any floating type.
         a: (n,) masses, float64.
         b: (m,) masses, float64.
         name: of the matrix, for messages.
 
     Raises:
-        InputError: an entry is NaN or -inf, or a point with mass has none but forbidden pairs.
+        InputError: an entry is NaN or -inf, or all pairs of a point with mass are forbidden.
     """
     rows, columns = a > 0, b > 0
     every = bool(rows.all()) and bool(columns.all())

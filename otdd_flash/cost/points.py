@@ -2,15 +2,14 @@
 
     C_ij = lambda_x ||x_i - y_j||^2 + lambda_y W[l_i, l_j]
 
-Points stay as they were given, on the device or streamed to it. What is computed of them in
-float64 takes a few rows at a time: no float64 copy of all is made.
+Points stay as they were given, on the device or streamed to it. Statistics are computed in float64
+from a few rows at a time: there is never a float64 copy of all points.
 
 A `Cloud` is part of several costs, those with other clouds and that with itself. Its statistics are
 computed once for all of them, and for all steps of a flow towards it.
 
-A `LabelledCost` is what every operator needs to know of the cost between two clouds. An operator
-takes what it needs of the points, centred by their common mean: C is unchanged by that and the
-rounding error shrinks.
+A `LabelledCost` has the data and the statistics from which operators are built. They read points
+relative to the mean of both clouds' means: C is unchanged by that and the rounding error shrinks.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from otdd_flash.samples import LabeledSamples
 # Points (n, d) on the device, or what streams them there.
 Points = Tensor | HostPoints
 
-# Coordinates that are in float64 at once: 2 MiB stay near a core's cache. A GPU has room for 32 MiB
-# and takes longer to launch a pass over 16 MiB than to run it.
+# Coordinates that are in float64 at once: 2 MiB fit a core's cache. A GPU has room for 32 MiB, and
+# takes longer to launch a pass over 16 MiB than to run it.
 CHUNK_ELEMENTS_CPU = 1 << 18
 CHUNK_ELEMENTS_GPU = 1 << 22
 
 
 class Extent(NamedTuple):
-    """Where a cloud lies.
+    """The mean and the bounding box of a cloud.
 
     Attributes:
         mean: sum_i a_i x_i (d,), float64.
@@ -53,10 +52,10 @@ class Extent(NamedTuple):
 
 
 def in_float64(points: Points, centre: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """All rows (N, d), less a centre (d,) float64, in one buffer that the caller may change.
+    """Yield ranges of rows and their points (k, d), less a centre (d,), in a reused float64 buffer.
 
-    A few at a time. A GPU centres them as it copies them, in one pass; a CPU would make a copy of
-    its own in float64 for that.
+    The caller may overwrite the buffer. A GPU subtracts the centre as it copies, in one pass; on a
+    CPU that would allocate another float64 copy.
     """
     count, dim = points.shape
     elements = CHUNK_ELEMENTS_GPU if points.is_cuda else CHUNK_ELEMENTS_CPU
@@ -64,7 +63,7 @@ def in_float64(points: Points, centre: Tensor | None = None) -> Iterator[tuple[s
     buffer = torch.empty((size, dim), dtype=torch.float64, device=points.device)
     held: Iterable[Tensor]
     if isinstance(points, HostPoints):
-        # On a GPU few blocks: each has to be waited for.
+        # On a GPU few blocks: the host waits for each.
         blocks = max(1, PIECE_BYTES // (4 * elements)) if points.is_cuda else 1
         held = points.stream(slices(count, blocks * size))
     else:
@@ -84,7 +83,7 @@ def in_float64(points: Points, centre: Tensor | None = None) -> Iterator[tuple[s
 
 
 def squared_distances(points: Points, *centres: Tensor) -> Tensor:
-    """||x_i - c||^2 (n,), float64, or (k, n) from several centres (d,): rows are read once."""
+    """Compute ||x_i - c||^2 (n,), float64, or (k, n) for k centres (d,); points are read once."""
     shape = len(centres), points.shape[0]
     lengths = torch.empty(shape, dtype=torch.float64, device=points.device)
     alone = centres[0] if len(centres) == 1 else None
@@ -97,7 +96,7 @@ def squared_distances(points: Points, *centres: Tensor) -> Tensor:
 
 
 def squared_norms(points: Points) -> Tensor:
-    """||x_i||^2 (n,), float64."""
+    """Compute ||x_i||^2 (n,), float64."""
     lengths = torch.empty(points.shape[0], dtype=torch.float64, device=points.device)
     for part, rows in in_float64(points):
         torch.linalg.vector_norm(rows, dim=1, out=lengths[part])
@@ -105,7 +104,7 @@ def squared_norms(points: Points) -> Tensor:
 
 
 def weighted_sum(points: Points, masses: Tensor, centre: Tensor | None = None) -> Tensor:
-    """sum_i a_i x_i (d,), or sum_i a_i (x_i - c), float64, for masses (n,) on the device."""
+    """Compute sum_i a_i x_i (d,) or sum_i a_i (x_i - c), float64, for masses (n,) on the device."""
     total = masses.new_zeros((1, points.shape[1]))
     for part, rows in in_float64(points, centre):
         total.addmm_(masses[None, part], rows)
@@ -113,14 +112,14 @@ def weighted_sum(points: Points, masses: Tensor, centre: Tensor | None = None) -
 
 
 def weighted_mean(points: Points, masses: Tensor) -> Tensor:
-    """sum_i a_i x_i (d,), float64, for masses (n,) on the device."""
+    """Compute sum_i a_i x_i (d,), float64, for masses (n,); streamed points are read once."""
     if isinstance(points, HostPoints):
         return extent(points, masses).mean
     return weighted_sum(points, masses)
 
 
 def extent(points: Points, masses: Tensor) -> Extent:
-    """Where points of masses (n,) lie; those that stream, or are in files, are read once."""
+    """Compute mean and bounding box of points with masses (n,); streamed ones are read once."""
     if isinstance(points, HostPoints):
         return points.recalled("extent", (masses,), partial(_extent_read, points, masses))
     if isinstance(points, FileFeatures):
@@ -129,7 +128,7 @@ def extent(points: Points, masses: Tensor) -> Extent:
 
 
 def centred(points: Points, centre: Tensor, dtype: torch.dtype) -> Tensor:
-    """Points minus a centre (d,), subtracted in float64 and rounded once."""
+    """Return points minus a centre (d,), subtracted in float64 and rounded once."""
     out = torch.empty(points.shape, dtype=dtype, device=points.device)
     for part, rows in in_float64(points, centre):
         out[part] = rows
@@ -148,7 +147,7 @@ def _extent_read(points: Points, masses: Tensor) -> Extent:
 
 T = TypeVar("T")
 
-# What costs keep of samples by this name.
+# The name by which a `Cloud` is cached with its samples.
 CLOUD = "cloud"
 
 
@@ -157,8 +156,8 @@ class Distances(NamedTuple):
 
     Attributes:
         squares: ||x_i - c||^2 (n,), float64.
-        farthest: the largest of these, ().
-        highest: that on the support, ().
+        farthest: the largest square, ().
+        highest: the largest square of a point with mass, ().
         mean: sum_i a_i ||x_i - c||^2, ().
     """
 
@@ -169,7 +168,7 @@ class Distances(NamedTuple):
 
     @property
     def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`farthest`, `highest` and `mean`."""
+        """`farthest`, `highest` and `mean`, which the host reads."""
         return self.farthest, self.highest, self.mean
 
 
@@ -180,7 +179,7 @@ class Cloud:
         points: (n, d), on the device or streamed to it.
         masses: (n,) float64 that sum to 1.
         labels: (n,) class indices.
-        equal: all masses are 1 / n.
+        equal: whether all masses are 1 / n.
 
     Attributes:
         known: cached results for all costs, by name.
@@ -193,7 +192,7 @@ class Cloud:
         self.known: dict[Hashable, Any] = {}
 
     def kept(self, name: Hashable, find: Callable[[], T]) -> T:
-        """Call `find` once for this name and return its result from then on."""
+        """Return `find()`, cached by `name`."""
         if name not in self.known:
             self.known[name] = find()
         found: T = self.known[name]
@@ -204,7 +203,7 @@ class Cloud:
         return extent(self.points, self.masses)
 
     def distances(self, centre: Tensor) -> Distances:
-        """Compute the distances from a centre (d,) float64."""
+        """Compute squared distances from a centre (d,) float64."""
         squares = self._squares(centre)
         farthest = highest = squares.max()
         if not self._equal:
@@ -218,13 +217,13 @@ class Cloud:
         )
 
     def share(self, rows: slice | Tensor, name: Hashable) -> tuple[Tensor, float]:
-        """Return masses (k,) of some rows over their sum, and the sum; cached by `name`."""
+        """Return the masses (k,) of some rows over their sum, and the sum; cached by `name`."""
 
         def find() -> tuple[Tensor, float]:
             whole = self.masses
             if not self._equal:
                 return normalised(whole[rows])
-            # The host need not wait to know the sum.
+            # Known on the host without waiting for the device.
             count = len(range(len(whole))[rows] if isinstance(rows, slice) else rows)
             return whole.new_full((count,), 1 / max(1, count)), count / len(whole)
 
@@ -241,7 +240,7 @@ class Cloud:
             return squared_distances(points, centre)
 
         def find() -> Tensor:
-            # Also for the cost of the cloud with itself.
+            # Distances from the cloud's own mean as well, for its cost with itself.
             mean = self.extent.mean
             about, about_mean = squared_distances(points, centre, mean).unbind()
             points.recalled("squares", (mean,), lambda: about_mean)
@@ -261,7 +260,7 @@ def cloud_of(samples: LabeledSamples, streaming: Streaming | None) -> Cloud:
         return Cloud(points, masses, labels, equal=equal)
 
     if streaming is not None or isinstance(samples.features, FileFeatures):
-        # What is found of points that stream is kept with what streams them.
+        # Results for streamed points are cached in `Streaming` instead.
         return find()
     return remembered(samples, CLOUD, find)
 
@@ -272,29 +271,29 @@ def forget_cloud(samples: LabeledSamples) -> None:
 
 
 def points_of(samples: LabeledSamples, streaming: Streaming | None) -> Points:
-    """Points (n, d) on the device, or on their way there."""
+    """Return the points (n, d), as a tensor or as `HostPoints` that are streamed."""
     return samples.features if streaming is None else HostPoints(samples.features, streaming)
 
 
 def class_indices(samples: LabeledSamples) -> Tensor:
-    """The labels; unlabelled data are one class."""
+    """Return the labels (n,); all 0 for unlabelled samples."""
     if samples.labels is not None:
         return samples.labels
     return torch.zeros(len(samples), dtype=torch.int64, device=samples.features.device)
 
 
 def mass_per_class(masses: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """The sum of masses (n,) in each of so many classes (V,)."""
+    """Return the sum (V,) of masses (n,) in each class."""
     return masses.new_zeros(classes).index_add_(0, labels, masses)
 
 
 def normalised(masses: Tensor) -> tuple[Tensor, float]:
-    """Masses over their sum, and the sum; where that is 0 as they are, and 1."""
+    """Return masses over their sum, and the sum; masses that are all 0 as they are, and 1."""
     mass = float(masses.sum()) or 1.0
     return masses / mass, mass
 
 
-# Some of the points of a cloud, or all: a range, or indices (k,) int64.
+# A selection of points of a cloud: a range, or indices (k,) int64.
 Cut = slice | Tensor
 
 # Masses of rows and of columns, float64.
@@ -303,18 +302,18 @@ Masses = tuple[Tensor, Tensor]
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53
 
-# In place of log 0: far below any other, and not infinite times 0 in a product.
+# In place of log 0: far below any other logarithm, and finite, as 0 times infinity is NaN.
 LOG_NOTHING = -1e200
 
 
 class Moments(NamedTuple):
-    """Moments of masses q (m,) on columns with centred points z, float64; those of parts add up.
+    """Moments of masses q (m,) on columns with centred points z, float64; moments of parts add up.
 
     Attributes:
         total: sum_j q_j.
         first: sum_j q_j z_j (d,).
         squares: sum_j q_j ||z_j||^2.
-        classes: the masses of each class (V_y,).
+        classes: the mass of each class (V_y,).
     """
 
     total: Tensor
@@ -324,7 +323,7 @@ class Moments(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """Statistics of a cost's points, as properties of `LabelledCost`."""
+    """Statistics of a cost's points; each is a property of `LabelledCost`."""
 
     centre: Tensor
     squares: tuple[Tensor, Tensor]
@@ -348,7 +347,7 @@ class LabelledCost:
         clouds: both, with their statistics.
         symmetric: whether both sides are one cloud.
         known: cached results of callers, by name.
-        packed: both clouds as kernels pack them, where that is done already.
+        packed: both clouds as kernels pack them, or None if that is still to be done.
         known_of: cached results for the points of either cloud, shared with later costs of them.
     """
 
@@ -373,7 +372,7 @@ class LabelledCost:
         lambda_y: float,
         streaming: Streaming | None = None,
     ) -> LabelledCost:
-        """Build the cost between two datasets, with the statistics that their clouds have.
+        """Build the cost between two datasets, which reuses their clouds' cached statistics.
 
         Args:
             source: n points.
@@ -381,7 +380,7 @@ class LabelledCost:
             class_distances: the block of W (V_x, V_y) between their classes, on any device.
             lambda_x: weight of the squared Euclidean distance.
             lambda_y: weight of W.
-            streaming: of points that do not stay on the device.
+            streaming: for points that are streamed; None if they are on the device.
         """
         x = cloud_of(source, streaming)
         y = x if source is target else cloud_of(target, streaming)
@@ -408,7 +407,7 @@ class LabelledCost:
         between = 0.0
         if not symmetric:
             far_y, high_y, spread_y, between = told[3:]
-        # 0 <= ||x - y||^2 <= (max ||x|| + max ||y||)^2.
+        # 0 <= ||x - y||^2 <= (max ||x|| + max ||y||)^2 over points with mass.
         reach = self.lambda_x * (math.sqrt(high_x) + math.sqrt(high_y)) ** 2
         return _Measured(
             centre,
@@ -416,15 +415,15 @@ class LabelledCost:
             largest,
             max(far_x, far_y),
             CostRange(low, reach + high),
-            # Both means are as far from the centre, on opposite sides of it.
+            # Both means are equally far from the centre, on opposite sides of it.
             self.lambda_x * (spread_x + spread_y + between / 2) + classes,
         )
 
     def _class_numbers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The lowest and the highest class cost on the support, and their mean."""
+        """Return the lowest and the highest class cost between classes with mass, and the mean."""
         costs = self.class_costs
         if costs.numel() == 1:
-            # Masses add up to 1.
+            # Masses sum to 1.
             one = costs.reshape(())
             return one, one, one
         of_x, of_y = self._class_masses
@@ -437,13 +436,13 @@ class LabelledCost:
 
     @property
     def _class_masses(self) -> tuple[Tensor, Tensor]:
-        """The masses of each class, (V_x,) and (V_y,)."""
+        """The mass of each class, (V_x,) and (V_y,)."""
         (x, y), (rows, columns) = self.clouds, self.class_costs.shape
         return x.class_masses(rows), y.class_masses(columns)
 
     @property
     def centre(self) -> Tensor:
-        """(d,) float64, the mean of both clouds' means."""
+        """The mean (d,), float64, of both clouds' means."""
         return self.whole._measured.centre
 
     @property
@@ -458,7 +457,7 @@ class LabelledCost:
 
     @property
     def cost_range(self) -> CostRange:
-        """An interval that holds C on the support."""
+        """Bounds on C_ij between points with mass."""
         return self.whole._measured.cost_range
 
     @property
@@ -490,7 +489,7 @@ class LabelledCost:
 
     @cached_property
     def magnitudes(self) -> tuple[Tensor, Tensor]:
-        """(n,) and (m,) float64, in units of the cost: what sums and products in C_ij add up to.
+        """Bounds on the terms of C_ij, (n,) and (m,) float64, in units of the cost.
 
             lambda_x (||x_i|| + ||y_j||)^2 + |lambda_y W[l_i, l_j]| <= row_i + column_j
 
@@ -506,11 +505,11 @@ class LabelledCost:
 
     @property
     def cost_error_share(self) -> float:
-        """Error of costs in float64, over the magnitudes: d products and some sums in any order."""
+        """Error of float64 costs over `magnitudes`: d products and some sums, in any order."""
         return (2 * self.points[0].shape[1] + 16) * DOUBLE_UNIT
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64: O((n + m) d), from q's moments."""
+        """Compute sum_j C_ij q_j (n,), float64, for masses q (m,): O((n + m) d), by q's moments."""
         return self.costs_of(self.moments(masses))
 
     def moments(self, masses: Tensor) -> Moments:
@@ -520,7 +519,7 @@ class LabelledCost:
         return Moments(masses.sum(), first, masses @ self.squares[1], classes)
 
     def costs_of(self, moments: Moments) -> Tensor:
-        """sum_j C_ij q_j (n,), float64, for masses of these moments."""
+        """Compute sum_j C_ij q_j (n,), float64, for masses q of these moments."""
         total, first, squares, of_classes = moments
         found = total * self.squares[0] + squares
         products = torch.empty_like(found)
@@ -530,21 +529,21 @@ class LabelledCost:
         return self.lambda_x * found + (self.class_costs @ of_classes)[self.labels[0]]
 
     def own_costs(self) -> Tensor:
-        """C_ii (n,) of a cloud with itself, float64."""
+        """Return C_ii (n,) of a cloud with itself, float64."""
         return self.class_costs[self.labels[0], self.labels[0]]
 
     def plan_entries(self, f: Tensor, g: Tensor, epsilon: float) -> Tensor:
-        """P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon) (n, m), float64.
+        """Compute P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon) (n, m), float64.
 
             log P_ij = u_i + v[l_i, j] + 2 lambda_x <x_i, y_j> / epsilon
 
-        v is gathered by class, and the exponential is taken in place. Nothing else that is known of
-        the cost is asked for, and potentials of points without mass are not read.
+        v is gathered by class, and the exponential is taken in place. No statistics of the cost are
+        computed for it, and potentials of points without mass are not read.
         """
         (labels_x, labels_y), n = self.labels, self.shape[0]
         masses, scale = torch.cat((self.a, self.b)), self.lambda_x / epsilon
         points = torch.cat(self.held).double()
-        # About the mean of both clouds' means, wherever points without mass may be.
+        # Relative to the mean of both clouds' means; points without mass have no part in it.
         points -= (masses @ points) / 2
         logs = masses.log().add_(torch.cat((f, g)), alpha=1 / epsilon)
         logs = torch.where(masses > 0, logs, LOG_NOTHING)
@@ -559,14 +558,14 @@ class LabelledCost:
         return found.add_(u[:, None]).exp_()
 
     def sample(self, rows: Cut, columns: Cut, masses: Masses) -> LabelledCost:
-        """The cost between some rows (k,) and columns (l,) of other masses, about their centre."""
+        """Return the cost of rows (k,) and columns (l,) with other masses and their own centre."""
         (x, y), (labels_x, labels_y) = self.points, self.labels
         of_rows = Cloud(x[rows], masses[0], labels_x[rows])
         of_columns = Cloud(y[columns], masses[1], labels_y[columns])
         return LabelledCost(of_rows, of_columns, self.class_costs, self.lambda_x)
 
     def cut(self, rows: Cut, columns: Cut, masses: Masses | None) -> LabelledCost:
-        """The `part` of some rows and columns, or a `sample` of other masses."""
+        """Return the `part` of some rows and columns, or their `sample` if masses are given."""
         return self.part(rows, columns) if masses is None else self.sample(rows, columns, masses)
 
     def part(
@@ -579,11 +578,11 @@ class LabelledCost:
         masses: tuple[Tensor, Tensor] | None = None,
         diagonal: bool = False,
     ) -> LabelledCost:
-        """Cut the cost to some rows and columns, with their masses.
+        """Return the cost between some rows and columns, with the statistics of the whole.
 
         So the centre and scale of the points, and bounds on costs, are the same for every part.
-        Their `points`, `labels` and `masses` may be given where they are there; on the `diagonal`
-        both sides are one.
+        `points`, `labels` and `masses` of the part may be given instead of being cut; on the
+        `diagonal` both sides are one.
         """
         found, cuts = copy(self), (rows, columns)
         found._whole, found.known_of = self.whole, (None, None)
@@ -605,7 +604,7 @@ class LabelledCost:
         return found
 
     def without_points(self) -> LabelledCost:
-        """Drop the points; statistics that were computed before stay."""
+        """Return the cost without its points, with the statistics that were computed before."""
         magnitudes, (x, y) = self.magnitudes, self.points
         found = copy(self)
         found.magnitudes, found.points = magnitudes, (x[:0], y[:0])
@@ -614,23 +613,23 @@ class LabelledCost:
         return found
 
     def centred(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Both clouds minus the centre, subtracted in float64 and rounded once."""
+        """Return both clouds minus the centre, subtracted in float64 and rounded once."""
         x = centred(self.points[0], self.centre, dtype)
         return x, x if self.symmetric else centred(self.points[1], self.centre, dtype)
 
 
 def _some(values: Tensor, rows: Cut) -> Tensor:
-    """Cut numbers of points to some of these; return the tensor itself for all."""
+    """Return the numbers of some points; the tensor itself for all."""
     return values if isinstance(rows, slice) and rows == slice(None) else values[rows]
 
 
 def _some_points(points: Points, rows: Cut) -> Points:
-    """Cut points to some of these; streamed points stay where they are."""
+    """Return some of the points; streamed points are not copied."""
     return _some(points, rows) if isinstance(points, Tensor) else points.part(rows)
 
 
 def on_host(cost: LabelledCost) -> tuple[HostPoints, HostPoints]:
-    """Both clouds of a cost that is streamed."""
+    """Return both clouds of a streamed cost."""
     x, y = cost.points
     assert isinstance(x, HostPoints)
     assert isinstance(y, HostPoints)
@@ -645,18 +644,18 @@ def equal_masses(points: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LessOrigin:
-    """Values that are the points of one side of the cost, less an origin (d,).
+    """Values to multiply a plan by: the points of one side of the cost, less an origin (d,).
 
-    Whoever has the points can make them.
+    Every process that has the points can compute them, so that they need not be sent.
     """
 
     origin: Tensor
 
     def __call__(self, which: Cut, points: Tensor) -> Tensor:
-        """The values of some points (k, d)."""
+        """Return the values of some points (k, d)."""
         return less_origin(points, self.origin)
 
 
 def less_origin(points: Tensor, origin: Tensor) -> Tensor:
-    """A new copy of points (n, d) about an origin, in its type; subtracted in the wider of both."""
+    """Return a copy of points (n, d) less an origin, in its type, subtracted in the wider type."""
     return (points - origin).to(origin.dtype)

@@ -73,7 +73,7 @@ from otdd_flash.data.request import Request
 from otdd_flash.data.subset import subset
 from otdd_flash.errors import DataNotice, InputError, UserCodeError, placed, prefixed, warn
 from otdd_flash.importing import user_code
-from otdd_flash.memory import UNASKED
+from otdd_flash.memory import ASSUMED_FREE
 from otdd_flash.raw_labels import names_of_columns, raw_values, without_fractions
 from otdd_flash.real_numbers import check_room, dense, exact_array, real_tensor
 from otdd_flash.samples import LabeledSamples, SamplesOrArrays
@@ -417,7 +417,7 @@ class ReadOnce:
     rows: NDArray[np.int64] | None = None
     loaded: bool = False
     taken: int = field(default=0, init=False)
-    asked_from: int = field(default_factory=lambda: UNASKED, init=False)
+    asked_from: int = field(default_factory=lambda: ASSUMED_FREE, init=False)
 
     def whole(self) -> LabeledDataset:
         """Read all pairs and keep the inputs in memory.
@@ -474,7 +474,7 @@ class ReadOnce:
             chunk.append(item)
             labels.append(label)
             held += _bytes_of(item)
-            if held >= UNASKED and len(chunk) % batch_size == 0:
+            if held >= ASSUMED_FREE and len(chunk) % batch_size == 0:
                 flush()
                 held = 0
         if chunk:

@@ -59,7 +59,7 @@ from otdd_flash.extractors.plain import (
 )
 from otdd_flash.files.cache import TensorCache
 from otdd_flash.importing import user_code
-from otdd_flash.memory import UNASKED, free_memory, readable_bytes
+from otdd_flash.memory import ASSUMED_FREE, free_memory, readable_bytes
 from otdd_flash.samples import Array, LabeledSamples
 
 logger = logging.getLogger(__name__)
@@ -391,7 +391,7 @@ def _gather(
 
 def _check_room(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     needed = shape[0] * shape[1] * dtype.itemsize
-    if needed > UNASKED and needed > (free := free_memory(torch.device("cpu"))):
+    if needed > ASSUMED_FREE and needed > (free := free_memory(torch.device("cpu"))):
         raise InputError(
             f"{shape[0]} rows of {shape[1]} features of {name} need "
             f"{readable_bytes(needed)}, and {readable_bytes(free)} are free; use fewer samples "

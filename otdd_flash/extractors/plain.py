@@ -27,7 +27,7 @@ from otdd_flash.checks import refused, shown
 from otdd_flash.data.images import any_colour, image_array, unit_images
 from otdd_flash.errors import InputError
 from otdd_flash.importing import FORM, import_callable, user_code
-from otdd_flash.memory import UNASKED, free_memory, readable_bytes
+from otdd_flash.memory import ASSUMED_FREE, free_memory, readable_bytes
 from otdd_flash.real_numbers import check_integers, dense, exact_array, real_tensor
 from otdd_flash.shown import display
 
@@ -84,7 +84,7 @@ class PixelValues:
         count, channels = images.shape[:2]
         needed = count * channels * self.size**2 * images.element_size()
         # Small requests need no question to the device.
-        if needed > UNASKED and needed > (free := free_memory(images.device)):
+        if needed > ASSUMED_FREE and needed > (free := free_memory(images.device)):
             raise InputError(
                 f"extractor.size={self.size} makes {count} images of {readable_bytes(needed)} in "
                 f"all, and {readable_bytes(free)} are free; lower extractor.size"

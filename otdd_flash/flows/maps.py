@@ -267,7 +267,7 @@ class VelocityField:
         pairs = OWN, THEIRS
         # `resident`: all points are on the device and none are streamed.
         whole = Comparison.prepare(sides, self.cost, self.compute, pairs=pairs, resident=True)
-        points, particles, target = whole.seen
+        points, particles, target = whole.transformed
         # An origin near both clouds: their difference then loses no digits far from 0.
         clouds = ((cloud.features, cloud.masses) for cloud in (particles, target))
         origin = origin_near(clouds, self.compute.dtype)

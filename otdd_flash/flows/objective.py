@@ -80,12 +80,12 @@ class FlowSetting:
     @property
     def source(self) -> LabeledSamples:
         """The particles at the start."""
-        return self.comparison.seen[0]
+        return self.comparison.transformed[0]
 
     @property
     def target(self) -> LabeledSamples:
         """The dataset that the particles move towards."""
-        return self.comparison.seen[1]
+        return self.comparison.transformed[1]
 
     @cached_property
     def masses(self) -> Tensor:
@@ -206,7 +206,7 @@ class TargetDivergence:
         Raises:
             ConvergenceError: the solver's options require convergence, and a term stopped early.
         """
-        setting, (particles, target) = self._setting, comparison.seen
+        setting, (particles, target) = self._setting, comparison.transformed
         if batch is not None:
             rows = particles.take(batch.particles), target.take(batch.target)
             comparison = comparison.with_points(*rows)

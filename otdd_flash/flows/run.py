@@ -168,7 +168,9 @@ def gradient_flow(
     notice_single_samples((points, goal), metric)
     unchanged = Unchanged.of(points, goal)
     sides = (replace(side, features=flow.space.features(side.features)) for side in (points, goal))
-    comparison = Comparison.prepare(tuple(sides), cost, compute, seen=True, resident=not streams)
+    comparison = Comparison.prepare(
+        tuple(sides), cost, compute, transformed=True, resident=not streams
+    )
     # Class distances are computed where the target is: on the device, or on the CPU if the target
     # stays there to be streamed.
     start, end = comparison.given[0].to(comparison.home), comparison.given[1]

@@ -98,9 +98,9 @@ def class_distances(
     kept = [drop_small_classes(one, min_class_size) for one in as_datasets(datasets)]
     check_squares(*kept)
     notice_single_samples(kept, metric)
-    seen = [cost.seen(one) for one in kept]
-    metric = settled_metric(metric, None, seen)
-    return measure_all(seen, metric, cache_dir=cache_dir, progress=progress)
+    transformed = [cost.transform(one) for one in kept]
+    metric = settled_metric(metric, None, transformed)
+    return measure_all(transformed, metric, cache_dir=cache_dir, progress=progress)
 
 
 def settled_metric(

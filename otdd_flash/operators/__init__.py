@@ -1,27 +1,28 @@
-"""Ways of holding a ground cost, all with the members of `base.Operator`.
+"""Operators: costs with masses, by how the cost is held and where passes over it run.
 
-Between labelled clouds: a `comparison` holds them, checked, moved and seen by the ground cost once,
-with class distances and epsilon. `build` chooses between `triton_operator`, the passes in Triton on
-a GPU, and `torch_operator`, those in PyTorch over a source of scores: `point_scores` are kept in
-memory, or computed again in every pass. It says what operators take of the memory.
+All have the members of `base.Operator`; the solver sees no others.
 
-What certificates read: tiles of costs in float64 (`point_scores`), `fixed_point` the sums of a plan
-in Triton, `whole_points` points whose products are exact.
+Between labelled clouds: a `comparison` has the datasets, checked, moved and transformed for the
+ground cost once, with class distances and epsilon. `build` chooses between `triton_operator`, with
+passes in Triton on a GPU, and `torch_operator`, with passes in PyTorch over a source of scores;
+`point_scores` stores these or recomputes them in every pass. `build` also counts their memory.
 
-Points that stay in host memory or in files are read a block at a time, and `packed_blocks` packs
-them once; `blocked` is the cost of one block of rows and one of columns after the other, and puts
-together what is found of pairs of blocks, whoever brings them.
+Certificates read costs in float64, tile by tile (`point_scores`), or plan sums in Triton from
+points in fixed point (`fixed_point`); `integer_points` are points whose products are exact.
 
-Costs that are given: `given_costs` are a matrix in memory or a function of blocks, `matrix_kernel`
-is a matrix in Triton.
+Points in host memory or in files are streamed in blocks, which `packed_blocks` packs once;
+`blocked` has the operators of pairs of blocks and combines their results, also for a `ring`.
 
-Plans of potentials, evaluated in every product or prepared for many: `base` has what they are
-asked and those of PyTorch, `triton_plans` those of Triton, also with the points as they are packed.
+Given costs: `given_costs` is a matrix in memory or a function of blocks, `matrix_kernel` a matrix
+with passes in Triton.
 
-Processes that share a cost: `sharing` has them build it, `sharded` is what rank 0 sees, `parts`
-what every rank holds of it; `owned` says which points are whose, `self_share` which pairs of a
-cloud with itself (`kernel_self_share` in Triton), and in a `ring` the points, or `ring_blocks` of
-them as they are packed, go round; `ring_pairs` are the pairs of a rank there.
+Plans, evaluated in every product or prepared for many: `base` has their protocols and those in
+PyTorch, `triton_plans` those in Triton, also for products with packed points.
+
+A cost that processes share: `sharing` builds it on all ranks, `sharded` is the operator of rank 0,
+`parts` what every rank holds; `owned` divides the points among ranks, `self_share` the pairs of a
+self term (`kernel_self_share` in Triton). If no rank can hold all points, they circulate in a
+`ring`: `ring_blocks` are its shards, `ring_pairs` a rank's pairs of a self term.
 
 Problems of the engine (`engine.problems`): `one_problem` is an operator as the only one,
 `one_kernel_problem` the same in Triton. Pairs of classes are many: `stored_segments` and

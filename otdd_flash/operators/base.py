@@ -1,17 +1,18 @@
-"""What the solver asks of a cost with masses, and of the plan of two potentials.
+"""The operations on a cost with masses and on plans that solver, engine and certificates call.
 
 An operator stands for a ground cost C (n, m) together with the masses a (n,) and b (m,) of its two
 sides. Points and labels streamed in tiles, a stored matrix, a GPU kernel or several ranks differ
-only in how they carry out the operations below; the solver never sees the difference. Every member
-is there for every operator.
+only in how they carry out the operations below; the solver never sees the difference. Every
+operator has every member.
 
 Notation: f (n,) and g (m,) are potentials in units of the cost and
 
     P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon),      r = P 1,  c = P^T 1.
 
-An operator evaluates its plan anew for every product; where it is held instead, a product is one
-read of it. Row and column sums are those of the very numbers that are multiplied, whatever rounded
-them.
+`Operator.plan` returns an `EvaluatedPlan`, whose entries are computed again in every product; its
+`prepared` form is for many products, and may hold the entries (`KeptPlan`; in Triton see
+`triton_plans`). Gradients, Hessians and maps read these. A change must keep that row and column
+sums are those of the very numbers that are multiplied, after any rounding.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from otdd_flash.cost.points import Cut, Masses, Points
 
 if TYPE_CHECKING:
     # It imports this file, and Triton.
-    from otdd_flash.operators.triton_plans import PointProducts, Way
+    from otdd_flash.operators.triton_plans import HalfProduct, PointProducts
 
-# A recorded step reads epsilon as a tensor () float64 on the device, whose value may change; only
-# what runs in Triton records steps.
+# A step that is recorded as a CUDA graph reads epsilon from a tensor () float64 on the device,
+# whose value may change between replays; only operators in Triton record steps.
 Epsilon = float | Tensor
 
 
 class Applied(NamedTuple):
-    """A plan applied to a matrix, and its masses on the side of the result.
+    """A plan applied to a matrix, and the plan's marginal on the side of the result.
 
     Attributes:
         values: P V (n, k), or P^T U (m, k).
@@ -52,8 +53,8 @@ class Applied(NamedTuple):
 class Marginals(NamedTuple):
     """Row and column sums of one plan of f and g, every entry of which was computed once.
 
-    The computed entries are a_i b_j exp((f_i + g_j - C'_ij) / epsilon) of costs C' near C, give or
-    take `lost` a_i b_j:
+    Up to an underflow of `lost` a_i b_j the computed entries are a_i b_j exp((f_i + g_j - C'_ij) /
+    epsilon), with costs C' near C:
 
         |C'_ij - C_ij| <= row_errors_i + column_errors_j + cost_rounding |C_ij|.
 
@@ -61,10 +62,10 @@ class Marginals(NamedTuple):
         rows: (n,) row sums, float64.
         columns: (m,) column sums, float64.
         row_errors: (n,) float64, in units of the cost.
-        column_errors: (m,) float64, likewise.
+        column_errors: (m,) float64, in units of the cost.
         cost_rounding: relative error of a stored cost; 0 if costs are recomputed.
-        relative_error: of each sum, against the sum of the computed entries.
-        lost: bound on what underflow takes from an entry, over a_i b_j.
+        relative_error: of each sum, relative to the sum of the computed entries.
+        lost: bound on the underflow of an entry, over a_i b_j.
     """
 
     rows: Tensor
@@ -77,9 +78,9 @@ class Marginals(NamedTuple):
 
 
 class Certifiable(Protocol):
-    """What the certificate of a cross term asks of a cost C (n, m) with masses a (n,) and b (m,).
+    """A cost C (n, m) with masses a (n,) and b (m,), as the certificate of a cross term reads it.
 
-    Of B costs with masses (B, n) and (B, m), all tensors have that leading dimension.
+    For B costs with masses (B, n) and (B, m), all tensors have that leading dimension.
     """
 
     @property
@@ -100,23 +101,22 @@ class Certifiable(Protocol):
     def marginals(
         self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
-        """Row and column sums of the plan of f (n,) and g (m,), with bounds on their errors.
+        """Compute row and column sums of the plan of f (n,) and g (m,), with error bounds.
 
         Potentials may be float32 or float64; those of points without mass are not read. The costs
-        C' that the sums belong to are the same in every call that is `accurate`, and in every one
-        that need not be.
+        C' of the sums are the same in all calls with `accurate`, and the same in all without.
         """
         ...
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64; takes less than a pass."""
+        """Compute sum_j C_ij q_j (n,) for masses q (m,), float64, in less time than a pass."""
         ...
 
 
 class SelfCertifiable(Protocol):
-    """What the certificate of a self term asks: of the cost of a cloud with itself.
+    """The cost of a cloud with itself, as the certificate of a self term reads it.
 
-    Of B costs with masses (B, n), all tensors have that leading dimension.
+    For B costs with masses (B, n), all tensors have that leading dimension.
     """
 
     @property
@@ -137,14 +137,14 @@ class SelfCertifiable(Protocol):
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
-        """As for `Certifiable`; without `g`, of the only potential f of a cloud with itself.
+        """Compute the sums of `Certifiable.marginals`; without `g`, for f on both sides.
 
-        Its plan is symmetric but for rounding, and may be computed as one that is.
+        That plan is symmetric up to rounding, and may be computed as a symmetric one.
         """
         ...
 
     def own_costs(self) -> Tensor:
-        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
         ...
 
 
@@ -153,86 +153,88 @@ class Operator(Certifiable, SelfCertifiable, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the potentials, `costs.dtype`, which is known before the costs are."""
+        """The type of the potentials, `costs.dtype`, known before `costs` are computed."""
         ...
 
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
-        """As for `SelfCertifiable`."""
+        """Compute the sums of `SelfCertifiable.marginals`."""
         ...
 
     @property
     def backend(self) -> str:
-        """How passes run and what they read, for reports."""
+        """A description of how passes run and what they read, for reports."""
         ...
 
     @property
     def in_triton(self) -> bool:
-        """Whether passes run in Triton, and with them the iterations."""
+        """Whether passes, and so the iterations, run in Triton."""
         ...
 
     @property
     def recorded(self) -> bool:
-        """Whether steps are recorded: a pass takes not much more time than launching it."""
+        """Whether steps are recorded as CUDA graphs: passes are about as short as a launch."""
         ...
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,).
+        """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,).
 
         A `guess` (n,) near the result can save time and never changes the result beyond rounding.
         """
         ...
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        """Compute g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         ...
 
     def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        """The softmin (n,) of the only potential of a cloud with itself, which is near it."""
+        """Compute T(f) (n,) for the potential f of a self term, which is near T(f)."""
         ...
 
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
     ) -> EvaluatedPlan:
-        """The plan of f (n,) and g (m,), or of the only potential of a cloud with itself.
+        """Build the plan of f (n,) and g (m,); without `g`, of f on both sides of a self term.
 
-        What it prepares for many products takes `most` bytes, half of free memory for None.
+        A plan that is held for many products takes at most `most` bytes, half of free memory for
+        None.
         """
         ...
 
     def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
-        """The cost between some rows (k,) and columns (l,), int64, or all of a side.
+        """Return the cost between some rows (k,) and columns (l,), int64, or all of a side.
 
-        Of these masses, which sum to 1 on either side; by default of those that the points have in
-        the whole, whose facts its facts then are.
+        With `masses`, which sum to 1 on each side, it is a cost with facts of its own. By default
+        points keep the masses that they have in the whole, and the part has the facts of the whole.
         """
         ...
 
     @property
     def refined(self) -> Operator:
-        """The same cost to the full accuracy of the potentials; itself where it is that already."""
+        """The same cost at the full accuracy of the potentials; itself if it has that already."""
         ...
 
 
-# Unit roundoffs that long sums are off by: a few, as those of their terms are of either sign.
+# Error of a long sum in unit roundoffs: a few, as rounding errors of its terms have both signs.
 SUM_UNITS = 8
 
-# A (n, r) and B (m, r), entries of whose product A B^T weight those of a plan.
+# A (n, r) and B (m, r): the entries of a plan are multiplied by those of A B^T, or with an `other`
+# pair C and D by those of A B^T + C D^T.
 Factors = tuple[Tensor, Tensor]
 
 
 class Products(Protocol):
-    """Products with a plan P (n, m), and the float64 sums of what they multiply."""
+    """Products with a plan P (n, m), and the float64 sums of the entries that are multiplied."""
 
     @property
     def precision(self) -> float:
-        """The error of products, relative to the product of the sizes of both factors."""
+        """Relative error of products, over the product of the norms of both factors."""
         ...
 
     @property
-    def ways(self) -> tuple[Way, Way] | None:
-        """Products there and back on tensor cores; None if they run otherwise."""
+    def half_products(self) -> tuple[HalfProduct, HalfProduct] | None:
+        """Products with P and with P^T on packed values, on tensor cores; None without these."""
         ...
 
     @property
@@ -246,53 +248,53 @@ class Products(Protocol):
         ...
 
     def times(self, values: Tensor) -> Tensor:
-        """P V (n, k) for V (m, k)."""
+        """Compute P V (n, k) for V (m, k)."""
         ...
 
     def transposed_times(self, values: Tensor) -> Tensor:
-        """P^T U (m, k) for U (n, k)."""
+        """Compute P^T U (m, k) for U (n, k)."""
         ...
 
 
 class Plan(Products, Protocol):
-    """A plan P (n, m) to the accuracy of its operator's type."""
+    """A plan P (n, m) at the accuracy of its operator's type."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of products, and the least of their factors: float32 or float64."""
+        """The type of products, to which narrower values are converted: float32 or float64."""
         ...
 
     @property
     def quick(self) -> Products:
-        """The plan, or one near it, whose products are faster and less accurate."""
+        """The plan rounded for faster, less accurate products; itself if there is none."""
         ...
 
     @property
     def with_points(self) -> PointProducts | None:
-        """Products with the points of its sides, which need no copy of them; None for others."""
+        """Products with the packed points of its sides; None if points are not packed."""
         ...
 
     def times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
-        """P V (n, k) for V (m, k), or (P o A B^T) V, of the sum with C D^T."""
+        """Compute P V (n, k) for V (m, k), or (P o W) V, with W = A B^T (+ C D^T)."""
         ...
 
     def transposed_times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
-        """P^T U (m, k) for U (n, k), or (P o A B^T)^T U, of the sum with C D^T."""
+        """Compute P^T U (m, k) for U (n, k), or (P o W)^T U, with W = A B^T (+ C D^T)."""
         ...
 
 
-# Some points of a side, and they (k, d) on the device: gives the values (k, c) to be multiplied.
+# make(rows, points (k, d) on the device): returns the values (k, c) to be multiplied.
 Make = Callable[[Cut, Tensor], Tensor]
 
 ALL = Block(slice(None), slice(None))
 
 
 class PlanBlock(NamedTuple):
-    """What a plan makes of values, for some points of the side of the result.
+    """A product with a plan, for a block of points of the side of the result.
 
     Attributes:
         block: which points.
@@ -306,7 +308,7 @@ class PlanBlock(NamedTuple):
 
 
 class EvaluatedPlan(ABC):
-    """A plan that is evaluated anew for every product, which gives its sums as well.
+    """A plan whose entries are computed again in every product, and its sums with them.
 
     Args:
         dtype: of products.
@@ -314,10 +316,10 @@ class EvaluatedPlan(ABC):
         f: (n,) potential, in units of the cost.
         g: (m,) potential; None for the only potential of a cloud with itself.
         epsilon: regularisation, in units of the cost.
-        most: bytes that a plan may take that is held, half of free memory for None.
+        most: bytes that a held plan may take, half of free memory for None.
     """
 
-    ways: tuple[Way, Way] | None = None
+    half_products: tuple[HalfProduct, HalfProduct] | None = None
 
     def __init__(
         self,
@@ -330,29 +332,29 @@ class EvaluatedPlan(ABC):
     ) -> None:
         self.dtype, self.masses = dtype, masses
         self._at, self._most = (f, f if g is None else g, epsilon), most
-        # Of rows, and of columns, once something was multiplied.
+        # Row sums (False) and column sums (True), once a product has computed them.
         self._sums: dict[bool, Tensor] = {}
 
     @abstractmethod
     def applied(
         self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
     ) -> Applied:
-        """P V (n, k) for V (m, k), and P 1 (n,); with `factors` A, B, (P o A B^T) V.
+        """Compute P V (n, k) for V (m, k), and P 1 (n,); with `factors` A, B, (P o A B^T) V.
 
-        If `transposed`, P^T U (m, k) for U (n, k), and P^T 1 (m,), or (P o A B^T)^T U.
+        If `transposed`, compute P^T U (m, k) for U (n, k), and P^T 1 (m,), or (P o A B^T)^T U.
         """
 
     def blocks(
         self, points: tuple[Points, Points], make: Make, *, transposed: bool = False
     ) -> Iterator[PlanBlock]:
-        """P V for all rows, or P^T U for all columns: at once, or in blocks where points stream.
+        """Yield P V for blocks of rows, or P^T U for blocks of columns; one block unless streamed.
 
-        So neither values nor results need be on the device at once.
+        So the device never holds all values or results of streamed points.
 
         Args:
             points: x (n, d) and y (m, d).
-            make: gives the values; a `LessOrigin` where `points` are those of the cost.
-            transposed: whether the result is of the columns.
+            make: computes the values; a `LessOrigin` if `points` are those of the cost.
+            transposed: whether the product is with P^T.
         """
         own, other = points[::-1] if transposed else points
         values = make(ALL.rows, other[ALL.rows])
@@ -360,22 +362,22 @@ class EvaluatedPlan(ABC):
 
     @property
     def prepared(self) -> Plan:
-        """The plan for many products: held where that pays and memory allows."""
+        """The plan for many products: held if that is faster and memory allows it."""
         return self
 
     @property
     def quick(self) -> Products:
-        """A plan near it whose products take less time, if there is one."""
+        """The plan rounded for faster products; itself if there is none."""
         return self
 
     @property
     def with_points(self) -> PointProducts | None:
-        """Products with the points, where these are packed."""
+        """Products with packed points; None if points are not packed."""
         return None
 
     @property
     def precision(self) -> float:
-        """Of products of this type."""
+        """Relative error of products in this type."""
         return SUM_UNITS * torch.finfo(self.dtype).eps / 2
 
     @property
@@ -395,13 +397,13 @@ class EvaluatedPlan(ABC):
     def times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
-        """P V (n, k), or (P o A B^T) V, of the sum with C D^T."""
+        """Compute P V (n, k), or (P o W) V, with W = A B^T (+ C D^T)."""
         return self._times(values, _balanced(factors, other), transposed=False)
 
     def transposed_times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
-        """P^T U (m, k), or (P o A B^T)^T U, of the sum with C D^T."""
+        """Compute P^T U (m, k), or (P o W)^T U, with W = A B^T (+ C D^T)."""
         return self._times(values, _balanced(factors, other), transposed=True)
 
     def _times(self, values: Tensor, factors: Factors | None, *, transposed: bool) -> Tensor:
@@ -411,18 +413,18 @@ class EvaluatedPlan(ABC):
 
 
 class KeptPlan:
-    """Held as a matrix P (n, m), float64.
+    """A plan held as a matrix P (n, m), float64.
 
     Args:
         entries: P.
-        quick: products with a plan near it that take less time, if there are any.
+        quick: faster products with a rounded plan; None uses this one.
 
     Attributes:
         entries: P.
     """
 
     dtype, precision = torch.float64, SUM_UNITS * torch.finfo(torch.float64).eps / 2
-    ways = with_points = None
+    half_products = with_points = None
 
     def __init__(self, entries: Tensor, quick: Products | None = None) -> None:
         self.entries, self.quick = entries, quick or self
@@ -440,7 +442,7 @@ class KeptPlan:
     def times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
-        """P V (n, k) for V (m, k), or (P o A B^T) V, of the sum with C D^T."""
+        """Compute P V (n, k) for V (m, k), or (P o W) V, with W = A B^T (+ C D^T)."""
         factors = _side_by_side(factors, other)
         if factors is not None and _few(factors, values):
             left, right = (factor.double() for factor in factors)
@@ -455,7 +457,7 @@ class KeptPlan:
     def transposed_times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
-        """P^T U (m, k) for U (n, k), or (P o A B^T)^T U, of the sum with C D^T."""
+        """Compute P^T U (m, k) for U (n, k), or (P o W)^T U, with W = A B^T (+ C D^T)."""
         factors = _side_by_side(factors, other)
         if factors is not None and _few(factors, values):
             left, right = (factor.double() for factor in factors)
@@ -477,11 +479,11 @@ class KeptPlan:
             yield rows, (left[rows] @ right.T).mul_(self.entries[rows])
 
 
-# Entries that are weighted at once: what a cache holds, and few launches.
+# Entries that are weighted at once: those that a cache holds, and few launches on a GPU.
 BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 25
 
-# Columns that P is multiplied by in less time than its entries are weighted, which reads and writes
-# some 3 times their size.
+# Columns by which P is multiplied in less time than its entries are weighted, which moves some
+# three times their bytes.
 FEW_COLUMNS = 128
 
 
@@ -492,23 +494,23 @@ def _few(factors: Factors, values: Tensor) -> bool:
 def _unfolded(
     times: Callable[[Tensor], Tensor], values: Tensor, left: Tensor, right: Tensor
 ) -> Tensor:
-    """(P o L R^T) V (n, k) as sum_r L_r o P (R_r o V), one product with r k columns."""
+    """Compute (P o L R^T) V (n, k) as sum_r L_r o P (R_r o V), one product with r k columns."""
     weighted = (right[:, :, None] * values[:, None]).flatten(1)
     images = times(weighted).view(len(left), left.shape[1], -1)
     return torch.einsum("nr,nrk->nk", left, images)
 
 
 def _side_by_side(factors: Factors | None, other: Factors | None) -> Factors | None:
-    """A B^T + C D^T as one product, of A beside C and of B beside D."""
+    """Return A B^T + C D^T as one product [A, C] [B, D]^T."""
     if factors is None or other is None:
         return factors
     return torch.cat((factors[0], other[0]), 1), torch.cat((factors[1], other[1]), 1)
 
 
 def _balanced(factors: Factors | None, other: Factors | None) -> Factors | None:
-    """Balance factors whose products are rounded side by side, on one scale.
+    """Return [A, C] and [B, D] with A, B and C, D rescaled, as each pair is rounded on one scale.
 
-    One side of each is multiplied by a power of two and the other divided, for sides of one size.
+    A is multiplied by a power of two and B divided by it until both have one size, C and D too.
     """
     if factors is None or other is None:
         return factors

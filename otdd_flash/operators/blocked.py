@@ -1,13 +1,14 @@
-"""A cost that comes in pairs of blocks, of which the device holds a few points at a time.
+"""Operators over pairs of blocks, for points of which the device holds a few blocks at a time.
 
     f_i = -epsilon log sum_c w_c exp(-f_i^c / epsilon)
 
-with the softmin f^c of block c of the columns, whose masses are divided by their sum w_c. Each pair
-of blocks is a cost like any other, and its operator is made when its turn comes. Sums of plans and
-products add up in the order in which pairs come; softmins are joined in float64.
+where f^c is the softmin over block c of the columns, whose masses are divided by their sum w_c.
+Each pair of blocks is a cost of its own, whose operator is built when the blocks arrive. Plan sums
+and products are added in the order of the pairs; softmins are combined in float64.
 
-`BlockedOperator` has points in host memory or in a file (`host_points`), and a block comes when its
-turn does; those of `ring` come from other ranks, and are put together by the same `BlockSums`.
+`BlockSums` combines pairs of blocks of any origin. `BlockedOperator` streams them from host memory
+or a file (`cost.host_points`) and is built by `build`; those of `ring` and `ring_pairs` come from
+other ranks, those of `self_share` are all on the device.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from otdd_flash.operators.base import (
     Operator,
     PlanBlock,
 )
-from otdd_flash.operators.packed_blocks import PackedBlocks, Packing, There
+from otdd_flash.operators.packed_blocks import DeviceBlock, PackedBlocks, Packing
 
-# How far from a guess, in epsilon, a softmin may be: sums beside it are within 2^90 of 1.
+# Largest |softmin - guess| over epsilon: sums relative to the guess then are within 2^90 of 1.
 FAR = 90 * math.log(2)
 
 # build(cost): the operator of a cost whose points are on the device.
@@ -46,51 +47,52 @@ Build = Callable[[LabelledCost], "BlockOperator"]
 
 
 class BlockOperator(Operator, Protocol):
-    """An operator that says how accurate it is, point by point, and how it packs points."""
+    """An operator of a pair of blocks, with error bounds by point and the packing of points."""
 
     @property
     def accurate_errors(self) -> tuple[Tensor, Tensor]:
-        """(n,) and (m,): costs of accurate `marginals` are off by at most row_i + column_j."""
+        """(n,) and (m,): the error of C_ij in accurate `marginals` is at most row_i + column_j."""
         ...
 
     @property
     def rounding(self) -> float:
-        """The mean error of costs beside that, where they are stored."""
+        """The mean rounding error of stored costs, which is added to that; 0 if none are stored."""
         ...
 
     @property
     def packing(self) -> Packing | None:
-        """How it packs the points of its cost; None where it takes them as they are."""
+        """How it packs points for kernels; None if it reads them as they are."""
         ...
 
     def softmin_part(
         self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
     ) -> Tensor:
-        """The softmin of rows, or of columns, where `near` is that of a cost this is a part of.
+        """Compute the softmin of rows, or of columns, as one part of a softmin over more blocks.
 
-        It may be infinite where it adds less than rounding to the whole, if `near` is near that.
+        `near` is close to that whole softmin; where this part changes it by less than rounding, the
+        result may be infinite.
         """
         ...
 
     def softmin_pair(self, f: Tensor, g: Tensor | None, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
-        """`softmin_part` of rows near f (n,) and of columns near g (m,).
+        """Compute `softmin_part` of rows near f (n,) and of columns near g (m,).
 
-        Both are one without g, of a cloud with itself.
+        Without g, for a cloud with itself, both are the same tensor.
         """
         ...
 
 
 class Tile(NamedTuple):
-    """A block of rows and one of columns.
+    """A block of rows and one of columns, with the operator of the cost between them.
 
     Attributes:
-        sides: both.
-        operator: the cost between them, of masses that sum to 1 on each side that has any.
-        masses: of the rows and of the columns, in the whole; 0 where all of a block's are.
-        diagonal: they are one block, whose cost is of a cloud with itself.
+        sides: both blocks.
+        operator: with masses that sum to 1 on each side that has mass.
+        masses: the blocks' masses in the whole cost.
+        diagonal: whether both are one block of a cloud's cost with itself.
     """
 
-    sides: tuple[There, There]
+    sides: tuple[DeviceBlock, DeviceBlock]
     operator: BlockOperator
     masses: tuple[float, float]
     diagonal: bool
@@ -105,13 +107,13 @@ class Tile(NamedTuple):
         """The tile's columns in the whole cost, on the device."""
         return self.sides[1].block.rows
 
-    def beside(self, there: There, side: int) -> tuple[There, There]:
-        """Return the sides with another block in the place of one of them."""
+    def beside(self, there: DeviceBlock, side: int) -> tuple[DeviceBlock, DeviceBlock]:
+        """Return both blocks with that of one side replaced."""
         one, other = self.sides
         return (one, there) if side else (there, other)
 
     def some(self, f: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Cut potentials to rows and columns; without g both are f, on the diagonal one."""
+        """Cut f and g to the tile; without g, f is both. None for g on the diagonal."""
         if self.diagonal:
             return f[self.rows], None
         return f[self.rows], (f if g is None else g)[self.columns]
@@ -122,11 +124,11 @@ class Tile(NamedTuple):
         return self.masses[0] * self.masses[1]
 
 
-class Joined:
-    """Softmins over blocks on their way to one, in float64.
+class SoftminAccumulator:
+    """An accumulator, in float64, of softmins over blocks into the softmin over all of them.
 
     Args:
-        like: (n,) float64, where.
+        like: (n,) float64, of the shape and device of the result.
         epsilon: in units of the cost.
     """
 
@@ -134,14 +136,14 @@ class Joined:
         self._epsilon, self._logs = epsilon, torch.full_like(like, -torch.inf)
 
     def add(self, rows: slice | Tensor, found: Tensor, mass: float) -> None:
-        """Add the softmin (k,) of some rows over a block of this mass, unless that is 0."""
+        """Add the softmin (k,) of some rows over a block of this mass; nothing if that is 0."""
         if mass == 0:
             return
         logs = torch.log(torch.tensor(mass, dtype=torch.float64)) - found.double() / self._epsilon
         self._logs[rows] = torch.logaddexp(self._logs[rows], logs)
 
     def are_near(self, guess: Tensor) -> Tensor:
-        """Whether all softmins are so near a guess that float32 holds the sums beside it, ()."""
+        """Return (), whether float32 holds the sums of all softmins relative to a guess."""
         return ((self.potential - guess).abs() <= FAR * self._epsilon).all()
 
     @property
@@ -150,7 +152,7 @@ class Joined:
         return -self._epsilon * self._logs
 
 
-# Roundings of a mass that is divided by its block's and multiplied again.
+# Roundings of a mass that is divided by its block's mass and multiplied by it again.
 ROUNDINGS = 8
 
 
@@ -158,9 +160,9 @@ class BlockSums(ABC):
     """The operations of `Operator` over pairs of blocks that a subclass provides.
 
     Args:
-        cost: the whole.
-        build: makes the operator of a pair of blocks.
-        coarse: what this one is to refine; it has the same costs in `marginals`.
+        cost: the whole cost.
+        build: builds the operator of a pair of blocks.
+        coarse: the operator that this one refines; costs in `marginals` are the same.
     """
 
     def __init__(
@@ -168,16 +170,16 @@ class BlockSums(ABC):
     ) -> None:
         self.cost, self._build, self._coarse = cost, build, coarse
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
-        # By side and block; these live as long as this.
+        # By side and id of the block; blocks live as long as this object.
         self._masses: dict[tuple[int, int], tuple[Tensor, float]] = {}
 
-    # Passes are long, and wait for what streams.
+    # Passes are long, and wait for points that are streamed.
     recorded = False
 
     @property
     @abstractmethod
     def first(self) -> BlockOperator:
-        """The operator of one pair of blocks, which says how those of all run."""
+        """The operator of one pair of blocks; those of all pairs run as it does."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -190,31 +192,31 @@ class BlockSums(ABC):
 
     @property
     def packing(self) -> Packing | None:
-        """How blocks are packed; None where operators take points as they are, and no guess."""
+        """How blocks are packed; None if operators read points as they are, and ignore guesses."""
         return self.first.packing
 
     @abstractmethod
     def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
-        """All pairs of blocks; their points themselves are there if asked for.
+        """Yield all pairs of blocks; `points` asks for the unpacked points as well.
 
-        Of a cloud with itself if `upper`: each pair once, and none of a block's own twice.
+        With `upper`, for a cloud with itself, each unordered pair of blocks once.
         """
 
     @property
     @abstractmethod
     def additions(self) -> int:
-        """Pairs of blocks whose sums make one, at the most."""
+        """The most pairs of blocks whose sums are added to one sum."""
 
     def measured_tiles(self) -> Iterator[Tile]:
-        """Yield the pairs of blocks that determine the errors of the costs."""
+        """Yield the pairs of blocks, for the error bounds of all costs."""
         return self.tiles(upper=self.cost.symmetric, points=True)
 
-    def is_near(self, joined: Joined, guess: Tensor) -> bool:
-        """Whether softmins are so near a guess that float32 holds the sums beside it."""
-        return self.packing is None or bool(joined.are_near(guess))
+    def is_near(self, softmins: SoftminAccumulator, guess: Tensor) -> bool:
+        """Whether float32 held the sums of all softmins relative to a guess."""
+        return self.packing is None or bool(softmins.are_near(guess))
 
-    def tile(self, sides: tuple[There, There]) -> Tile:
-        """The cost between two blocks, of a cloud with itself if they are one."""
+    def tile(self, sides: tuple[DeviceBlock, DeviceBlock]) -> Tile:
+        """Build the tile of two blocks; it is diagonal if they are the same object."""
         x, y = sides
         diagonal = x is y
         rows, points = x.block.rows, (x.points, y.points)
@@ -228,7 +230,7 @@ class BlockSums(ABC):
         return Tile(sides, operator, (row_mass, column_mass), diagonal)
 
     def _normalised(self, side: int, block: Block, masses: Tensor) -> tuple[Tensor, float]:
-        """Masses (k,) of a block over their sum, and the sum; found once, as the host waits."""
+        """Return masses (k,) of a block over their sum, and the sum; cached, as the host waits."""
         key = side, id(block)
         if key not in self._masses:
             mass = float(masses.sum())
@@ -237,7 +239,7 @@ class BlockSums(ABC):
 
     @property
     def costs(self) -> CostFacts:
-        """Facts of the costs, from all pairs of blocks."""
+        """Facts of the cost; errors are bounded over all pairs of blocks."""
         return self._costs
 
     @cached_property
@@ -248,12 +250,12 @@ class BlockSums(ABC):
 
     @property
     def accurate_errors(self) -> tuple[Tensor, Tensor]:
-        """(n,) and (m,): errors of costs in accurate `marginals`, but for `rounding`."""
+        """(n,) and (m,): error bounds of costs in accurate `marginals`, without `rounding`."""
         return self._errors[0]
 
     @property
     def rounding(self) -> float:
-        """The mean error of costs where they are stored."""
+        """The mean rounding error of stored costs."""
         return self._errors[1]
 
     @cached_property
@@ -266,57 +268,57 @@ class BlockSums(ABC):
         rounding = 0.0
         for tile in self.measured_tiles():
             rows, columns = tile.operator.accurate_errors
-            _raise(of_rows, tile.rows, rows)
-            _raise(of_columns, tile.columns, columns)
+            _take_maximum(of_rows, tile.rows, rows)
+            _take_maximum(of_columns, tile.columns, columns)
             rounding = max(rounding, tile.operator.rounding)
         return (of_rows, of_columns), rounding
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+        """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
         return self._softmin(g, epsilon, guess, columns=False)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        """Compute g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         return self._softmin(f, epsilon, guess, columns=True)
 
     def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        """The softmin (n,) of the only potential of a cloud with itself: each pair once."""
-        joined = self.joined_pairs(f, epsilon)
-        if not self.is_near(joined, f):
+        """Compute T(f) (n,) for the potential of a self term, from each pair of blocks once."""
+        softmins = self.accumulate_pairs(f, epsilon)
+        if not self.is_near(softmins, f):
             return self._softmin(f, epsilon, None, columns=False)
-        return joined.potential.to(self.dtype)
+        return softmins.potential.to(self.dtype)
 
     def _softmin(
         self, potential: Tensor, epsilon: Epsilon, guess: Tensor | None, *, columns: bool
     ) -> Tensor:
-        """The softmin of rows or of columns; a guess too far from it costs another pass."""
-        joined = Joined(self.b if columns else self.a, epsilon)
+        """Compute the softmin of rows or of columns; repeat the pass if the guess was too far."""
+        softmins = SoftminAccumulator(self.b if columns else self.a, epsilon)
         for tile in self.tiles():
             own, other, mass = tile.rows, tile.columns, tile.masses[1]
             if columns:
                 own, other, mass = tile.columns, tile.rows, tile.masses[0]
             near = None if guess is None else guess[own]
             found = tile.operator.softmin_part(potential[other], epsilon, near, columns=columns)
-            joined.add(own, found, mass)
-        if guess is not None and not self.is_near(joined, guess):
+            softmins.add(own, found, mass)
+        if guess is not None and not self.is_near(softmins, guess):
             return self._softmin(potential, epsilon, None, columns=columns)
-        return joined.potential.to(self.dtype)
+        return softmins.potential.to(self.dtype)
 
-    def joined_pairs(self, f: Tensor, epsilon: Epsilon) -> Joined:
-        """What pairs of blocks, each taken once, give to the softmin of one potential (n,)."""
-        joined = Joined(self.a, epsilon)
+    def accumulate_pairs(self, f: Tensor, epsilon: Epsilon) -> SoftminAccumulator:
+        """Accumulate the softmin of the potential (n,) of a self term, each pair of blocks once."""
+        softmins = SoftminAccumulator(self.a, epsilon)
         for tile in self.tiles(upper=True):
             one, other = tile.some(f, None)
             of_rows, of_columns = tile.operator.softmin_pair(one, other, epsilon)
-            joined.add(tile.rows, of_rows, tile.masses[1])
+            softmins.add(tile.rows, of_rows, tile.masses[1])
             if not tile.diagonal:
-                joined.add(tile.columns, of_columns, tile.masses[0])
-        return joined
+                softmins.add(tile.columns, of_columns, tile.masses[0])
+        return softmins
 
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
-        """Row and column sums of the plan of f (n,) and g (m,)."""
+        """Compute the row and column sums of the plan of f (n,) and g (m,)."""
         rows, row_errors = torch.zeros_like(self.a), torch.zeros_like(self.a)
         columns, column_errors = torch.zeros_like(self.b), torch.zeros_like(self.b)
         if once := g is None:
@@ -325,8 +327,8 @@ class BlockSums(ABC):
         for tile in self.tiles(upper=once, points=True):
             here, there, mass = tile.rows, tile.columns, tile.mass
             found = tile.operator.marginals(*tile.some(f, g), epsilon, accurate=accurate)
-            _raise(row_errors, here, found.row_errors)
-            _raise(column_errors, there, found.column_errors)
+            _take_maximum(row_errors, here, found.row_errors)
+            _take_maximum(column_errors, there, found.column_errors)
             rows[here] += mass * found.rows
             if not tile.diagonal:
                 columns[there] += mass * found.columns
@@ -344,13 +346,13 @@ class BlockSums(ABC):
         )
 
     def own_costs(self) -> Tensor:
-        """C_ii (n,) of the cost of a cloud with itself, float64: a distance of classes."""
+        """Return C_ii (n,) of the cost of a cloud with itself, float64: its class distances."""
         return self.cost.own_costs()
 
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
     ) -> BlockPlan:
-        """The plan of f (n,) and g (m,); see `Operator.plan`."""
+        """Build the plan of f (n,) and g (m,); see `Operator.plan`."""
         return BlockPlan(self, f, g, epsilon, most)
 
 
@@ -379,9 +381,9 @@ class BlockPlan(EvaluatedPlan):
     def of_tile(
         self, tile: Tile, values: Tensor, *, transposed: bool, factors: Factors | None = None
     ) -> Applied | None:
-        """What a pair of blocks adds to a product, if anything.
+        """Compute what a pair of blocks adds to a product; None if the multiplied side has no mass.
 
-        Rows of a tile that adds nothing have no plan.
+        The tile's plan is undefined then.
         """
         if tile.masses[0 if transposed else 1] == 0:
             return None
@@ -392,15 +394,16 @@ class BlockPlan(EvaluatedPlan):
         return Applied(tile.mass * found.values, tile.mass * found.masses)
 
 
-def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:
-    """Raise the errors of some rows to those given, where they are larger."""
+def _take_maximum(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:
+    """Replace the errors of some rows by the maximum of these and those found, in place."""
     errors[rows] = torch.maximum(errors[rows], found)
 
 
-# Bytes of a coordinate on the device: as it came, and packed. Columns come while others are used.
+# Bytes of a coordinate on the device, unpacked and packed. Of the columns two blocks are there: one
+# is copied while the other is used.
 ROW_BYTES, COLUMN_BYTES = 8, 16
-# Of what points may take, the least share of the columns, as the fewer blocks of rows there are the
-# fewer times columns come; and points that a block has at the least.
+# The least share of the columns in the memory for points, which is small as columns are streamed
+# once per block of rows; and the fewest points of a block.
 COLUMN_SHARE, LEAST_POINTS = 0.125, 256
 
 
@@ -409,9 +412,9 @@ class BlockedOperator(BlockSums):
 
     Args:
         cost: its points are `HostPoints`.
-        build: makes the operator of a pair of blocks.
-        coarse: the operator that this one is to refine.
-        rows: of an operator of the same rows.
+        build: builds the operator of a pair of blocks.
+        coarse: the operator that this one refines.
+        rows: an operator with the same rows, whose packed blocks are reused.
     """
 
     def __init__(
@@ -431,7 +434,7 @@ class BlockedOperator(BlockSums):
             self._blocks = rows._blocks[0], self._blocks[1]
         self._rows, self._columns = self._blocks
         first = Block(slice(0, 1), slice(0, 1))
-        one, other = (There(first, points[first.rows], None) for points in sides)
+        one, other = (DeviceBlock(first, points[first.rows], None) for points in sides)
         self._first = self.tile((one, other))
         self._there: PackedBlocks
         if coarse is not None:
@@ -443,7 +446,7 @@ class BlockedOperator(BlockSums):
             self._there = PackedBlocks(sides, cost.labels, self.packing, single=single)
 
     def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
-        """All pairs of blocks, row by row; those on and above the diagonal if `upper`."""
+        """Yield all pairs of blocks, row by row; with `upper` those on and above the diagonal."""
         for turn, own in enumerate(self._there.stream(0, self._rows, points=points)):
             after = self._columns
             if upper:
@@ -453,7 +456,7 @@ class BlockedOperator(BlockSums):
                 yield self.tile((own, other))
 
     def by_columns(self) -> Iterator[Tile]:
-        """All pairs of blocks, column by column."""
+        """Yield all pairs of blocks, column by column."""
         for own in self._there.stream(1, self._columns, points=True):
             for other in self._there.stream(0, self._rows, points=True):
                 yield self.tile((other, own))
@@ -471,7 +474,7 @@ class BlockedOperator(BlockSums):
         return self.tiles(upper=self.cost.symmetric, points=self.packing is None)
 
     def _measure(self) -> None:
-        """Measure what packing loses of the points, which are read once for it."""
+        """Measure and cache how far packing moves the points, which are read once for it."""
         if self.packing is None:
             return
         for side, blocks in enumerate(self._blocks[: 1 if self.cost.symmetric else 2]):
@@ -495,7 +498,7 @@ class BlockedOperator(BlockSums):
 
     @property
     def _rounds(self) -> bool:
-        """Whether the operators of blocks have a refined form."""
+        """Whether the operators of blocks round points, and so have a refined form."""
         return self.first.refined is not self.first
 
     @property
@@ -505,9 +508,9 @@ class BlockedOperator(BlockSums):
         return BlockedOperator(self.cost, self._build, coarse=self)
 
     def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
-        """The cost between some rows and columns: of other masses, on the device; else in blocks.
+        """Return the cost between some rows and columns; with `masses`, it is on the device.
 
-        All rows stay packed as they are.
+        Without, it is streamed, and the packed blocks of the rows are reused if all are kept.
         """
         part = self.cost.cut(rows, columns, masses)
         if masses is not None:
@@ -518,11 +521,11 @@ class BlockedOperator(BlockSums):
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
     ) -> BlockedPlan:
-        """The plan of f (n,) and g (m,); see `Operator.plan`."""
+        """Build the plan of f (n,) and g (m,); see `Operator.plan`."""
         return BlockedPlan(self, f, g, epsilon, most)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64; columns are read, and rows that left."""
+        """Compute sum_j C_ij q_j (n,) for masses q (m,), float64: both sides are streamed once."""
         one, other = self._first.sides
         parts = [
             self.cost.part(one.block.rows, there.block.rows, (one.points, there.points)).moments(
@@ -540,7 +543,7 @@ class BlockedOperator(BlockSums):
 
 
 class BlockedPlan(BlockPlan):
-    """A plan that is applied to values of streamed points a block of the result at a time."""
+    """A plan of streamed points, whose products are computed one block of the result at a time."""
 
     _operator: BlockedOperator
 
@@ -563,9 +566,9 @@ class BlockedPlan(BlockPlan):
 
 
 def _blocks(cost: LabelledCost) -> tuple[list[Block], list[Block]]:
-    """Blocks of rows and of columns, of about one size each; the same of a cloud with itself.
+    """Return the blocks of rows and of columns; the same object twice for a cloud with itself.
 
-    One block of a cloud with itself needs no other beside it.
+    A cloud that fits as one block of rows needs no memory for columns.
     """
     (x, _), (n, m) = on_host(cost), cost.shape
     room = x.streaming.room // x.shape[1]
@@ -583,5 +586,5 @@ def _blocks(cost: LabelledCost) -> tuple[list[Block], list[Block]]:
 
 
 def _even(count: int, most: int) -> int:
-    """The size of as few blocks of so many points as there can be, which differ by few."""
+    """Return the size of the fewest, nearly equal, blocks of at most `most` points."""
     return -(-count // -(-count // most))

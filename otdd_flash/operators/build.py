@@ -1,7 +1,8 @@
-"""From the cost between two labelled clouds to its operator, and the memory that this takes.
+"""The choice of an operator for the cost between two labelled clouds, and its least memory.
 
-What is counted is allocated for certain, and padding, potentials and small tables are not: an
-operator that is refused for its footprint would not have fitted.
+`Comparison.operator`, `sharing` and blocked operators call `build_operator`. Memory is counted from
+below, without padding, potentials and small tables: an operator that is refused for its size would
+not have fitted.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ def build_operator(
 ) -> Operator:
     """Build the operator of a cost in this process: on a GPU in Triton kernels, else in PyTorch.
 
-    In PyTorch the scores are stored if they fit the memory budget and that is asked for.
+    In PyTorch the scores are stored if they fit the memory budget and `keep_scores` allows it.
 
     Args:
         cost: between two clouds.
-        compute: how passes run.
+        compute: options of the passes.
         keep_scores: False for single passes, which storing would not speed up.
 
     Raises:
@@ -52,14 +53,14 @@ def build_operator(
         from otdd_flash.operators.triton_operator import KernelOperator
 
         return KernelOperator(cost, compute.precision)
-    # Asked last: what is free by then is free for scores.
+    # Decided last: what is free by now is free for scores.
     if keep_scores and scores_fit(cost.shape, compute.dtype, compute, device):
         return stored_operator(cost, compute.dtype)
     return streamed_operator(cost, compute.dtype)
 
 
 def operator_bytes(size: CostSize, compute: ComputeOptions, device: torch.device) -> int:
-    """The bytes that an operator takes at the least.
+    """Return the bytes that an operator takes at least.
 
     Raises:
         InputError: the backend cannot run on the device or in the precision.
@@ -70,7 +71,7 @@ def operator_bytes(size: CostSize, compute: ComputeOptions, device: torch.device
 
 
 def _check_range(cost: LabelledCost, compute: ComputeOptions) -> None:
-    """Refuse costs whose sums would overflow."""
+    """Raise an `InputError` if sums of costs would overflow."""
     highest = max(map(abs, cost.cost_range))
     float64_room = torch.finfo(torch.float64).max / 4
     if not highest < torch.finfo(compute.dtype).max / 4:
@@ -85,10 +86,10 @@ class CostSize(NamedTuple):
     """The size of a cost between labelled clouds.
 
     Attributes:
-        n: points of the rows.
-        m: points of the columns.
-        dim: of the points.
-        classes: of the rows.
+        n: number of rows.
+        m: number of columns.
+        dim: coordinates of a point.
+        classes: number of classes of the rows.
         symmetric: whether both sides are one cloud.
     """
 
@@ -100,7 +101,7 @@ class CostSize(NamedTuple):
 
     @property
     def points(self) -> int:
-        """Points that are held, once each."""
+        """The number of distinct points."""
         return self.n if self.symmetric else self.n + self.m
 
     def __str__(self) -> str:
@@ -108,12 +109,12 @@ class CostSize(NamedTuple):
 
 
 def kernel_bytes(size: CostSize) -> int:
-    """Bytes of a `KernelOperator` and of the pass that takes most.
+    """Return the bytes of a `KernelOperator` and of its largest pass.
 
-    Two float16 parts of every coordinate, and a block of the plan, which points of few coordinates
-    do without, or for a self term the sums of each block of rows.
+    Counted are two float16 parts of every coordinate and either a block of the plan, which products
+    with points of few coordinates do not store, or for a self term the sums of each block of rows.
     """
-    # Triton, which these need, is not everywhere.
+    # These import Triton, which may be missing.
     from otdd_flash.kernels.passes.fused_product import HELD_COORDINATES
     from otdd_flash.kernels.passes.plan_blocks import BLOCK_HEIGHT, BLOCK_WIDTH
     from otdd_flash.kernels.passes.symmetric_step import STRIPE_BYTES
@@ -128,9 +129,10 @@ def kernel_bytes(size: CostSize) -> int:
 
 
 def streamed_bytes(size: CostSize, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of a `streamed_operator`: centred points, the bias table, a block and a tile of scores.
+    """Return the bytes of a `streamed_operator`.
 
-    The bias table is made in float64, of two terms, before there are any scores.
+    Counted are centred points, the bias table, and a block and a tile of scores. The bias table is
+    computed in float64, from two terms, before there are any scores.
     """
     cpu = device.type == "cpu"
     scores, bias = size.n * size.m, size.classes * size.m

@@ -1,9 +1,9 @@
-"""Datasets that are compared: checked, moved to the device and seen by the ground cost, once.
+"""Datasets to be compared: checked, moved to the device and transformed for the ground cost, once.
 
-`check_comparable` is about the datasets as they come, `Comparison.prepare` about what of them is
-kept. Class distances, operators, solves and results read the points from here. The ground cost is
-applied to them here and nowhere below: operators and solvers know squared distances of the points
-seen.
+Entry points call `check_comparable` for the datasets as they were given, then `Comparison.prepare`.
+Class distances, operators, solves and results read the points from a `Comparison`. Points are
+transformed for the ground cost (`cost.ground`) here and nowhere below: operators and solvers know
+squared distances between transformed points only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import Mark, mark_of, mark_of_tensors
 from otdd_flash.memory import (
-    UNASKED,
+    ASSUMED_FREE,
     check_memory,
     free_memory,
     stated_budget,
@@ -38,10 +38,10 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostSize, build_operator, operator_bytes
 from otdd_flash.samples import LabeledSamples, check_squares, largest_entry, same_content
 
-# Of free memory, what streamed points may take on the device, and their packed form on the host.
+# Shares of free memory: of the device for streamed points, and of the host for their packed form.
 STREAMED_SHARE, HELD_SHARE = 0.6, 0.5
 
-# Of the largest cost: an epsilon below this is too small for float64 as well.
+# Least epsilon over the largest cost that float64 can solve.
 WITHIN_DOUBLE = 1e-12
 
 
@@ -49,23 +49,24 @@ WITHIN_DOUBLE = 1e-12
 class Comparison:
     """K datasets on the device, with the cost between them; two of them have a divergence.
 
-    `prepare` makes one. `with_classes` and `at` add class distances and epsilon to one of two
-    datasets, once these are known; both are 0 until then.
+    `prepare` makes one. `with_classes` and `at` return a comparison of two datasets with class
+    distances and epsilon, once these are known; both are 0 until then.
 
     Attributes:
         given: the datasets, moved to the device.
-        seen: the same as the ground cost sees them.
-        ground: what the cost compares and its weights.
-        compute: how passes run.
-        needed: bytes that the largest operator takes at the least, with those that were moved.
+        transformed: the datasets with transformed points, see `cost.ground`.
+        ground: the ground cost and its weights.
+        compute: options of the passes.
+        needed: least bytes of the largest operator and of the datasets that were moved.
         classes: the class distances between the first and the last dataset.
-        streaming: where passes run, of points that stay where they are; labels and weights do too.
-        debias: whether the self terms are of interest, and not the cross term alone.
+        streaming: for points that stay on the host and are streamed, as labels and weights then do;
+            None if all are on the device.
+        debias: whether the divergence has self terms, or is the cross term alone.
         epsilon: regularisation, in units of the cost.
     """
 
     given: tuple[LabeledSamples, ...]
-    seen: tuple[LabeledSamples, ...]
+    transformed: tuple[LabeledSamples, ...]
     ground: GroundCost
     compute: ComputeOptions
     needed: int
@@ -83,25 +84,25 @@ class Comparison:
         *,
         debias: bool = True,
         pairs: Iterable[Pair] | None = None,
-        seen: bool = False,
+        transformed: bool = False,
         resident: bool = False,
     ) -> Comparison:
-        """Check what a comparison takes, then move the datasets.
+        """Check device and memory, then move and transform the datasets.
 
         Args:
-            datasets: that `check_comparable` lets pass; one object may stand at several places.
-            ground: what the cost compares and its weights.
-            compute: where and how passes run.
+            datasets: checked by `check_comparable`; one object may occur several times.
+            ground: the ground cost and its weights.
+            compute: options of the passes.
             debias: False if no dataset is compared with itself.
-            pairs: places of the datasets that operators will be made of; by default every two and,
-                if `debias`, each with itself.
-            seen: the datasets are as the ground cost sees them already.
-            resident: all points are needed on the device. Otherwise, where it does not hold them,
-                they stay where they are and are streamed.
+            pairs: indices of the datasets between which operators will be built; by default every
+                two and, if `debias`, each with itself.
+            transformed: whether points are transformed for the ground cost already.
+            resident: whether all points are needed on the device. Otherwise those that do not fit
+                stay where they are and are streamed.
 
         Raises:
             InputError: there is no such device, the backend cannot run on it or in the precision,
-                the memory is short, or the ground cost is not defined for a point.
+                memory is short, or the ground cost is not defined for a point.
         """
         device = resolve_device(compute.device)
         _check_group(compute, device)
@@ -112,14 +113,14 @@ class Comparison:
         pairs = list(pairs)
         streaming = None if resident else _streaming(datasets, pairs, compute, device)
         if streaming is not None:
-            _check_streamed(datasets, ground, compute, seen=seen)
+            _check_streamed(datasets, ground, compute, transformed=transformed)
             given = points = tuple(datasets)
             needed = streaming.room
         else:
             needed = check_resources(datasets, pairs, compute, device)
             size = cost_size(datasets[0], datasets[-1])
             with within_memory(size, needed, device, compute.dtype):
-                given, points = _moved(datasets, ground, device, seen=seen)
+                given, points = _moved(datasets, ground, device, transformed=transformed)
         classes = _class_table(None, points, device)
         return cls(given, points, ground, compute, needed, classes, streaming, debias)
 
@@ -136,7 +137,7 @@ class Comparison:
         debias: bool = True,
         resident: bool = False,
     ) -> Comparison:
-        """Compare two clouds at an epsilon, with labels and weights if they are samples.
+        """Prepare the comparison of two clouds at an epsilon; samples have labels and weights.
 
         Raises:
             InputError: as `check_comparable`, `prepare`, `with_classes` and `at`.
@@ -148,14 +149,16 @@ class Comparison:
         return prepared.at(epsilon).with_classes(class_table)
 
     def of(self, *places: int) -> Comparison:
-        """Return the comparison of some datasets, which the device may hold where it holds not all.
+        """Return the comparison of some of the datasets, without class distances.
 
-        It has no class distances.
+        If all were streamed, these are moved to the device where they fit.
         """
         if self.streaming is None:
-            given, seen = (tuple(each[k] for k in places) for each in (self.given, self.seen))
-            classes = _class_table(None, seen, self.device)
-            return replace(self, given=given, seen=seen, classes=classes)
+            given, transformed = (
+                tuple(each[k] for k in places) for each in (self.given, self.transformed)
+            )
+            classes = _class_table(None, transformed, self.device)
+            return replace(self, given=given, transformed=transformed, classes=classes)
         some = [self.given[place] for place in places]
         ends = ((0, len(some) - 1),)
         found = Comparison.prepare(some, self.ground, self.compute, pairs=ends)
@@ -170,20 +173,20 @@ class Comparison:
         Raises:
             InputError: the table has another size or is not finite.
         """
-        return replace(self, classes=_class_table(table, self.seen, self.device))
+        return replace(self, classes=_class_table(table, self.transformed, self.device))
 
-    def with_points(self, *seen: LabeledSamples) -> Comparison:
-        """Return the comparison of other points, no more of them, seen by the ground cost.
+    def with_points(self, *transformed: LabeledSamples) -> Comparison:
+        """Return the comparison of other, already transformed, points of the same classes.
 
-        They are on the device, or some where the datasets stream, and of the same classes.
+        There are at most as many. They are on the device, or on the host if datasets are streamed.
         """
-        return replace(self, given=seen, seen=seen)
+        return replace(self, given=transformed, transformed=transformed)
 
     def at(self, epsilon: float) -> Comparison:
-        """Return the comparison at a regularisation, in units of the cost.
+        """Return the comparison at an epsilon, in units of the cost.
 
         Raises:
-            EpsilonOutOfRange: scores cannot be divided by it in their type.
+            EpsilonOutOfRange: it over- or underflows in the type of the scores.
         """
         compute = self.compute
         if epsilon > torch.finfo(compute.dtype).max / 4:
@@ -206,9 +209,9 @@ class Comparison:
         return replace(self, epsilon=epsilon)
 
     def _largest_cost(self) -> float:
-        """A bound on ||x - y||^2 lambda_x, float64."""
-        largest = max(float(largest_entry(side.features)) for side in self.seen)
-        return self.ground.squared.lambda_x * self.seen[0].dim * (2 * largest) ** 2
+        """Return a bound on lambda_x ||x - y||^2."""
+        largest = max(float(largest_entry(side.features)) for side in self.transformed)
+        return self.ground.squared.lambda_x * self.transformed[0].dim * (2 * largest) ** 2
 
     @property
     def device(self) -> torch.device:
@@ -217,23 +220,23 @@ class Comparison:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many points the first and the last dataset have."""
-        return len(self.seen[0]), len(self.seen[-1])
+        """The numbers of points of the first and of the last dataset."""
+        return len(self.transformed[0]), len(self.transformed[-1])
 
     @property
     def home(self) -> torch.device:
-        """Where the points of the last dataset are when they are not used."""
+        """The device on which the points of the last dataset are stored."""
         return self.given[-1].features.device
 
     def given_points(self, place: int) -> Points:
-        """A dataset's points as they were given, on the device or on their way there."""
+        """Return a dataset's points before the transform, as a tensor or streamed."""
         return points_of(self.given[place], self.streaming)
 
-    def see(self, samples: LabeledSamples) -> LabeledSamples:
-        """Other samples, moved and seen as the datasets are."""
+    def transform(self, samples: LabeledSamples) -> LabeledSamples:
+        """Return other samples, moved and transformed as the datasets are."""
         if self.streaming is not None:
             return samples
-        return self.ground.seen(samples.to(self.device))
+        return self.ground.transform(samples.to(self.device))
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -241,18 +244,18 @@ class Comparison:
         return TERMS if self.debias else TERMS[:1]
 
     def sides(self, term: str) -> tuple[LabeledSamples, LabeledSamples]:
-        """The datasets of the rows and of the columns of the term "xy", "xx" or "yy", as seen."""
+        """Return the transformed datasets of rows and columns of the term "xy", "xx" or "yy"."""
         row, column = SIDES[term]
-        return self.seen[row], self.seen[column]
+        return self.transformed[row], self.transformed[column]
 
     def points(self, term: str) -> tuple[Points, Points]:
-        """The points of both sides of a term, as seen, on the device or on their way there."""
+        """Return the transformed points of both sides of a term, as tensors or streamed."""
         source, target = self.sides(term)
         x = points_of(source, self.streaming)
         return x, x if source is target else points_of(target, self.streaming)
 
     def block(self, term: str) -> Tensor:
-        """The class distances of a term; [y, x] is never read.
+        """Return the block of class distances of a term; [y, x] is never read.
 
         Raises:
             InputError: the block of a self term is not symmetric.
@@ -260,7 +263,7 @@ class Comparison:
         return self.classes.block(term)
 
     def cost(self, term: str) -> LabelledCost:
-        """The cost of a term, with statistics of its clouds that are computed once for all terms.
+        """Build the cost of a term; statistics of a cloud are computed once for all terms.
 
         Raises:
             InputError: as for `block`.
@@ -290,10 +293,10 @@ class Comparison:
         return build_operator(self.cost(term), self.compute, keep_scores=keep_scores)
 
     def mean_cost(self) -> float:
-        """Compute what `epsilon_relative` is a multiple of: the mean of the cross term's cost.
+        """Compute the unit of `epsilon_relative`: the mean cost of the cross term.
 
-        It is 0 where it is rounding alone. Where costs may have any sign, as those of `inner` have,
-        it is the mean of lambda_x ||x_i|| ||y_j|| + lambda_y W[l_i, l_j].
+        It is at most 0 if the mean is below the rounding error. For `inner`, whose costs may have
+        any sign, it is the mean of lambda_x ||x_i|| ||y_j|| + lambda_y W[l_i, l_j].
         """
         ground, (source, target) = self.ground, self.sides("xy")
         lengths = ground.size(source, target)
@@ -307,30 +310,30 @@ class Comparison:
 
     @property
     def offset(self) -> Offset:
-        """What terms of one side of the ground cost add to the divergence."""
+        """The separable terms of the ground cost in OT_epsilon; 0 if self terms cancel them."""
         return NO_OFFSET if self.debias else self.ground.offset(*self.given)
 
     @property
     def cost_error(self) -> float:
-        """Bound on the float64 error of the cost between the points seen, in units of the cost."""
-        return self.ground.error(self.seen[0].dim)
+        """Bound on the error of the cost by that of transformed points, in units of the cost."""
+        return self.ground.error(self.transformed[0].dim)
 
     @property
     def identical(self) -> bool:
-        """Whether both sides are the same samples at the same class distances."""
-        return same_content(*self.seen) and all(
+        """Whether both sides have equal samples and class distances."""
+        return same_content(*self.transformed) and all(
             torch.equal(self.block("xx"), self.block(term)) for term in ("xy", "yy")
         )
 
     @property
     def mark(self) -> Mark:
-        """What changes where something that it reads does, see `fingerprint`."""
+        """A mark that changes when datasets or class distances are modified, see `fingerprint`."""
         sides = (mark_of(side) for side in self.given)
         return (*chain(*sides), *mark_of_tensors(self.classes.full))
 
     def within_memory(self) -> within_memory:
         """Return a `with` block for work on the first and the last dataset, see `within_memory`."""
-        size = cost_size(self.seen[0], self.seen[-1])
+        size = cost_size(self.transformed[0], self.transformed[-1])
         return within_memory(size, self.needed, self.device, self.compute.dtype)
 
 
@@ -339,20 +342,24 @@ def _as_samples(cloud: LabeledSamples | Tensor) -> LabeledSamples:
 
 
 def _class_table(
-    table: Tensor | None, seen: Sequence[LabeledSamples], device: torch.device
+    table: Tensor | None, transformed: Sequence[LabeledSamples], device: torch.device
 ) -> ClassTable:
-    return ClassTable(table, (seen[0].class_total, seen[-1].class_total), device)
+    return ClassTable(table, (transformed[0].class_total, transformed[-1].class_total), device)
 
 
 def _moved(
-    datasets: Sequence[LabeledSamples], ground: GroundCost, device: torch.device, *, seen: bool
+    datasets: Sequence[LabeledSamples],
+    ground: GroundCost,
+    device: torch.device,
+    *,
+    transformed: bool,
 ) -> tuple[tuple[LabeledSamples, ...], tuple[LabeledSamples, ...]]:
-    """Return the datasets on the device, and the same as the ground cost sees them.
+    """Return the datasets on the device, and the same with transformed points.
 
-    One that stands at several places stays one. If `seen`, they are as the cost sees them already.
+    An object that occurs several times is moved once. If `transformed`, points already are.
     """
     given = {side: side.to(device) for side in dict.fromkeys(datasets)}
-    points = {side: one if seen else ground.seen(one) for side, one in given.items()}
+    points = {side: one if transformed else ground.transform(one) for side, one in given.items()}
     for cloud in points.values():
         forget_cloud(cloud)
     return tuple(given[side] for side in datasets), tuple(points[side] for side in datasets)
@@ -364,7 +371,7 @@ def _streaming(
     compute: ComputeOptions,
     device: torch.device,
 ) -> Streaming | None:
-    """Whether points have to be streamed: they are elsewhere, or in a file, and do not fit."""
+    """Return how points are streamed if some are not on the device and do not fit; else None."""
     sides = dict.fromkeys(datasets)
     elsewhere = [side for side in sides if side.features.device != device]
     if not elsewhere and not any(isinstance(side.features, FileFeatures) for side in sides):
@@ -373,7 +380,7 @@ def _streaming(
     sizes = (cost_size(datasets[i], datasets[j]) for i, j in pairs)
     needed = moved + max((operator_bytes(size, compute, device) for size in sizes), default=0)
     stated = stated_budget(compute.memory_budget)
-    if needed <= max(UNASKED, stated or 0):
+    if needed <= max(ASSUMED_FREE, stated or 0):
         return None
     free = free_memory(device)
     if stated is None and needed <= free:
@@ -382,19 +389,23 @@ def _streaming(
     host_room = 0 if device == on_host else int(HELD_SHARE * free_memory(on_host))
     if stated is None:
         return Streaming(device, int(STREAMED_SHARE * free), host_room)
-    # A budget is for points that are there already, too.
+    # The budget includes points that are on the device already.
     there = sum(
         side.features.nbytes
         for side in sides
         if side.features.device == device and not isinstance(side.features, FileFeatures)
     )
-    return Streaming(device, max(stated - there, UNASKED), host_room)
+    return Streaming(device, max(stated - there, ASSUMED_FREE), host_room)
 
 
 def _check_streamed(
-    datasets: Sequence[LabeledSamples], ground: GroundCost, compute: ComputeOptions, *, seen: bool
+    datasets: Sequence[LabeledSamples],
+    ground: GroundCost,
+    compute: ComputeOptions,
+    *,
+    transformed: bool,
 ) -> None:
-    """Refuse what needs all points on the device, and what other ranks have no way to."""
+    """Raise an `InputError` for what cannot be streamed: `cosine`, and ranks without files."""
     in_files = all(isinstance(side.features, FileFeatures) for side in datasets)
     if compute.group is not None and not in_files:
         raise InputError(
@@ -402,7 +413,7 @@ def _check_streamed(
             "from files that each of them reads; give features_file(...), leave out compute.group, "
             "or raise memory_budget"
         )
-    if ground.ground == "cosine" and not seen:
+    if ground.ground == "cosine" and not transformed:
         raise InputError(
             "ground=cosine needs all points on the device, which does not hold them; divide the "
             "rows by their lengths before they are stored, and use ground=sqeuclidean with half of "
@@ -411,7 +422,7 @@ def _check_streamed(
 
 
 def _check_group(compute: ComputeOptions, device: torch.device) -> None:
-    """Refuse shards where they have not been put together, and what ranks cannot exchange."""
+    """Raise an `InputError` for a group whose shards were not combined, or the wrong device."""
     ranks = ranks_of(compute.group)
     if ranks is None:
         return
@@ -424,7 +435,7 @@ def _check_group(compute: ComputeOptions, device: torch.device) -> None:
 
 
 def check_comparable(*datasets: LabeledSamples) -> None:
-    """Refuse datasets whose points have no distances from each other.
+    """Raise if distances between the points of some datasets are not defined.
 
     Raises:
         InputError: they differ in dimension or device, features are not finite, or their squared
@@ -442,10 +453,10 @@ def check_resources(
     compute: ComputeOptions,
     device: torch.device,
 ) -> int:
-    """Refuse operators that the device cannot run, before any work on them.
+    """Raise, before any work is done, if the device cannot run the operators of some pairs.
 
     Returns:
-        The bytes that the largest takes at the least, with those of datasets that have to be moved.
+        The least bytes of the largest operator and of the datasets that have to be moved.
 
     Raises:
         InputError: the backend cannot run on the device or in the precision, or there is not
@@ -463,7 +474,7 @@ def check_resources(
 
 
 def cost_size(source: LabeledSamples, target: LabeledSamples) -> CostSize:
-    """The size of the cost between two clouds."""
+    """Return the size of the cost between two clouds."""
     return CostSize(
         len(source), len(target), source.dim, source.class_total, symmetric=source is target
     )

@@ -1,8 +1,9 @@
-"""The sums of a plan in Triton, from points in fixed point, and what these lose of the costs.
+"""Row and column sums of a plan in Triton, from points in fixed point, with bounds on cost errors.
 
-Products are those of points in fixed point (`kernels.points.digits`), norms those of the points
-themselves (`product_errors`). With three digits costs are off by some 2^-20 of their mean, with
-four by 2^-26; integers within 256 values of each other take one digit.
+Certificates of `triton_operator` read these. Products are those of points that are rounded to a few
+digits of int8 (`kernels.points.digits`), norms those of the points themselves
+(`cost.rounding.product_errors`). With three digits costs have errors of some 2^-20 of their mean,
+with four of 2^-26; integers within 256 values of each other take one digit.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ LOG2_E = math.log2(math.e)
 # The largest coordinate in units of the first digit.
 LARGEST = 127.0
 
-# Stands for an exponent of -inf.
+# In place of an exponent of -inf.
 NO_MASS = -1e30
 
-# The marginal error that three digits may hide, about; four take 1.7 times as long.
+# Mean cost error over epsilon up to which three digits do; four take 1.7 times as long.
 SMALL = 2.0**-12
 
 
-# Of fixed points: costs of less than its inverse square are below the least epsilon of float32.
+# Largest scale of fixed point: costs of less than its inverse square are below float32's epsilons.
 MOST_SCALE = 2.0**100
 
 
 class _Points(NamedTuple):
-    """Of one side (n,): log2 of mass times number, 0 where `absent`, and lambda_x ||x||^2."""
+    """Of one side (n,): log2(n a_i), 0 where `absent` (without mass), and lambda_x ||x_i||^2."""
 
     log2_masses: Tensor
     absent: Tensor
@@ -65,9 +66,9 @@ class FixedPoint:
     """Both clouds of a cost in fixed point.
 
     Args:
-        cost: two labelled clouds.
-        layouts: the order of each in blocks of rows.
-        lattice: where all points lie, if float16 holds them there.
+        cost: between two labelled clouds.
+        layouts: the order of each cloud's points in blocks of rows.
+        lattice: on which all points lie; None without one.
     """
 
     def __init__(
@@ -78,27 +79,27 @@ class FixedPoint:
         self._fixed: dict[int, Pair] = {}
 
     @cached_property
-    def _whole(self) -> Tensor | None:
-        """A centre on the lattice from which one digit holds all coordinates, if there is one."""
-        return None if self._lattice is None else _whole_centre(self.cost, self._lattice)
+    def _integer_centre(self) -> Tensor | None:
+        """A lattice point relative to which one digit holds all coordinates; None without one."""
+        return None if self._lattice is None else _find_integer_centre(self.cost, self._lattice)
 
     @cached_property
     def _centre(self) -> Tensor:
-        return self.cost.centre if self._whole is None else self._whole
+        return self.cost.centre if self._integer_centre is None else self._integer_centre
 
     @cached_property
     def _scale(self) -> float:
-        if self._lattice is not None and self._whole is not None:
+        if self._lattice is not None and self._integer_centre is not None:
             return self._lattice.scale
         cost = self.cost
         reach = longest(cost.points[0].shape[1]) / max(math.sqrt(cost.farthest), TINY)
-        # Its square is finite, also where all points are at their centre.
+        # Its square is finite, also if all points are at their centre.
         return float(min(LARGEST / max(cost.largest, TINY), reach, MOST_SCALE))
 
     @cached_property
     def squares(self) -> Pair:
-        """||x_i||^2 (n,) and ||y_j||^2 (m,) about the centre, float64."""
-        if self._whole is None:
+        """||x_i||^2 (n,) and ||y_j||^2 (m,) relative to the centre, float64."""
+        if self._integer_centre is None:
             return self.cost.squares
         of_x = self._known(0, "squares", self._squares)
         return of_x, of_x if self.cost.symmetric else self._known(1, "squares", self._squares)
@@ -110,12 +111,12 @@ class FixedPoint:
 
     @property
     def accurate_errors(self) -> Pair:
-        """A (n,) and B (m,): costs at full accuracy are off by at most A_i + B_j."""
+        """A (n,) and B (m,): the error of C_ij at full accuracy is at most A_i + B_j."""
         return self._costs_errors(self._accurate)
 
     @property
     def _differing(self) -> int:
-        """How many of the two sides differ, 1 or 2."""
+        """The number of distinct sides, 1 or 2."""
         return 2 - self.cost.symmetric
 
     @property
@@ -126,9 +127,9 @@ class FixedPoint:
     def _kinds(self) -> tuple[int, ...]:
         """The numbers of digits that plans are computed with, the least accurate first.
 
-        What they lose is found for all at once: nearly every solve asks for all.
+        Their errors are computed together, as nearly every solve needs all.
         """
-        return (1,) if self._whole is not None else (3, 4)
+        return (1,) if self._integer_centre is not None else (3, 4)
 
     def marginals(
         self,
@@ -139,9 +140,9 @@ class FixedPoint:
         accurate: bool,
         stripes: Sequence[tuple[int, int]] | None = None,
     ) -> Marginals:
-        """Row and column sums of the plan of f (n,) and g (m,); without g, of a symmetric plan.
+        """Compute row and column sums of the plan of f (n,) and g (m,); without g, of f and f.
 
-        With `stripes`, as for `plan_marginals`, sums of a part of the entries.
+        With `stripes`, see `plan_marginals`, the sums are over a part of the entries.
         """
         cost, digits = self.cost, self._digits(epsilon, accurate)
         scale, sides, errors = LOG2_E / epsilon, [], []
@@ -150,7 +151,7 @@ class FixedPoint:
             logs, absent, squares = self._points[side]
             term = (potential.double() - squares).mul_(scale).add_(logs)
             if single:
-                # Half on each side, which may be one.
+                # Half of the class distance on each side, as both may be the same.
                 term.sub_(cost.class_costs[0], alpha=scale / 2)
             layout = self.layouts[side]
             packed = layout.spread(term.masked_fill_(absent, NO_MASS), NO_MASS)
@@ -183,7 +184,7 @@ class FixedPoint:
 
     @cached_property
     def _points(self) -> list[_Points]:
-        """What the exponents of either side take, besides its potential."""
+        """The terms of the exponents of either side, without its potential."""
         cost = self.cost
 
         def points(masses: Tensor, squares: Tensor) -> _Points:
@@ -196,7 +197,7 @@ class FixedPoint:
 
     @cached_property
     def _entry_errors(self) -> Pair:
-        """Errors of entries and of logarithms of masses (n,) and (m,), in units of epsilon."""
+        """Errors of exp and of logarithms of masses, (n,) and (m,), in units of epsilon."""
         found = [
             EXPONENT_ERROR * points.log2_masses.abs() + ENTRY_ERROR / 2
             for points in self._points[: self._differing]
@@ -204,7 +205,7 @@ class FixedPoint:
         return found[0], found[-1]
 
     def _fixed_errors(self, digits: int) -> Pair:
-        """Errors of costs (n,) and (m,), and of what their parts lose in exponents."""
+        """Return error bounds (n,) and (m,) of costs, with that of their terms in exponents."""
         if digits not in self._fixed:
             found = [
                 torch.add(of_costs, magnitudes, alpha=2 * EXPONENT_ERROR)
@@ -216,8 +217,8 @@ class FixedPoint:
         return self._fixed[digits]
 
     def _digits(self, epsilon: float, accurate: bool) -> int:
-        """How many digits are needed, at this epsilon."""
-        if self._whole is not None:
+        """Return the number of digits that an epsilon needs."""
+        if self._integer_centre is not None:
             return 1
         return 3 if not accurate and self._mean(3) <= SMALL * epsilon else 4
 
@@ -226,28 +227,28 @@ class FixedPoint:
 
     @cached_property
     def _means(self) -> list[float]:
-        """The mean error of costs for each of `_kinds`; read once, so that the host waits once."""
+        """The mean error of costs for each of `_kinds`, read together: the host waits once."""
         x, y = self._all_costs_errors
         of_x = x @ self.cost.a
         return (of_x + (of_x if self.cost.symmetric else y @ self.cost.b)).tolist()
 
     @cached_property
     def _magnitudes(self) -> Pair:
-        """`LabelledCost.magnitudes` about the centre; both alike between a cloud and itself."""
+        """`LabelledCost.magnitudes` relative to the centre; equal ones for a cloud with itself."""
         x, y = magnitudes_about(self.cost, self.squares)
         if self.cost.symmetric:
             x = y = torch.maximum(x, y)
         return x, y
 
     def _costs_errors(self, digits: int) -> Pair:
-        """A (n,) and B (m,): what points in fixed point, and float64, lose of costs."""
+        """Return A (n,) and B (m,): cost errors of points in fixed point and of float64."""
         x, y = self._all_costs_errors
         kind = self._kinds.index(digits)
         return x[kind], y[kind]
 
     @cached_property
     def _all_costs_errors(self) -> Pair:
-        """Errors of costs for each of `_kinds`, (k, n) and (k, m)."""
+        """Error bounds of costs for each of `_kinds`, (k, n) and (k, m)."""
         cost = self.cost
         # (k, 2, n) of each side.
         parts = [self._known(side, "digits", self._missing) for side in range(self._differing)]
@@ -262,7 +263,7 @@ class FixedPoint:
         return found[0], found[-1]
 
     def _known(self, side: int, name: str, find: Callable[[int], T]) -> T:
-        """Return facts of the points of a side, cached for a block that comes in every pass."""
+        """Return `find(side)`, cached with the points if they are a block that every pass reads."""
         known = self.cost.known_of[side]
         if known is None:
             return find(side)
@@ -275,10 +276,10 @@ class FixedPoint:
         return squared_distances(self.cost.points[side], self._centre)
 
     def _missing(self, side: int) -> Tensor:
-        """Measure what digits lack of the points of one side and of their products, float64.
+        """Measure the rounding of the points of one side and of their products, (k, 2, n) float64.
 
-        (k, 2, n): by each of `_kinds`, ||x_i - x'_i||^2 and shares of the products that scores
-        leave out, half of what carries lose of these included.
+        For each of `_kinds`: ||x_i - x'_i||^2, and this side's share of the digit products that
+        scores leave out, with half of the error of carries.
         """
         points, kinds = self.cost.held[side], self._kinds
         given = points, self._centre, self._scale
@@ -288,8 +289,8 @@ class FixedPoint:
         return found
 
 
-def _whole_centre(cost: LabelledCost, lattice: Lattice) -> Tensor | None:
-    """A centre (d,) on the lattice from which all points are within int8, if there is one."""
+def _find_integer_centre(cost: LabelledCost, lattice: Lattice) -> Tensor | None:
+    """Return a lattice point (d,) relative to which int8 holds all points; None without one."""
     if lattice.highest - lattice.lowest > 255 or 128**2 * cost.points[0].shape[1] >= 2**31:
         return None
     return torch.full_like(cost.centre, (lattice.lowest + 128) / lattice.scale)

@@ -1,8 +1,9 @@
-"""A cost that is given: a matrix held in its own type, or a function that is asked for blocks.
+"""A given cost: a matrix held in its own type, or a function that is called for blocks.
 
-Nothing of the size of the matrix is made. Every pass reads it once, in blocks of rows that are
-turned into scores of the type of the potentials while they are in a cache. An entry of +inf forbids
-a pair: its score is -inf and its entry of the plan 0.
+Nothing of the size of the matrix is allocated. Every pass reads it once, in blocks of rows that are
+converted to scores in the type of the potentials while they are in a cache. An entry of +inf
+forbids a pair: its score is -inf and its entry of the plan 0. `solver.matrix` builds these
+operators, and `matrix_kernel` takes them for all that does not run in Triton.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from otdd_flash.cost.matrix import MatrixFacts, matrix_facts
 from otdd_flash.cost.points import Cut, Masses
 from otdd_flash.operators.torch_operator import TILE_ELEMENTS_CPU, TorchOperator
 
-# Costs that are in float64 at once while they are read; on a GPU also scores, as others fill it.
+# Costs that are converted to float64 at once; on a GPU the size of a block of scores as well.
 EXACT_ELEMENTS_CPU, EXACT_ELEMENTS_GPU = 1 << 16, 1 << 22
 
 
 class CostSource(Protocol):
-    """Where the entries of C (n, m) come from."""
+    """Access to the entries of a cost C (n, m), by rows."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -35,23 +36,23 @@ class CostSource(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def asked(self) -> int | None:
-        """How many entries to ask for at once; None where they are held."""
+    def block_entries(self) -> int | None:
+        """Entries per call of a user's function; None if the matrix is in memory."""
         ...
 
     def rows(self, rows: slice) -> Tensor:
-        """C[rows], not to be written."""
+        """Return C[rows]; do not write to it."""
         ...
 
     def between(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """C (k, l) of some rows (k,) and columns (l,), int64."""
+        """Return C (k, l) of some rows (k,) and columns (l,), int64."""
         ...
 
 
 class HeldCosts:
     """A matrix in memory, of any strides."""
 
-    asked = None
+    block_entries = None
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix
@@ -59,7 +60,7 @@ class HeldCosts:
         self.dtype, self.device = matrix.dtype, matrix.device
 
     def rows(self, rows: slice) -> Tensor:
-        """Return C[rows] as a view."""
+        """Return C[rows], a view."""
         return self.matrix[rows]
 
     def between(self, rows: Tensor, columns: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ class HeldCosts:
 
 
 class CutCosts:
-    """Some rows and columns of other costs, which are asked for as they are."""
+    """Some rows and columns of another source, which are read from it in every pass."""
 
     def __init__(self, source: CostSource, rows: Cut, columns: Cut) -> None:
         (n, m), device = source.shape, source.device
@@ -80,14 +81,14 @@ class CutCosts:
         self.dtype, self.device = source.dtype, device
 
     @property
-    def asked(self) -> int | None:
-        """As many rows as of the whole."""
-        asked, m = self._source.asked, self._source.shape[1]
-        return None if asked is None else max(1, asked // m) * self.shape[1]
+    def block_entries(self) -> int | None:
+        """Entries that make as many rows per call as those of the whole source."""
+        entries, m = self._source.block_entries, self._source.shape[1]
+        return None if entries is None else max(1, entries // m) * self.shape[1]
 
     @property
     def whole(self) -> Tensor:
-        """All of them, in memory."""
+        """The matrix of these rows and columns, in memory."""
         return self._source.between(self._rows, self._columns)
 
     def rows(self, rows: slice) -> Tensor:
@@ -108,7 +109,7 @@ class GivenCosts:
         costs: C.
         known: facts of C between the masses.
         dtype: of scores and potentials, float32 or float64.
-        errors: (n,) float64; C_ij is off by at most errors_i.
+        errors: (n,) float64; the error of C_ij is at most errors_i.
     """
 
     holds_plans, cost_rounding = True, 0.0
@@ -125,10 +126,12 @@ class GivenCosts:
 
     @property
     def backend(self) -> str:
-        return "torch, costs given" if self.costs.asked is None else "torch, costs asked for"
+        return (
+            "torch, costs given" if self.costs.block_entries is None else "torch, costs asked for"
+        )
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64, over allowed pairs: one read."""
+        """Compute sum_j C_ij q_j (n,) for masses q (m,), float64, over allowed pairs: one read."""
         found = masses.new_empty(self.costs.shape[0])
         for rows, block in exact_blocks(self.costs):
             costs = block.double()
@@ -166,7 +169,7 @@ class GivenCosts:
         for rows, block in _blocks(self.costs, elements):
             if len(block) > len(buffer):
                 buffer = zero.new_empty(block.shape)
-            # In one operation for any two types.
+            # Negation and conversion in one operation, for any two types.
             yield rows.start, torch.sub(zero, block, out=buffer[: len(block)])
 
 
@@ -179,15 +182,15 @@ def matrix_operator(
     facts: MatrixFacts | None = None,
     errors: Tensor | None = None,
 ) -> TorchOperator[GivenCosts]:
-    """A given cost C (n, m).
+    """Build the operator of a given cost C (n, m), with passes in PyTorch.
 
     Args:
         given: C as a matrix of a floating type, or as a source.
         a: (n,) masses, float64.
         b: (m,) masses, float64.
-        dtype: of scores and potentials: float32, or float64; by default as costs of this type take.
-        facts: what is known of C already.
-        errors: (n,) float64; C_ij is off by at most errors_i.
+        dtype: of scores and potentials: float32 or float64; by default float64 for float64 costs.
+        facts: of C, if they were computed before.
+        errors: (n,) float64; the error of C_ij is at most errors_i. By default 0.
     """
     costs = HeldCosts(given) if isinstance(given, Tensor) else given
     known = facts or matrix_facts(exact_blocks(costs), a, b)
@@ -197,7 +200,7 @@ def matrix_operator(
 
 
 def exact_blocks(source: CostSource) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows and C[rows], few enough to be in float64 at once."""
+    """Yield ranges of rows and C[rows], small enough to be converted to float64 at once."""
     return _blocks(source, _exact_elements(source.device))
 
 
@@ -207,7 +210,7 @@ def _exact_elements(device: torch.device) -> int:
 
 def _blocks(source: CostSource, elements: int) -> Iterator[tuple[slice, Tensor]]:
     n, m = source.shape
-    height = max(1, min(n, (source.asked or elements) // m))
+    height = max(1, min(n, (source.block_entries or elements) // m))
     for start in range(0, n, height):
         rows = slice(start, min(start + height, n))
         yield rows, source.rows(rows)

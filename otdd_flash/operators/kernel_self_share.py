@@ -1,7 +1,8 @@
-"""A rank's share of the pairs of a cloud with itself, in Triton: two stripes of the triangle.
+"""A rank's share of a self term's pairs in Triton: two stripes of the upper triangle.
 
-All ranks hold the whole cloud in one packed order. With f as the shift of all exponentials, partial
-sums of all ranks simply add up.
+All ranks hold the whole cloud in the same packed order. With f as the shift of all exponentials,
+partial sums of all ranks simply add up. `triton_operator` builds these for `sharing`; a softmin of
+one process over its own pairs of blocks uses `KernelSelf` as well.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from otdd_flash.operators.triton_plans import single
 
 
 class KernelSelf(NamedTuple):
-    """What the cost of a cloud with itself is made of.
+    """The operands of kernels for the cost of a cloud with itself.
 
     Attributes:
-        side: both sides of it.
-        scores: how they make scores.
+        side: both sides of the cost.
+        scores: parameters of the scores.
         masses: (n,) float32, packed, 0 for padding.
-        fixed_point: its plans.
+        fixed_point: for the plan's marginals.
     """
 
     side: Side
@@ -44,7 +45,7 @@ class KernelSelf(NamedTuple):
     def softmin(
         self, f: Tensor, epsilon: Tensor, blocks: Sequence[tuple[int, int]] | None = None
     ) -> Tensor:
-        """The softmin (n,) near f, float64, over the pairs of some stripes of blocks, or of all."""
+        """Compute the softmin (n,) near f, float64, over pairs of some stripes of blocks or all."""
         layout, potential = self.side.points.layout, single(f)
         stripes = [(0, layout.size // BLOCK_ROWS)] if blocks is None else blocks
         given = self.side, self.scores, self.masses, potential, epsilon
@@ -52,15 +53,15 @@ class KernelSelf(NamedTuple):
 
 
 class KernelSelfShare:
-    """Stripes of a cost of labelled points on a GPU.
+    """A rank's stripes of a self term between labelled points on a GPU.
 
     Args:
-        cost: the whole.
-        place: whose share it is, and of how many ranks.
-        refine: makes the same share of the cost at full accuracy.
+        cost: the whole cost.
+        place: the rank and the number of ranks.
+        refine: builds the same share of the cost at full accuracy.
     """
 
-    # Sums leave the range of float32 beyond it.
+    # Beyond it sums leave the range of float32.
     reach = math.log(LARGEST_SUM)
 
     def __init__(

@@ -1,9 +1,10 @@
 """A cost matrix in memory whose passes run in Triton kernels on a GPU.
 
-A half-step, the sums of a plan and the facts of the matrix read it once each, along whichever of
-its axes is contiguous. Where rows are, and have at most `MOST_COLUMNS` entries, one read serves
-both half-steps of an iteration. Products with the plan run in PyTorch. `matrix_pool` is of a matrix
-that is solved in kept CUDA graphs.
+A half-step, the sums of a plan and the facts of the matrix read it once each, along its contiguous
+axis. If rows are contiguous and have at most `MOST_COLUMNS` entries, one read serves both
+half-steps of an iteration. Products with the plan run in PyTorch. `solver.matrix` builds the
+operator, `one_problem` its problem for the engine; `matrix_pool` is for matrices that are solved in
+recorded CUDA graphs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from otdd_flash.operators.torch_operator import (
 )
 from otdd_flash.operators.triton_plans import single
 
-# Bytes of a matrix up to which a pass takes no longer than launching it, or not much.
+# Bytes of a matrix up to which a pass is about as short as its launch, so that steps are recorded.
 FEW_BYTES = 1 << 28
 
 
@@ -45,13 +46,13 @@ class MatrixKernelOperator:
     """A given cost C (n, m) on a GPU.
 
     Args:
-        tiles: the same in PyTorch, of a matrix that is held and of scores in float32. A matrix
-            neither of whose axes is contiguous is copied.
+        tiles: the operator of the same matrix in PyTorch, with scores in float32. A matrix without
+            a contiguous axis is copied.
 
     Attributes:
         lines: C, or its transpose, with contiguous rows.
-        turned: whether it is the transpose.
-        recorded: whether steps are, as a pass reads little.
+        transposed: whether `lines` is the transpose.
+        recorded: whether steps are recorded as CUDA graphs.
     """
 
     backend, in_triton = "triton, costs given", True
@@ -60,7 +61,7 @@ class MatrixKernelOperator:
         source = tiles.source.costs
         assert isinstance(source, HeldCosts)
         self._tiles, self.a, self.b = tiles, tiles.a.contiguous(), tiles.b.contiguous()
-        self.lines, self.turned = lying(source.matrix)
+        self.lines, self.transposed = row_contiguous(source.matrix)
         few = self.lines.numel() * self.lines.itemsize <= FEW_BYTES
         self.recorded = self.a.is_cuda and few
 
@@ -73,24 +74,24 @@ class MatrixKernelOperator:
         return self._tiles.costs
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
-        return self._half_step(self._log_masses[1], g, epsilon, columns=self.turned)
+        """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+        return self._half_step(self._log_masses[1], g, epsilon, columns=self.transposed)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
-        return self._half_step(self._log_masses[0], f, epsilon, columns=not self.turned)
+        """Compute g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        return self._half_step(self._log_masses[0], f, epsilon, columns=not self.transposed)
 
     def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        """The softmin (n,) of the only potential of a cloud with itself."""
+        """Compute T(f) (n,) for the potential of a self term."""
         return self.softmin_rows(f, epsilon)
 
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
-        """Row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
+        """Compute row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
         tiles, level = self._tiles, on_device(epsilon, self.a.device)
         f, g = present(self.a, f), present(self.b, f if g is None else g)
-        if self.turned:
+        if self.transposed:
             given = (g, f), (self.b, self.a)
             columns, rows = matrix_sums(self.place, *given, level, LEAST_EXPONENT)
         else:
@@ -102,24 +103,24 @@ class MatrixKernelOperator:
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
     ) -> TiledPlan:
-        """The plan of f (n,) and g (m,), whose products run in PyTorch."""
+        """Build the plan of f (n,) and g (m,), whose products run in PyTorch."""
         return self._tiles.plan(f, g, epsilon, most)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64, over allowed pairs."""
-        if self.turned:
+        """Compute sum_j C_ij q_j (n,) for masses q (m,), float64, over allowed pairs."""
+        if self.transposed:
             return self._tiles.expected_costs(masses)
-        # A copy: kernels are compiled anew for vectors that begin anywhere.
+        # A copy: Triton compiles a kernel again for a vector whose address is not aligned.
         return matrix_row_facts(self.place, len(self.a), masses.clone()).products
 
     def own_costs(self) -> Tensor:
-        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
         return self._tiles.own_costs()
 
     def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
-        """The cost between some rows and columns, of these masses or of those that they have.
+        """Return the cost between some rows and columns, with `masses` or those of the whole.
 
-        Of the latter no copy is made, and passes run in PyTorch.
+        Without `masses` nothing is copied, and passes run in PyTorch.
         """
         found = self._tiles.part(rows, columns, masses)
         return found if masses is None else MatrixKernelOperator(found)
@@ -138,34 +139,34 @@ class MatrixKernelOperator:
         """Whether one read of the matrix serves both half-steps.
 
         T'(f) needs f, and f_i needs the whole row i: rows have to be contiguous, and short enough
-        for registers to hold one until f_i is known.
+        for registers to hold one until f_i is computed.
         """
-        return not self.turned and self.lines.shape[1] <= MOST_COLUMNS
+        return not self.transposed and self.lines.shape[1] <= MOST_COLUMNS
 
     def sweep(self, g: Tensor, epsilon: Tensor, active: Tensor) -> Swept:
-        """T(g) and what T'(T(g)) is made of, where the operator `sweeps`.
+        """Compute T(g) and partial sums of T'(T(g)) in one read, if the operator `sweeps`.
 
         Args:
             g: (m,) float32.
             epsilon: (1,) float64 on the device.
-            active: (1,) bool, whether to do anything.
+            active: (1,) bool; the kernel does nothing if it is False.
         """
         return matrix_sweep(self.place, self._log_masses, self._weights, g, epsilon, active)
 
     def fill_absent(self, f: Tensor, epsilon: float, updated: Tensor) -> None:
-        """Give columns without mass their T'(f), which sweeps leave out.
+        """Compute T'(f) for columns without mass, which sweeps leave out.
 
         Args:
             f: (n,) float32.
             epsilon: in units of the cost.
-            updated: (m,) float32, T'(f) elsewhere; overwritten.
+            updated: (m,) float32, T'(f) for the other columns; completed in place.
         """
         level = on_device(epsilon, f.device)
         fill_absent(self.place, self._log_masses, f, level, updated)
 
     @cached_property
     def place(self) -> Place:
-        """The place of the matrix, or of its transpose if that has contiguous rows."""
+        """The address and strides of `lines`, for kernels."""
         return Place.of(self.lines)
 
     @cached_property
@@ -173,17 +174,17 @@ class MatrixKernelOperator:
         return row_weights(self.a)
 
     def sums_of_lines(self, potential: Tensor, epsilon: Tensor, *, columns: bool) -> Sums:
-        """What the softmin of rows, or of columns, is made of."""
+        """Compute the partial sums of the softmin of rows, or of columns."""
         log_masses = self._log_masses[0 if columns else 1]
-        along = columns != self.turned
+        along = columns != self.transposed
         return matrix_sums_of_lines(self.lines, log_masses, potential, epsilon, columns=along)
 
     @property
     def ranges(self) -> tuple[int, int]:
-        """In how many parts these sums come, of rows and of columns."""
+        """The numbers of partial sums of a row and of a column."""
         shape = self.lines.shape[0], self.lines.shape[1]
         rows, columns = (
-            line_parts(shape, columns=along != self.turned)[0] for along in (False, True)
+            line_parts(shape, columns=along != self.transposed)[0] for along in (False, True)
         )
         return rows, columns
 
@@ -195,21 +196,21 @@ class MatrixKernelOperator:
 
 
 class OneMatrix(OneKernelProblem):
-    """A matrix as the only problem of the engine, which merges the sums of its passes itself.
+    """A matrix as the only problem of the engine, which merges the partial sums of its passes.
 
-    An evaluation is one read of the matrix where the operator `sweeps`, else two.
+    An evaluation reads the matrix once if the operator `sweeps`, else twice.
     """
 
     operator: MatrixKernelOperator
 
     def __init__(self, operator: MatrixKernelOperator, *, symmetric: bool) -> None:
-        # What a sweep has found of columns, until it is asked for.
+        # The column sums of a sweep, until `softmin_columns` takes them.
         self._swept: Swept | None = None
         super().__init__(operator, symmetric=symmetric)
 
     @property
     def ranges(self) -> tuple[int, int]:
-        """In how many parts the sums of rows and of columns come."""
+        """The numbers of partial sums of a row and of a column."""
         return (1, 1) if self._sweeps else self.operator.ranges
 
     @property
@@ -233,15 +234,15 @@ class OneMatrix(OneKernelProblem):
         return self.operator.sums_of_lines(f, epsilon[0], columns=not self.symmetric)
 
     def evaluated(self, vectors: Vectors, epsilon: float) -> Evaluated:
-        """Return the potentials of the last evaluation, in columns without mass too."""
+        """Return the potentials of the last evaluation, also for columns without mass."""
         found = super().evaluated(vectors, epsilon)
         if self._sweeps:
             self.operator.fill_absent(found.f, epsilon, found.updated)
         return found
 
 
-def lying(matrix: Tensor) -> tuple[Tensor, bool]:
-    """A matrix as one whose rows are contiguous, and whether it had to be transposed for it."""
+def row_contiguous(matrix: Tensor) -> tuple[Tensor, bool]:
+    """Return a matrix, or its transpose, with contiguous rows, and whether it is the transpose."""
     n, m = matrix.shape
     if m == 1 or matrix.stride(1) == 1:
         return matrix, False
@@ -251,13 +252,13 @@ def lying(matrix: Tensor) -> tuple[Tensor, bool]:
 
 
 def kernel_facts(source: HeldCosts, a: Tensor, b: Tensor) -> MatrixFacts:
-    """`matrix_facts` by one launch, unless a pair is forbidden.
+    """Compute `matrix_facts` by one launch; in PyTorch if a pair is forbidden or invalid.
 
     Raises:
         InputError: as for `matrix_facts`.
     """
-    costs, turned = lying(source.matrix)
-    masses = (b, a) if turned else (a, b)
+    costs, transposed = row_contiguous(source.matrix)
+    masses = (b, a) if transposed else (a, b)
     found = matrix_row_facts(Place.of(costs), len(costs), masses[1].contiguous())
     rows = masses[0] > 0
     numbers = torch.stack(
@@ -274,5 +275,5 @@ def kernel_facts(source: HeldCosts, a: Tensor, b: Tensor) -> MatrixFacts:
         return matrix_facts(exact_blocks(source), a, b)
     largest = torch.maximum(found.lowest.abs(), found.highest.abs()).double()
     none = torch.zeros_like(masses[1])
-    magnitudes = (none, largest) if turned else (largest, none)
+    magnitudes = (none, largest) if transposed else (largest, none)
     return MatrixFacts(CostRange(lowest, highest), mean, magnitudes, extreme, None)

@@ -1,4 +1,4 @@
-"""An operator in Triton as the only transport problem of the engine."""
+"""An operator in Triton as the only transport problem of the engine; made by `one_problem`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from otdd_flash.operators.one_problem import OneProblem
 class OneKernelProblem(OneProblem):
     """An operator whose passes, sums and vectors are in Triton.
 
-    Its steps become a CUDA graph where passes are short. What is known of the costs is on the host.
+    If passes are short, steps are recorded as a CUDA graph. Facts of the costs are host tensors.
     """
 
     def __init__(self, operator: Operator, *, symmetric: bool) -> None:
@@ -33,7 +33,7 @@ class OneKernelProblem(OneProblem):
         self.device, self.masses = operator.a.device, (operator.a, operator.b)
         n, m = len(operator.a), len(operator.b)
         rows, columns = self.ranges
-        # Of a cloud with itself columns are summed as rows.
+        # A self term has one layout, for columns.
         self.layouts: list[SegmentLayout] = [
             whole_layout(m, n, self.device, rows if symmetric else columns)
         ]
@@ -42,7 +42,7 @@ class OneKernelProblem(OneProblem):
 
     @property
     def ranges(self) -> tuple[int, int]:
-        """In how many parts the softmins of rows and of columns come, where they are sums."""
+        """The numbers of partial sums of a row's and of a column's softmin; 1 if it is finished."""
         return 1, 1
 
     @property
@@ -77,19 +77,19 @@ class OneKernelProblem(OneProblem):
     def softmin_rows(
         self, g: Tensor, before: Tensor, epsilon: Tensor, active: Tensor
     ) -> Sums | Tensor:
-        """Return T(g) (n,), or the sums that it is made of."""
+        """Return T(g) (n,), or its partial sums."""
         return self.operator.softmin_rows(g, epsilon[0], before)
 
     def softmin_columns(
         self, f: Tensor, before: Tensor, epsilon: Tensor, active: Tensor
     ) -> Sums | Tensor:
-        """Return T'(f) (m,), or T(f) of a cloud with itself, or the sums that it is made of."""
+        """Return T'(f) (m,), or T(f) for a self term, or its partial sums."""
         if self.symmetric:
             return self.operator.softmin_self(f, epsilon[0])
         return self.operator.softmin_columns(f, epsilon[0], before)
 
     def keep(self, order: Tensor) -> None:
-        """Go on with the only problem, which is never left out."""
+        """Do nothing: the only problem is never dropped."""
 
     def evaluated(self, vectors: Vectors, epsilon: float) -> Evaluated:
         assert vectors.rows is not None

@@ -1,7 +1,8 @@
 """An operator as the only transport problem of the engine.
 
-`problem_of` chooses: in PyTorch the iterations are decided in Python floats, in Triton all of them
-runs in kernels. The engine holds the vectors; a problem answers for its softmins and its costs.
+`solver.solve` calls `problem_of`, which chooses by where passes run: iterations in PyTorch decide
+in Python floats, those in Triton run in kernels. The engine has the vectors of the iterations; a
+problem computes their softmins and has the facts of the costs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from otdd_flash.operators.base import Operator
 
 
 class Scalars(NamedTuple):
-    """The costs of one problem as `engine.problems.Costs` has those of many, in floats."""
+    """The facts of `engine.problems.Costs` for one problem, as floats."""
 
     dtype: torch.dtype
     sum_dtype: torch.dtype
@@ -36,11 +37,11 @@ class OneProblem(ABC):
 
     Args:
         operator: the cost (n, m) and the masses.
-        symmetric: whether rows are columns.
+        symmetric: whether it is a self term, with one potential for rows and columns.
 
     Attributes:
-        operator: as given, or as changed.
-        symmetric: likewise.
+        operator: as given, or as last set by `change`.
+        symmetric: as given.
     """
 
     def __init__(self, operator: Operator, *, symmetric: bool) -> None:
@@ -54,9 +55,9 @@ class OneProblem(ABC):
 
     @property
     def scalars(self) -> list[Scalars]:
-        """Facts of the costs, of the only problem.
+        """Facts of the costs, in a list of one.
 
-        Errors of passes are about those of the certificate.
+        Errors of passes are estimated by those of the certificate.
         """
         costs = self.operator.costs
         unit = torch.finfo(costs.dtype).eps / 2
@@ -70,7 +71,7 @@ class OneProblem(ABC):
 
     @abstractmethod
     def change(self, operator: Operator, iterations: Iterations) -> None:
-        """Take another form of the cost, with which the iterations go on."""
+        """Replace the operator by another form of the same cost; iterations continue with it."""
 
     @abstractmethod
     def evaluated(self, vectors: Vectors, epsilon: float) -> Evaluated:
@@ -78,11 +79,11 @@ class OneProblem(ABC):
 
 
 class OneTorchProblem(OneProblem):
-    """An operator in PyTorch, with vectors in float64."""
+    """An operator in PyTorch as the only problem, with vectors in float64."""
 
     @property
     def row_masses(self) -> Tensor | None:
-        """a (1, n); None of a cloud with itself."""
+        """a (1, n); None for a self term."""
         return None if self.symmetric else self.operator.a[None]
 
     @property
@@ -119,7 +120,7 @@ class OneTorchProblem(OneProblem):
 
 
 def problem_of(operator: Operator, *, symmetric: bool) -> OneProblem:
-    """Return an operator as the only problem of the engine, where its passes run."""
+    """Return an operator as the only problem of the engine, in PyTorch or in Triton."""
     if not operator.in_triton:
         return OneTorchProblem(operator, symmetric=symmetric)
     # Triton may be missing where no kernel runs.

@@ -1,7 +1,7 @@
-"""Which points of a cloud belong to which rank.
+"""The division of a cloud's points among ranks.
 
-Shares are cut in the order of the classes: kernels pad every class to whole blocks of rows, and a
-class that lies with one rank is padded once.
+Points are sorted by class before they are divided: kernels pad every class to whole blocks of rows,
+and a class that one rank has alone is padded once. `parts` and `ring` read the divisions.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Owned:
     """How the points of one side are divided among ranks.
 
     Attributes:
-        count: of the points.
-        order: (count,) int64 in which shares are cut; None as they are.
-        place: (count,) where every point stands in that order.
+        count: number of points.
+        order: (count,) int64, the points sorted by class; None if they are sorted already.
+        place: (count,) int64, the index of every point in that order.
     """
 
     count: int
@@ -34,7 +34,7 @@ class Owned:
 
     @classmethod
     def by_class(cls, labels: Tensor) -> Owned:
-        """Order points by their labels (count,)."""
+        """Divide points in the order of their labels (count,); cached with the labels."""
         return remembered(labels, "owned", lambda: cls._in_order(labels))
 
     @classmethod
@@ -55,7 +55,7 @@ class Owned:
         """Cut the labels (count,) to this rank's points; one tensor for all calls."""
         place = ranks.rank, ranks.size
         if place not in self._labels:
-            # Cloned: it must not hold them.
+            # Cloned: a view would keep all labels alive.
             self._labels[place] = labels[self.of(ranks)].clone()
         return self._labels[place]
 
@@ -64,8 +64,12 @@ class Owned:
         every = ranks.gathered(found, self.count)
         return every if self.place is None else every[self.place]
 
-    def brought(self, ranks: Ranks, partial: Tensor, nothing: float) -> Tensor:
-        """Bring the numbers (count, ...) of every rank for own points, (size, share, ...)."""
+    def exchanged(self, ranks: Ranks, partial: Tensor, nothing: float) -> Tensor:
+        """Send every rank its points' rows of `partial` (count, ...); return those for own points.
+
+        Returns:
+            (size, share, ...), by the rank that computed them.
+        """
         partial = partial if self.order is None else partial[self.order]
         width = -(-self.count // ranks.size)
         sent = partial.new_full((ranks.size, width, *partial.shape[1:]), nothing)

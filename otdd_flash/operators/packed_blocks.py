@@ -1,11 +1,11 @@
-"""Blocks of points that stream, packed as kernels want them: once, where host memory holds that.
+"""Blocks of streamed points, packed for kernels once and cached in host memory if that has room.
 
-A block is packed on the GPU when it first comes, and its packed form is copied to page-locked host
-memory. Later passes copy that back, of half the bytes or fewer where kernels read float16 alone,
-and pack nothing. Norms of packed rows stay on the GPU; their order and labels do, too, for blocks
-that the host has no room for. Passes that need the points themselves, those of certificates and
-products, read them as they are. Rows of one block stay on the GPU, points and packed form, until
-another cost is streamed.
+A block is packed on the GPU when it is first streamed, and its packed form is copied to page-locked
+host memory. Later passes copy that back, which is half the bytes or fewer if kernels read one
+float16 part, and pack nothing. Norms of packed rows stay on the GPU, and so do the order and labels
+of blocks for which the host has no room. Certificates and plan products stream the unpacked points.
+If the rows are one block, it stays on the GPU, points and packed form, until another cost is
+streamed. `blocked.BlockedOperator` streams both sides of its cost by these blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from otdd_flash.cost.host_points import Arrived, Block, HostPoints, Tally
 if TYPE_CHECKING:
     from otdd_flash.kernels.points.packed_points import Layout, PackedPoints
 
-# Page-locked memory is taken in such pieces: what one term gives back then fits the next.
+# Page-locked memory is allocated in slabs of one size, so that the next term can reuse them.
 SLAB_BYTES = 1 << 26
 
 
@@ -31,23 +31,23 @@ class Packing(NamedTuple):
     """How the blocks of a cost are packed.
 
     Attributes:
-        pack: gives the packed form of some points, as pack(side, labels (k,), points (k, d)), in a
-            `layout` that is known, or None.
-        parts: of the two of a coordinate, how many softmins read: 1 or 2.
+        pack: pack(side, labels (k,), points (k, d), layout) returns points in packed form; layout
+            is their order if it was computed before, or None.
+        parts: number of a coordinate's two float16 parts that softmins read: 1 or 2.
     """
 
     pack: Callable[[int, Tensor, Tensor, Layout | None], PackedPoints]
     parts: int
 
 
-class There(NamedTuple):
-    """A block on the device.
+class DeviceBlock(NamedTuple):
+    """A block of points on the device.
 
     Attributes:
         block: which points.
-        points: (k, d); a tensor without memory where only their packed form is there.
-        packed: that, where kernels pack points.
-        known: what passes have found of the points, for later ones.
+        points: (k, d); a meta tensor, without memory, if only their packed form is on the device.
+        packed: the packed form; None if operators read points as they are.
+        known: cached results of passes for the points.
     """
 
     block: Block
@@ -57,7 +57,7 @@ class There(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The packed form of a block, its coordinates in page-locked pieces."""
+    """The packed form of a block, with its coordinates in pieces of page-locked host memory."""
 
     without: PackedPoints
     shape: torch.Size
@@ -66,30 +66,30 @@ class _Held(NamedTuple):
 
 @dataclass(eq=False)
 class _Store:
-    """What is kept of the blocks of a side, by the objects that these are: they outlive it.
+    """Caches for the blocks of a side, by the id of the `Block`; blocks outlive the store.
 
     Attributes:
         slabs: host memory for packed forms.
-        single: whether it is one block of rows, which stays on the GPU.
-        held: what is there.
-        known: what passes have found of the points.
-        stays: that block.
+        single: whether the side is one block of rows, which stays on the GPU.
+        held: packed forms in host memory.
+        known: cached results of passes for the points.
+        resident: the single block, while it is on the GPU.
     """
 
     slabs: Slabs
     single: bool
     held: dict[int, _Held] = field(default_factory=dict)
     known: dict[int, dict[str, Any]] = field(default_factory=dict)
-    stays: There | None = None
+    resident: DeviceBlock | None = None
 
 
 class PackedBlocks:
-    """The blocks of both sides of a cost.
+    """The blocks of both sides of a cost, streamed to the device.
 
     Args:
-        points: rows and columns, one object for a cloud with itself.
-        labels: of each.
-        packing: how they are packed; None where operators take points as they are.
+        points: rows and columns; the same object twice for a cloud with itself.
+        labels: of the rows and of the columns.
+        packing: how blocks are packed; None if operators read points as they are.
         single: whether the rows are one block.
     """
 
@@ -114,24 +114,24 @@ class PackedBlocks:
         return found
 
     def beside(self, points: HostPoints, labels: Tensor) -> PackedBlocks:
-        """Return the same rows beside other columns, of which nothing is cached."""
+        """Return the same rows, with their caches, and other columns, without any."""
         found, slabs = copy(self), Slabs(points.streaming.tally, 0)
         found._points, found._labels = (self._points[0], points), (self._labels[0], labels)
         found._stores = self._stores[0], _Store(slabs, single=False)
         return found
 
-    def stream(self, side: int, blocks: Sequence[Block], *, points: bool) -> Iterator[There]:
-        """One block after the other, the next on its way; `points` asks for the points, too."""
+    def stream(self, side: int, blocks: Sequence[Block], *, points: bool) -> Iterator[DeviceBlock]:
+        """Yield each block while the next is being copied; `points` asks for unpacked points."""
         packing, source, store = self._packing, self._points[side], self._stores[side]
         if not blocks:
             return
         if packing is None:
             for block, there in zip(blocks, source.stream(blocks), strict=True):
-                yield There(block, there, None)
+                yield DeviceBlock(block, there, None)
             return
         self._make_room()
-        if store.stays is not None:
-            yield store.stays
+        if store.resident is not None:
+            yield store.resident
             return
 
         copied: set[int] = set()
@@ -151,32 +151,32 @@ class PackedBlocks:
                 shape = len(held.without.layout.position), source.shape[1]
                 # A meta tensor: reading these points raises.
                 nowhere = torch.empty(shape, dtype=source.dtype, device="meta")
-                yield There(block, nowhere, packed, known)
+                yield DeviceBlock(block, nowhere, packed, known)
                 continue
-            # Without it the host waits for the number of rows, once for each pair of blocks.
+            # Without a layout the host waits for the number of padded rows, in every pass.
             layout = known.get("layout")
             packed = packing.pack(side, self._labels[side][block.rows], there, layout)
             known["layout"] = packed.layout
-            found = There(block, there, packed, known)
+            found = DeviceBlock(block, there, packed, known)
             if store.single:
-                store.stays = found
-            # One that stays is held as well once it had to go.
+                store.resident = found
+            # A single block is held on the host as well once it had to leave the GPU.
             if held is None and (came or not store.single):
                 _hold(store, source, block, packed)
             yield found
 
     def _make_room(self) -> None:
-        """Release what another cost left on the device."""
+        """Release the block of another cost that stayed on the device."""
         rows = self._stores[0]
         staying = self._points[0].streaming.staying
         for other in staying:
             if other is not rows:
-                other.stays = None
+                other.resident = None
         staying.clear()
         staying.add(rows)
 
     def _copied(self, source: HostPoints, held: _Held) -> Arrived:
-        """The coordinates (2 n, d) of a held block on the device, of one part or of both."""
+        """Copy the coordinates (2 n, d) of a held block to the device, of one part or of both."""
         assert self._packing is not None
         with source.copying():
             out = torch.empty(held.shape, dtype=torch.float16, device=source.device)
@@ -193,8 +193,8 @@ class PackedBlocks:
 
 
 def _hold(store: _Store, source: HostPoints, block: Block, packed: PackedPoints) -> None:
-    """Copy a packed block to the host, if there is room and it does not change."""
-    if source.are_there:
+    """Copy a packed block to the host if there is room and its points, unlike particles, stay."""
+    if source.on_device:
         return
     flat = packed.coordinates.view(torch.uint8).flatten()
     pieces = store.slabs.take(flat.numel(), pinned=source.is_cuda)
@@ -213,8 +213,8 @@ class Slabs:
     """Host memory in slabs of one size, filled one after the other.
 
     Args:
-        tally: told of what is held.
-        room: bytes that may be.
+        tally: statistics, where the bytes in use are recorded.
+        room: bytes that may be allocated.
     """
 
     def __init__(self, tally: Tally, room: int) -> None:
@@ -223,7 +223,7 @@ class Slabs:
         self._used, self._taken = 0, 0
 
     def take(self, count: int, *, pinned: bool) -> list[Tensor] | None:
-        """So many bytes in pieces, page-locked if asked for; None if there is no room."""
+        """Allocate `count` bytes in pieces, page-locked if `pinned`; None if there is no room."""
         free = 0 if self._slab is None else SLAB_BYTES - self._used
         more = -(-max(0, count - free) // SLAB_BYTES)
         if more * SLAB_BYTES > self._left:

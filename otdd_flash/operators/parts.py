@@ -1,19 +1,23 @@
-"""The parts of a shared cost on every rank, and the orders of rank 0 about them.
+"""The parts of a shared cost on every rank, and the operations on them.
 
 Rank r owns rows R_r and columns C_r. Of the cost between two clouds it holds two parts,
 
     P_r = C[R_r, :],    Q_r = C[:, C_r],
 
-each an operator like any other: f = softmin_rows(g) is computed by the P_r and gathered, g =
+each an operator of its own: f = softmin_rows(g) is computed by the P_r and gathered, g =
 softmin_columns(f) by the Q_r. Column sums of a plan are sums over the P_r, added in float64 in the
 order of the ranks. Points are divided in the order of their classes, so that few classes are cut.
 
-Of a cloud with itself every rank has some of the pairs (`self_share`): what is found for rows of
-others travels to their owner, who merges it in the order of the ranks. P_r is made for products
-with the plan alone.
+For a self term every rank has some of the pairs (`self_share`): results for rows of other ranks are
+sent to their owner, who merges them in the order of the ranks. P_r is built for products with the
+plan only.
 
-The masses of a part's own side are divided by their sum w_r, so that they sum to 1; what is
-proportional to them is multiplied by w_r again.
+The masses of a part's own side are divided by their sum w_r, so that they sum to 1; results that
+are proportional to them are multiplied by w_r.
+
+Functions here run on all ranks together, by an order of `sharded` on rank 0; the first arguments
+are the ranks and the number under which each holds its `Parts`. They must call the same collectives
+in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -34,14 +38,14 @@ from otdd_flash.operators.blocked import ROUNDINGS, BlockOperator
 from otdd_flash.operators.owned import Owned, Rows
 from otdd_flash.operators.self_share import SelfShare, merged
 
-# build(cost): the operator of a cost that one process computes.
+# build(cost): builds the operator of a cost in one process.
 Build = Callable[[LabelledCost], Operator]
 
 EVERY, FIRST = slice(None), slice(0, 1)
 
 
 class Part(NamedTuple):
-    """The operator of some rows or columns, and the mass of these."""
+    """The operator of some rows or columns, and their mass w_r."""
 
     operator: Operator
     mass: float
@@ -57,13 +61,13 @@ class Parts:
     """The parts of a cost that a rank holds; a part without rows or columns is None.
 
     Attributes:
-        cost: the whole; without its points if these are in a ring.
+        cost: the whole cost; without its points if these are in a ring.
         sides: how rows, and columns, are divided among ranks.
-        first: what tells how parts run, where they do not.
+        first: an operator that runs as the parts do; None to take that of P_r or Q_r.
         rows: P_r.
-        columns: Q_r; None of a cloud with itself.
-        share: of a cloud with itself, if its pairs are divided.
-        later: makes P_r when it is asked for first.
+        columns: Q_r; None for a self term.
+        share: this rank's pairs of a self term, if these are divided.
+        later: builds P_r when it is needed first; None if that is done or never needed.
     """
 
     cost: LabelledCost
@@ -85,11 +89,11 @@ class Parts:
         """Build the parts of a cost whose points every rank has, in memory or in files.
 
         Args:
-            cost: the whole.
-            ranks: that share it.
-            build: makes operators of parts.
-            share: makes this rank's share of a cost of a cloud with itself, and what tells how it
-                runs; None where every rank has its rows against all.
+            cost: the whole cost.
+            ranks: the processes that share it.
+            build: builds operators of parts.
+            share: builds this rank's share of a self term, and an operator that runs like it; None
+                if every rank has its rows against all columns instead.
         """
         sides = sides_of(cost)
 
@@ -118,8 +122,8 @@ class Parts:
         return cls(cost, sides, alone, own, theirs)
 
     @property
-    def telling(self) -> Operator:
-        """An operator that runs as the parts do, on all ranks."""
+    def representative(self) -> Operator:
+        """An operator with the type, backend and precision of the parts of all ranks."""
         if self.first is not None:
             return self.first
         part = self.rows or self.columns
@@ -148,22 +152,22 @@ class Parts:
 
 
 def sides_of(cost: LabelledCost) -> tuple[Owned, Owned]:
-    """How the rows, and the columns, of a cost are divided among ranks."""
+    """Return the division of the rows, and of the columns, of a cost among ranks."""
     x, y = cost.labels
     rows = Owned.by_class(x)
     return rows, rows if cost.symmetric else Owned.by_class(y)
 
 
 def refine(ranks: Ranks, number: int, refined: int) -> None:
-    """Hold parts at full accuracy by another number."""
+    """Hold the same parts at full accuracy under the number `refined`."""
     ranks.held[refined] = ranks.held[number].refined
 
 
 def cost_error(ranks: Ranks, number: int) -> float:
-    """`CostFacts.error` of the whole cost, in one exchange; the same of refined parts.
+    """Return `CostFacts.error` of the whole cost, by one exchange; it holds for refined parts too.
 
-    Costs C_ij of P_r are off by at most A_i + B_j, where B may be another on every rank. A plan may
-    give any part of a column's mass to any rank, so that the largest of them counts.
+    The error of C_ij in P_r is at most A_i + B_j, where B may differ between ranks. A plan may give
+    any share of a column's mass to any rank, so that the largest B_j counts.
     """
     parts: Parts = ranks.held[number]
     if parts.share is not None:
@@ -194,10 +198,10 @@ def softmin(
     epsilon: Epsilon,
     guess: Tensor | None,
 ) -> Tensor:
-    """The softmin of all rows (n,), or columns (m,), of the other side's potential."""
+    """Compute the softmin of all rows (n,), or columns (m,), from the other side's potential."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=columns)
-    found = potential.new_empty(0, dtype=parts.telling.dtype)
+    found = potential.new_empty(0, dtype=parts.representative.dtype)
     if part is not None:
         near = None if guess is None else guess[owned.of(ranks)]
         softmin = part.operator.softmin_columns if columns else part.operator.softmin_rows
@@ -206,26 +210,26 @@ def softmin(
 
 
 def cut_columns(ranks: Ranks, number: int, cut: int, columns: Tensor) -> None:
-    """Hold the P_r of some columns (l,), int64, by another number; their Q_r are not there."""
+    """Hold the P_r of some columns (l,), int64, under the number `cut`, without Q_r."""
     parts: Parts = ranks.held[number]
     part, _ = parts.by(ranks, columns=False)
     if part is not None:
         part = part._replace(operator=part.operator.part(EVERY, columns))
-    ranks.held[cut] = replace(parts, first=parts.telling, rows=part, columns=None)
+    ranks.held[cut] = replace(parts, first=parts.representative, rows=part, columns=None)
 
 
 def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tensor:
-    """The softmin of all rows (n,) of a cloud with itself."""
+    """Compute T(f) (n,) for the potential f of a self term, from the pairs of all ranks."""
     parts: Parts = ranks.held[number]
     share, owned = parts.share, parts.sides[0]
     assert share is not None
     own = owned.of(ranks)
-    found = merged(owned.brought(ranks, share.softmin(f, epsilon), math.inf), epsilon)
+    found = merged(owned.exchanged(ranks, share.softmin(f, epsilon), math.inf), epsilon)
     if math.isfinite(share.reach):
-        # NaN compares as not within reach.
+        # NaN marks rows out of reach; a NaN is never within it.
         within = (found - f[own]).abs() <= share.reach * epsilon
         found = torch.where(within, found, math.nan)
-    found = owned.gathered(ranks, found.to(parts.telling.dtype))
+    found = owned.gathered(ranks, found.to(parts.representative.dtype))
     if math.isfinite(share.reach) and bool((missing := found.isnan()).any()):
         rows = torch.zeros_like(missing)
         rows[own] = missing[own]
@@ -237,7 +241,7 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
 def marginals(
     ranks: Ranks, number: int, f: Tensor, g: Tensor, epsilon: Epsilon, accurate: bool
 ) -> Marginals:
-    """Row and column sums of the plan of f (n,) and g (m,), of the P_r."""
+    """Compute the row and column sums of the plan of f (n,) and g (m,), of the P_r."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=False)
     numbers = (0.0, 0.0, 0.0)
@@ -258,12 +262,12 @@ def marginals(
 def marginals_self(
     ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon, accurate: bool
 ) -> Marginals:
-    """Row and column sums of the symmetric plan of f (n,)."""
+    """Compute the row and column sums of the symmetric plan of f (n,)."""
     parts: Parts = ranks.held[number]
     share, owned = parts.share, parts.sides[0]
     assert share is not None
     part = share.marginals(f, epsilon, accurate=accurate)
-    every = owned.brought(ranks, torch.stack((part.rows, part.row_errors), 1), 0.0)
+    every = owned.exchanged(ranks, torch.stack((part.rows, part.row_errors), 1), 0.0)
     found = torch.stack((added(every[..., 0]), every[..., 1].amax(0)), 1)
     sums, errors = owned.gathered(ranks, found).unbind(1)
     numbers = part.cost_rounding, part.relative_error, part.lost
@@ -271,7 +275,7 @@ def marginals_self(
 
 
 def _largest(ranks: Ranks, numbers: tuple[float, float, float]) -> tuple[float, float, float]:
-    """The most that sums of any rank may be off, and those over ranks."""
+    """Return the largest error numbers of any rank, with the rounding of sums over ranks."""
     cost_rounding, relative_error, lost = ranks.largest(numbers)
     return cost_rounding, relative_error + (ranks.size + ROUNDINGS) * DOUBLE_UNIT, lost
 
@@ -287,10 +291,10 @@ def apply_plan(
     left: Tensor | None,
     right: Tensor | None,
 ) -> Applied:
-    """Products with the plan, of all rows or of all columns."""
+    """Compute a product with the plan, of all rows, or with its transpose, of all columns."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=transposed)
-    own, dtype = owned.of(ranks), parts.telling.dtype
+    own, dtype = owned.of(ranks), parts.representative.dtype
     rows: Rows = EVERY if transposed else own
     columns: Rows = own if transposed else EVERY
     if part is None:
@@ -313,14 +317,14 @@ def apply_plan_to_points(
     epsilon: float,
     origin: Tensor,
 ) -> Applied:
-    """Products with the points of the other side less an origin (d,), which every rank has."""
+    """Compute a product with the other side's points less an origin (d,), which no one sends."""
     cost: LabelledCost = ranks.held[number].cost
     values = less_origin(cost.held[0 if transposed else 1], origin)
     return apply_plan(ranks, number, transposed, f, g, epsilon, values, None, None)
 
 
 def expected_costs(ranks: Ranks, number: int, masses: Tensor) -> Tensor:
-    """sum_j C_ij q_j (n,) for masses q (m,), float64."""
+    """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=False)
     found = masses.new_zeros(0) if part is None else part.operator.expected_costs(masses)

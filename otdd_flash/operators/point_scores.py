@@ -1,12 +1,13 @@
-"""Scores of labelled points for `torch_operator`: kept in memory, or computed again in every pass.
+"""Scores of labelled points for `torch_operator`: stored, or recomputed in every pass.
 
     -C_ij = bias[l_i, j] - lambda_x ||x_i||^2 + 2 lambda_x <x_i, y_j>
     bias[c, j] = -lambda_x ||y_j||^2 - lambda_y W[c, l_j]
 
-Points are centred. The bias table (V_x, m) holds all that depends on a row only through its class;
-a tile is that table gathered by class, and a product of matrices on top of it. What is kept, and
-what certificates read, are costs in float64, tile by tile: on a processor a tile stays in the cache
-until it has been read. Scores that are not kept take O((n + m) d + V_x m) memory and one block.
+Points are centred. The bias table (V_x, m) has all terms that depend on a row only through its
+class; a tile is that table gathered by class, plus a matrix product. Stored scores, and the costs
+that certificates read, are computed in float64, tile by tile: on a processor a tile stays in the
+cache until it has been read. Streamed scores take O((n + m) d + V_x m) memory and one block.
+`build` chooses between `stored_operator` and `streamed_operator`.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.points import Cut, LabelledCost, Masses, squared_norms
+from otdd_flash.operators.integer_points import integer_products
 from otdd_flash.operators.torch_operator import Pair, TorchOperator
-from otdd_flash.operators.whole_points import whole_products
 
-# Points of a tile along rows and along columns, and tiles whose rows are prepared at once. Long
-# vectors come in fewer points, so that there are about so many coordinates of either side.
+# Points of a tile along rows and along columns, and tiles whose rows are converted at once. Tiles
+# of long vectors have fewer points, for about so many coordinates on either side.
 TILE_CPU, TILE_GPU, TILES = 256, 4096, 8
 COORDINATES_CPU, COORDINATES_GPU, LEAST_POINTS = 1 << 19, 1 << 24, 128
 
 
 class Products(Protocol):
-    """How products of two clouds' points are computed.
+    """Inner products of two clouds' points, with bounds on the errors of the costs.
 
     Attributes:
-        squares: ||x_i||^2 (n,) and ||y_j||^2 (m,) about the centre of these products, float64.
-        errors: (n,) and (m,) float64: the cost of i and j is off by at most errors[0]_i +
-            errors[1]_j, rounding in float64 included.
+        squares: ||x_i||^2 (n,) and ||y_j||^2 (m,) relative to these products' centre, float64.
+        errors: (n,) and (m,) float64: the error of C_ij is at most errors[0]_i + errors[1]_j, with
+            rounding in float64.
     """
 
     squares: Pair
     errors: Pair
 
     def left(self, rows: slice) -> Tensor:
-        """The x_i of some rows, (N, d)."""
+        """Return x_i (N, d) of some rows."""
         ...
 
     def right(self, columns: slice) -> Tensor:
-        """The y_j of some columns, (M, d)."""
+        """Return y_j (M, d) of some columns."""
         ...
 
     def add(self, left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -63,11 +64,11 @@ class CentredProducts:
         self.errors = cost.cost_error_share * x, cost.cost_error_share * y
 
     def left(self, rows: slice) -> Tensor:
-        """The x_i of some rows, (N, d) float64."""
+        """Return x_i (N, d) of some rows, float64."""
         return _centred(self._cost.points[0][rows], self._cost.centre)
 
     def right(self, columns: slice) -> Tensor:
-        """The y_j of some columns, (M, d) float64."""
+        """Return y_j (M, d) of some columns, float64."""
         return _centred(self._cost.points[1][columns], self._cost.centre)
 
     def add(self, left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -87,7 +88,7 @@ def cost_tiles(
 ) -> Iterator[CostTile]:
     """Yield tiles of -C[rows], from left to right.
 
-    With `upper` the cost is that of a cloud with itself, and no tile is left of the diagonal.
+    With `upper`, for a cloud with itself, tiles to the left of the diagonal are left out.
     """
     labels_x, labels_y = cost.labels
     squares_x, squares_y = (cost.lambda_x * squares for squares in products.squares)
@@ -112,7 +113,7 @@ def cost_tiles(
 
 
 def _tile(cost: LabelledCost) -> int:
-    """How many points a tile has along rows and along columns."""
+    """Return the number of points of a tile along rows and along columns."""
     points = cost.points[0]
     most, elements = (TILE_GPU, COORDINATES_GPU) if points.is_cuda else (TILE_CPU, COORDINATES_CPU)
     return max(LEAST_POINTS, min(most, elements // points.shape[1]))
@@ -124,11 +125,11 @@ def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
 
 
 def _centred(points: Tensor, centre: Tensor) -> Tensor:
-    """Less the centre, float64; a copy also of points that are in float64."""
+    """Return a copy of points less the centre, float64."""
     return points.to(torch.float64, copy=True).sub_(centre)
 
 
-# Costs that are in float64 at once while they are read.
+# Costs that are converted to float64 at once.
 ROWS_ELEMENTS = 1 << 17
 
 
@@ -155,8 +156,8 @@ class KeptScores:
     def of(cls, cost: LabelledCost, dtype: torch.dtype) -> KeptScores:
         """Compute the costs of labelled points once, in float64, and keep them in a type."""
         scores = torch.empty(cost.shape, dtype=dtype, device=cost.a.device)
-        # Costs that are rounded to float32 may come from points that are: the errors are alike.
-        whole = whole_products(cost) if dtype == torch.float32 else None
+        # Costs that are stored in float32 may use points rounded to a lattice: errors are alike.
+        whole = integer_products(cost) if dtype == torch.float32 else None
         products = whole or CentredProducts(cost)
         every = slice(0, len(scores))
         for rows, columns, negative in cost_tiles(cost, products, every, upper=cost.symmetric):
@@ -172,7 +173,7 @@ class KeptScores:
         )
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64: one read of the scores."""
+        """Compute sum_j C_ij q_j (n,) for masses q (m,), float64: one read of the scores."""
         n, m = self.scores.shape
         found = masses.new_empty(n)
         height = max(1, ROWS_ELEMENTS // m)
@@ -219,14 +220,14 @@ class StreamedScores:
         dtype: float32 or float64, the type of scores and potentials.
     """
 
-    # A plan is not held either.
+    # Where scores do not fit, a plan does not.
     backend, holds_plans = "torch, scores streamed", False
     cost_rounding = 0.0
 
     def __init__(self, cost: LabelledCost, dtype: torch.dtype) -> None:
         x, y = cost.centred(dtype)
         self._cost, self._products = cost, CentredProducts(cost)
-        # Of the rounded points, so that scores are those of clouds nearby.
+        # Norms of the rounded points, so that scores are the exact costs of a perturbed cloud.
         squares_x, squares_y = (cost.lambda_x * squared_norms(points) for points in (x, y))
         self.row_offset = squares_x.to(dtype)
         self.facts = CostFacts(dtype, cost.mean_cost, *cost.cost_range, error=0.0)
@@ -273,10 +274,10 @@ class StreamedScores:
 
 
 def stored_operator(cost: LabelledCost, dtype: torch.dtype) -> TorchOperator[KeptScores]:
-    """The cost of labelled points, whose scores are kept in a type."""
+    """Build the operator of labelled points whose scores are stored in a type."""
     return TorchOperator(KeptScores.of(cost, dtype), cost.a, cost.b)
 
 
 def streamed_operator(cost: LabelledCost, dtype: torch.dtype) -> TorchOperator[StreamedScores]:
-    """The cost of labelled points, whose scores are computed in every pass in a type."""
+    """Build the operator of labelled points whose scores are recomputed in every pass."""
     return TorchOperator(StreamedScores(cost, dtype), cost.a, cost.b)

@@ -1,13 +1,13 @@
-"""A cost whose points no rank holds all of: each has its shard, and those of others come by.
+"""A cost whose points are sharded: no rank holds all of them, and shards circulate in a ring.
 
-Rank r holds rows R_r of one cloud, or columns C_r, and a shard of the other, which goes round a
-ring (`ring_blocks`): each rank computes with one shard after the other while the next is on its
-way. What it finds is put together as of any blocks (`block_sums`). Labels, masses and norms of all
-points are on every rank; they are little beside the points.
+Rank r holds rows R_r of one cloud, or columns C_r, and a shard of the other, which is passed from
+rank to rank (`ring_blocks`): each computes with one shard while the next is being received. Results
+are combined as those of any blocks (`blocked.BlockSums`). Labels, masses and norms of all points
+are on every rank; they are small compared to the points.
 
-Of a cloud with itself ranks divide the pairs (`ring_pairs`).
+For a self term ranks divide the pairs (`ring_pairs`). `sharing` calls `ring_parts`.
 
-All ranks call every operation together, also those that own no points.
+All ranks must call every operation together, also those that own no points.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from otdd_flash.cost.host_points import Block
 from otdd_flash.cost.points import Cut, LabelledCost, Masses, Moments, normalised
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.operators.blocked import BlockOperator, BlockSums, Build, Joined, Tile
+from otdd_flash.operators.blocked import BlockOperator, BlockSums, Build, SoftminAccumulator, Tile
 from otdd_flash.operators.parts import EVERY, Part, Parts, sides_of
 from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut, refined_blocks
 from otdd_flash.operators.ring_pairs import RingPairs, RingShare
@@ -30,16 +30,16 @@ NOTHING = slice(0, 0)
 
 
 class RingPart(BlockSums):
-    """P_r, or Q_r, of points that no rank holds all of.
+    """P_r, or Q_r, of a cost with sharded points.
 
     Args:
         ranks: that hold the shards.
         cost: of the own rows and all columns, or all rows and the own columns, without points.
         sides: the blocks of the own side, and of the other.
-        first: the operator of the first row and column, which tells how others run.
-        build: makes the operator of a pair of blocks.
-        columns: whether the own side are columns: Q_r.
-        coarse: the part that this one is to refine.
+        first: the operator of the first row and column; the others run as it does.
+        build: builds the operator of a pair of blocks.
+        columns: whether it is Q_r, with the own columns.
+        coarse: the part that this one refines.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RingPart(BlockSums):
         self._own: list[Block] = _from_0(sides[0]) if coarse is None else coarse._own
 
     def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
-        """Yield the own blocks with those of every rank."""
+        """Yield the pairs of an own block and a block of any rank."""
         assert not upper
         own, other = self._sides
         here = [
@@ -73,11 +73,11 @@ class RingPart(BlockSums):
     def additions(self) -> int:
         return len(self._own) * self._ranks.size
 
-    def is_near(self, joined: Joined, guess: Tensor) -> bool:
-        """Decide for all ranks at once: all repeat a pass, or none does."""
+    def is_near(self, softmins: SoftminAccumulator, guess: Tensor) -> bool:
+        """Decide for all ranks together: all repeat a pass, or none does."""
         if self.packing is None:
             return True
-        return bool(self._ranks.all_gathered(joined.are_near(guess)).all())
+        return bool(self._ranks.all_gathered(softmins.are_near(guess)).all())
 
     @property
     def first(self) -> BlockOperator:
@@ -96,7 +96,7 @@ class RingPart(BlockSums):
         return RingPart(*given, columns=self._columns, coarse=self)
 
     def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> RingPart:
-        """P_r of some columns (l,), int64, which alone go round."""
+        """Return P_r of some columns (l,), int64; only these circulate."""
         assert not self._columns
         assert rows == EVERY
         assert isinstance(columns, Tensor)
@@ -108,7 +108,7 @@ class RingPart(BlockSums):
         return RingPart(self._ranks, part, sides, self.first, self._build, columns=False)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """Return sum_j C_ij q_j (k,) for masses q (m,), float64; no points go round."""
+        """Compute sum_j C_ij q_j (k,) for masses q (m,), float64; no points circulate."""
         own, other = self._sides
         none = nowhere(self.cost, 0)
         found = torch.empty_like(self.a)
@@ -136,17 +136,17 @@ def ring_parts(
     first: tuple[Tensor, Tensor],
     build: Build,
 ) -> Parts:
-    """What this rank holds of a cost whose points go round.
+    """Build this rank's parts of a cost with sharded points.
 
     Args:
-        ranks: that share it.
-        cost: the whole, without its points.
-        points: of this rank, rows and columns of the cost.
-        first: the first row and column, (1, d).
-        build: makes operators of pairs of blocks.
+        ranks: the processes that share it.
+        cost: the whole cost, without its points.
+        points: this rank's shards of the rows and of the columns.
+        first: the first row and the first column of the cost, (1, d).
+        build: builds operators of pairs of blocks.
     """
     sides = sides_of(cost)
-    # One that cannot be built is refused by all.
+    # If one rank cannot build it, all raise.
     beginning = ranks.together(lambda: build(cost.part(slice(0, 1), slice(0, 1), first)))
     cuts = 2 if cost.symmetric and ranks.size % 2 == 0 else 1
     blocks: list[RingBlocks] = []
@@ -185,7 +185,7 @@ def ring_parts(
 
 
 def _width(ranks: Ranks, count: int, rank: int) -> int:
-    """How many of so many points a rank owns."""
+    """Return how many of `count` points a rank owns."""
     share = ranks.share(count, rank)
     return len(range(share.start, share.stop))
 
@@ -197,6 +197,6 @@ def nowhere(cost: LabelledCost, count: int) -> Tensor:
 
 
 def _from_0(blocks: RingBlocks) -> list[Block]:
-    """The blocks that are here, as ranges of their points alone."""
+    """Return this rank's blocks as ranges that count from its own first point."""
     counts = [count_of(there.block) for there in blocks.own]
     return cut(slice(0, sum(counts)), sum(counts), len(counts))

@@ -1,9 +1,8 @@
-"""The points of one side of a cost, of which every rank holds a shard, and how they come round.
+"""The sharded points of one side of a cost, in blocks that circulate among ranks.
 
-A rank packs its own shard once, where kernels pack points, and what goes round is that packed form:
-2 bytes a coordinate, or 4 where kernels read both parts. Labels, order and norms of all packed
-points stay on every rank. Passes of a certificate and products with the plan take the points
-themselves, which then go round as they are.
+If kernels pack points, a rank packs its own shard once, and the packed form circulates: 2 bytes a
+coordinate, or 4 if kernels read both parts. Labels, order and norms of all packed points stay on
+every rank. For certificates and products with the plan the unpacked points circulate.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from torch import Tensor
 from otdd_flash.cost.host_points import Block
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.owned import Rows
-from otdd_flash.operators.packed_blocks import Packing, There
+from otdd_flash.operators.packed_blocks import DeviceBlock, Packing
 
 if TYPE_CHECKING:
     from otdd_flash.kernels.points.packed_points import PackedPoints
     from otdd_flash.operators.blocked import BlockOperator
 
-# Of every rank's blocks.
+# Shapes of the blocks of every rank.
 Shapes = list[list[torch.Size]]
 
 
 class Shard(NamedTuple):
-    """What a rank holds of a side (N, d).
+    """A rank's shard of a side (N, d), and facts of all shards.
 
     Attributes:
         points: (k, d) of this rank.
         first: the first point of the side (1, d).
         blocks: of every rank, in the order of its points.
         labels: (N,) of all points.
-        classes: their number.
+        classes: number of classes.
     """
 
     points: Tensor
@@ -49,12 +48,12 @@ class Shard(NamedTuple):
 
 
 class RingBlocks:
-    """The blocks of a side.
+    """The blocks of a side, which circulate among ranks.
 
     Args:
-        ranks: that hold them.
+        ranks: that hold the shards.
         shard: of this rank.
-        packing: how they are packed; None where operators take points as they are.
+        packing: how blocks are packed; None if operators read points as they are.
         side: 0 for rows of the cost, 1 for columns.
     """
 
@@ -62,14 +61,14 @@ class RingBlocks:
         self._ranks, self._shard, self._packing, self._side = ranks, shard, packing, side
         counts = [count_of(block) for block in shard.blocks[ranks.rank]]
         self._points = list(torch.split(shard.points, counts))
-        # Of every rank's blocks, what passes find of their points.
+        # Cached results of passes for the points of every rank's blocks.
         self._known: list[list[dict[str, Any]]] = [[{} for _ in held] for held in shard.blocks]
         self._packed: list[list[PackedPoints]] = []
         if packing is not None:
             self._pack(packing)
 
     def _pack(self, packing: Packing) -> None:
-        """Pack what is here, and say in what order and of what norms all points are packed."""
+        """Pack this rank's blocks, and exchange order and norms of all packed points."""
         # Triton is not everywhere.
         from otdd_flash.kernels.points.packed_points import arrange
 
@@ -120,19 +119,21 @@ class RingBlocks:
         return RingBlocks(self._ranks, some, self._packing, self._side)
 
     @property
-    def own(self) -> list[There]:
+    def own(self) -> list[DeviceBlock]:
         """The blocks of this rank, with their packed form."""
         rank = self._ranks.rank
         packed = self._packed[rank] if self._packing else [None] * len(self._points)
         blocks, known = self._shard.blocks[rank], self._known[rank]
-        return [There(*each) for each in zip(blocks, self._points, packed, known, strict=True)]
+        return [
+            DeviceBlock(*each) for each in zip(blocks, self._points, packed, known, strict=True)
+        ]
 
     def circulated(
         self, *, points: bool, count: int | None = None
-    ) -> Iterator[tuple[int, list[There]]]:
-        """The blocks of so many ranks, by rank: this one's, then those of the ranks after it.
+    ) -> Iterator[tuple[int, list[DeviceBlock]]]:
+        """Yield the blocks of `count` ranks, all by default: this rank's, then those after it.
 
-        `points` asks for the points themselves.
+        `points` asks for the unpacked points.
         """
         points = points or self._packing is None
         sent, shapes = self._as_they_are() if points else self._as_packed()
@@ -144,7 +145,7 @@ class RingBlocks:
                 yield rank, [arrived(rank, place, there) for place, there in enumerate(came)]
 
     def _as_they_are(self) -> tuple[list[Tensor], Shapes]:
-        """The points of this rank, and the shapes of every rank's."""
+        """Return this rank's unpacked points, and the shapes of every rank's."""
         dim = self._shard.points.shape[1]
         shapes = [
             [torch.Size((count_of(block), dim)) for block in held] for held in self._shard.blocks
@@ -162,29 +163,29 @@ class RingBlocks:
         ]
         return [packed.coordinates[: parts * packed.layout.size] for packed in own], shapes
 
-    def _arrived(self, rank: int, place: int, points: Tensor) -> There:
-        """Return a block whose points (k, d) have come."""
+    def _arrived(self, rank: int, place: int, points: Tensor) -> DeviceBlock:
+        """Return the block of unpacked points (k, d) that were received."""
         block, known = self._shard.blocks[rank][place], self._known[rank][place]
         packed = self._packed[rank][place] if self._packing else None
         if self._packing is not None and packed is not None and len(points) > 0:
             labels = self._shard.labels[block.rows]
             packed = self._packing.pack(self._side, labels, points, packed.layout)
-        return There(block, points, packed, known)
+        return DeviceBlock(block, points, packed, known)
 
-    def _arrived_packed(self, rank: int, place: int, coordinates: Tensor) -> There:
-        """Return a block whose packed coordinates have come, with the parts softmins read."""
+    def _arrived_packed(self, rank: int, place: int, coordinates: Tensor) -> DeviceBlock:
+        """Return the block of packed coordinates, in the parts that softmins read."""
         block, known = self._shard.blocks[rank][place], self._known[rank][place]
         shape = count_of(block), self._shard.points.shape[1]
         # A meta tensor: reading these points raises.
         nowhere = self._shard.points.new_empty(shape, device="meta")
         packed = replace(self._packed[rank][place], coordinates=coordinates)
-        return There(block, nowhere, packed, known)
+        return DeviceBlock(block, nowhere, packed, known)
 
 
 def refined_blocks(
     first: BlockOperator, *blocks: RingBlocks
 ) -> tuple[BlockOperator, list[RingBlocks]]:
-    """An operator at full accuracy, and blocks of the parts of coordinates that it reads."""
+    """Return an operator at full accuracy, and blocks with the float16 parts that it reads."""
     found = cast("BlockOperator", first.refined)
     return found, [each.for_parts(found.packing) for each in blocks]
 
@@ -203,6 +204,6 @@ def cut(rows: Rows, count: int, size: int) -> list[Block]:
 
 
 def count_of(block: Block) -> int:
-    """The points of a block, whose rows are a range or indices."""
+    """Return the number of points of a block, whose rows are a range or indices."""
     rows = block.rows
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)

@@ -1,10 +1,11 @@
-"""What a rank computes of a cloud with itself whose points go round a ring: every pair once.
+"""A rank's pairs of a self term whose sharded points circulate in a ring: every pair once.
 
-A shard goes half round. Rank r computes the pairs of its points among themselves and with those of
-the (R - 1) / 2 ranks after it. If R is even, ranks r and r + R / 2 divide the pairs between their
-shards: the first half of the shard of the lower one with all of the other's is for the lower one,
-the second half for the higher one. So every rank computes as many. What it finds for points of
-others is merged by their owner, as of any share (`self_share`).
+A shard passes half of the ranks. Rank r computes the pairs of its points among themselves and with
+those of the (R - 1) / 2 ranks after it. If R is even, ranks r and r + R / 2 divide the pairs
+between their shards: the lower rank takes the first half of its own shard with all of the other's,
+the higher rank the second half. So all ranks compute equally many. Results for points of other
+ranks are merged by their owner, as those of any share (`self_share`). `ring.ring_parts` builds
+these.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from otdd_flash.operators.self_share import BlockShare
 
 
 class RingPairs(BlockSums):
-    """This rank's pairs of a cloud with itself.
+    """This rank's pairs of a self term.
 
     Args:
         ranks: that hold the shards.
-        cost: the whole, without points.
-        blocks: of the cloud: two of every rank if their number is even, else one.
-        first: the operator of the first row and column, which tells how others run.
-        build: makes the operator of a pair of blocks.
-        coarse: the pairs that these are to refine.
+        cost: the whole cost, without points.
+        blocks: of the cloud: two per rank if the number of ranks is even, else one.
+        first: the operator of the first row and column; the others run as it does.
+        build: builds the operator of a pair of blocks.
+        coarse: the pairs that these refine.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class RingPairs(BlockSums):
         self._ranks, self._blocks, self._first = ranks, blocks, first
 
     def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
-        """The pairs of this rank, each once."""
+        """Yield the pairs of blocks of this rank, each once."""
         assert upper
         size, own = self._ranks.size, self._ranks.rank
         here = self._blocks.own
@@ -61,7 +62,7 @@ class RingPairs(BlockSums):
                 pairs = list(combinations_with_replacement(here, 2))
             else:
                 if 2 * ((rank - own) % size) == size:
-                    # The other rank has the other half of the lower one's points.
+                    # The other rank computes the other half of the lower one's shard.
                     mine, theirs = (here[:1], came) if own < rank else (here, came[1:])
                 pairs = list(product(mine, theirs))
             for one, other in pairs:
@@ -85,12 +86,12 @@ class RingPairs(BlockSums):
 
 
 class RingShare(BlockShare):
-    """What one rank computes of the pairs of a cloud with itself.
+    """One rank's share of the pairs of a self term with sharded points.
 
     Args:
         pairs: of this rank.
-        rows: P_r, by which sums out of reach are done again.
-        own: the points of this rank, in the whole.
+        rows: P_r, which computes softmins out of reach again.
+        own: indices of this rank's points in the whole cloud.
     """
 
     def __init__(self, pairs: RingPairs, rows: Operator, own: Rows) -> None:

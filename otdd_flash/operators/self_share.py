@@ -1,18 +1,18 @@
-"""What each of several processes computes of the cost of a cloud with itself: every pair once.
+"""The division of a self term's pairs among ranks: every pair of points is computed once.
 
 The points are cut into 2 R ranges of one size. Rank r has ranges r and 2 R - 1 - r, and with each
-the pairs of its points with those of the same and of all later ranges. A range that is early has
-many pairs and a late one few, so that all ranks have as many.
+the pairs of its points with those of the same and of all later ranges. An early range has many
+pairs and a late one few, so that all ranks have equally many. `parts` merges the results.
 
-A pair (i, j) is part of the sum of i and of that of j. Rank r finds
+A pair (i, j) contributes to the sum of i and to that of j. Rank r computes
 
     p_ri = -epsilon log sum_j a_j exp((f_j - C_ij) / epsilon)
 
-over the j whose pair with i is its own, +inf without such pairs, and
+over those j whose pair with i is its own, +inf without such pairs, and
 
     T(f)_i = -epsilon log sum_r exp(-p_ri / epsilon).
 
-p_ri says the maximum and the sum of what it is made of in one number, float64.
+So one float64 number per point and rank is exchanged, instead of a maximum and a sum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from otdd_flash.cost.points import LabelledCost
 from otdd_flash.distributed.exchange import added
 from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.blocked import BlockOperator, BlockSums, Build, Tile
-from otdd_flash.operators.packed_blocks import There
+from otdd_flash.operators.packed_blocks import DeviceBlock
 
 if TYPE_CHECKING:
     from otdd_flash.distributed.ranks import Ranks
@@ -39,7 +39,7 @@ class SelfShare(Protocol):
     """One rank's share of the pairs of a cloud of n points with itself.
 
     Attributes:
-        reach: |f - T(f)| over epsilon up to which sums keep their precision.
+        reach: largest |f - T(f)| over epsilon for which `softmin` is accurate.
     """
 
     reach: float
@@ -49,18 +49,18 @@ class SelfShare(Protocol):
         ...
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
-        """T(f) (n,) where `rows` (n,) says so, of all pairs: there it is out of reach of f."""
+        """Compute T(f) (n,) for the marked `rows` (n,), out of reach of f, from all pairs."""
         ...
 
     def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
-        """Sums (n,) over the own pairs of the plan of f and f.
+        """Compute sums (n,) of the plan of f and f over this rank's pairs.
 
-        The plan is the mean of the computed one and its transpose: those of columns are the same.
+        The plan is the mean of the computed one and its transpose: row and column sums are equal.
         """
         ...
 
     def mean_error(self, ranks: Ranks) -> float:
-        """`CostFacts.error` of the whole cost; called by all ranks together."""
+        """Return `CostFacts.error` of the whole cost; all ranks must call it together."""
         ...
 
     @property
@@ -70,9 +70,9 @@ class SelfShare(Protocol):
 
 
 def folded(count: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """First and end of the two ranges of `count` places that a rank has; empty ones are left out.
+    """Return (first, end) of a rank's two ranges of `count` points; empty ones are left out.
 
-    Those of all ranks cover all places.
+    The ranges of all ranks cover all points.
     """
     ranges = 2 * size
     found = (
@@ -82,9 +82,9 @@ def folded(count: int, rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def merged(parts: Tensor, epsilon: Epsilon) -> Tensor:
-    """-epsilon log sum_r exp(-p_r / epsilon) (n,) of p (R, n) float64, added in their order.
+    """Compute -epsilon log sum_r exp(-p_r / epsilon) (n,) of p (R, n) float64, in the ranks' order.
 
-    Where all are +inf, as of points that a part gives no mass, so is the sum.
+    If all p_r are +inf, so is the result.
     """
     lowest = parts.amin(0).clamp_max(torch.finfo(parts.dtype).max)
     total = added((lowest - parts).div_(epsilon).exp_())
@@ -92,7 +92,7 @@ def merged(parts: Tensor, epsilon: Epsilon) -> Tensor:
 
 
 class BlockShare:
-    """A share of pairs of blocks.
+    """A share of the pairs of a self term, as pairs of blocks.
 
     Args:
         pairs: of this rank, each once.
@@ -108,14 +108,14 @@ class BlockShare:
         return self
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        return self._pairs.joined_pairs(f, epsilon).potential
+        return self._pairs.accumulate_pairs(f, epsilon).potential
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
-        """Never called: no softmin is out of reach."""
+        """Raise: `reach` is infinite, so that no softmin is out of it."""
         raise AssertionError("nothing is out of reach")
 
     def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
-        """See `SelfShare`; what costs may be off is the larger of a row's and of a column's."""
+        """Compute the sums of `SelfShare.marginals`, with the larger of row and column errors."""
         return self._pairs.marginals(f, None, epsilon, accurate=accurate)
 
     def mean_error(self, ranks: Ranks) -> float:
@@ -126,15 +126,15 @@ class BlockShare:
 
 
 class FoldedPairs(BlockSums):
-    """Pairs of ranges of points that are all here; PyTorch computes or keeps their costs.
+    """A rank's pairs in PyTorch, of points that are all on the device.
 
-    Each range is a square of the pairs of its own points, which are computed twice, and a rectangle
-    of those with later ones.
+    Each range has a square, the pairs (i, j) and (j, i) of its own points, and a rectangle, those
+    with later points.
 
     Args:
         cost: of the cloud with itself.
-        ranges: of this rank, as `folded` has them.
-        build: makes the operator of a part of the cost.
+        ranges: of this rank, see `folded`.
+        build: builds the operator of a part of the cost.
     """
 
     def __init__(self, cost: LabelledCost, ranges: list[tuple[int, int]], build: Build) -> None:
@@ -143,7 +143,7 @@ class FoldedPairs(BlockSums):
         self._tiles = []
         for first, end in ranges:
             one, later = (
-                There(Block(rows, rows), points[rows], None)
+                DeviceBlock(Block(rows, rows), points[rows], None)
                 for rows in (slice(first, end), slice(end, count))
             )
             self._tiles.append(self.tile((one, one)))

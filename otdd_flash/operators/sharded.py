@@ -1,6 +1,7 @@
-"""A cost whose passes are shared by several processes.
+"""A cost whose passes are shared by several processes, as the operator of rank 0.
 
-Rank 0 has the operator, and orders what all ranks do with their parts: the functions of `parts`.
+`sharing` builds it. Each operation orders all ranks to run one function of `parts` on their
+`Parts`, which exchanges the results.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from otdd_flash.operators.ring import nowhere
 
 
 class ShardedOperator:
-    """A cost between two labelled clouds, shared by ranks, as rank 0 has it.
+    """A cost between two labelled clouds that ranks share, on rank 0.
 
     Args:
-        ranks: that share it.
-        number: of the `Parts` that they hold.
-        cost: the whole.
-        error: `CostFacts.error` of it.
-        sampled: makes the operator of a sample of the cost, for this process alone.
+        ranks: the processes that share it.
+        number: under which ranks hold their `Parts`.
+        cost: the whole cost.
+        error: its `CostFacts.error`.
+        sampled: builds the operator of a sample of the cost, for this process alone.
     """
 
     # Ranks wait for each other in every pass.
@@ -52,9 +53,9 @@ class ShardedOperator:
         self.ranks, self.number, self._error, self._sampled = ranks, number, error, sampled
         weakref.finalize(self, ranks.drop, number)
         held: Parts = ranks.held[number]
-        self._dtype, self._by_pairs = held.telling.dtype, held.share is not None
-        self.in_triton, self._backend = held.telling.in_triton, held.telling.backend
-        self._refines = held.telling.refined is not held.telling
+        self._dtype, self._by_pairs = held.representative.dtype, held.share is not None
+        self.in_triton, self._backend = held.representative.in_triton, held.representative.backend
+        self._refines = held.representative.refined is not held.representative
         self._ring = held.cost is not cost
         self.replicated = not self._ring and isinstance(cost.points[0], Tensor)
         self.cost = cost
@@ -79,7 +80,7 @@ class ShardedOperator:
 
     @property
     def refined(self) -> ShardedOperator:
-        """Built once: a solve ends on it, and its gradient begins with it."""
+        """The same cost at full accuracy; built once, for the end of a solve and its gradient."""
         if not self._refines:
             return self
         if self._refined is None:
@@ -89,10 +90,10 @@ class ShardedOperator:
         return self._refined
 
     def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
-        """The cost between some rows and columns: of other masses, of this process alone.
+        """Return the cost between some rows and columns; with `masses`, of this process alone.
 
-        Of their own masses it is shared, of all rows and some columns (l,), int64, of the cost
-        between two clouds; it has no passes by columns.
+        Without, it is shared, for all rows and some columns (l,), int64, of the cost between two
+        clouds, and has no softmin of columns.
         """
         if masses is not None:
             return self._sampled(self.cost.sample(rows, columns, masses))
@@ -100,23 +101,23 @@ class ShardedOperator:
         assert isinstance(columns, Tensor)
         ranks, number = self.ranks, self.ranks.number()
         ranks.order(parts.cut_columns, self.number, number, columns)
-        # Ranks have the points.
+        # The ranks' parts have the points.
         points = nowhere(self.cost, len(self.a)), nowhere(self.cost, len(columns))
         cost = self.cost.part(rows, columns, points)
         return ShardedOperator(ranks, number, cost, self._error, self._sampled)
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+        """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
         if self._by_pairs:
             return self.ranks.order(parts.softmin_self, self.number, g, epsilon)
         return self.ranks.order(parts.softmin, self.number, False, g, epsilon, guess)
 
     def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        """The softmin (n,) of the only potential of a cloud with itself, which is near it."""
+        """Compute T(f) (n,) for the potential f of a self term, which is near T(f)."""
         return self.softmin_rows(f, epsilon, f)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        """Compute g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         if self.cost.symmetric:
             return self.softmin_rows(f, epsilon, guess)
         return self.ranks.order(parts.softmin, self.number, True, f, epsilon, guess)
@@ -124,7 +125,7 @@ class ShardedOperator:
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
-        """Row and column sums of the plan of f (n,) and g (m,)."""
+        """Compute the row and column sums of the plan of f (n,) and g (m,)."""
         if g is None and self._by_pairs:
             return self.ranks.order(parts.marginals_self, self.number, f, epsilon, accurate)
         g = f if g is None else g
@@ -133,17 +134,17 @@ class ShardedOperator:
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
     ) -> SharedPlan:
-        """The plan of f (n,) and g (m,); see `Operator.plan`."""
+        """Build the plan of f (n,) and g (m,); see `Operator.plan`."""
         return SharedPlan(self, f, g, epsilon, most)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64."""
+        """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
         if self._by_pairs:
             return self.cost.expected_costs(masses)
         return self.ranks.order(parts.expected_costs, self.number, masses)
 
     def own_costs(self) -> Tensor:
-        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
         return self.cost.own_costs()
 
 
@@ -166,7 +167,7 @@ class SharedPlan(EvaluatedPlan):
     ) -> Applied:
         operator, (f, g, epsilon), (left, right) = self._operator, self._at, factors or (None, None)
         if transposed and operator.cost.symmetric:
-            # The same plan, turned.
+            # P^T is the plan with f and g exchanged.
             f, g, left, right, transposed = g, f, right, left, False
         given = operator.number, transposed, f, g, epsilon, values, left, right
         return operator.ranks.order(parts.apply_plan, *given)
@@ -178,7 +179,7 @@ class SharedPlan(EvaluatedPlan):
         if not (operator.replicated and isinstance(make, LessOrigin)):
             yield from super().blocks(points, make, transposed=transposed)
             return
-        # Ranks have the points, so that no values are sent.
+        # Ranks have the points and compute the values: none are sent.
         if transposed and operator.cost.symmetric:
             f, g, transposed = g, f, False
         given = operator.number, transposed, f, g, epsilon, make.origin

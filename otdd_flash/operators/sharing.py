@@ -1,4 +1,10 @@
-"""From two labelled clouds to the cost between them as an operator that processes share."""
+"""The construction of an operator whose passes several processes share.
+
+`Comparison.operator` calls `shared_operator` on rank 0, which orders all ranks to hold their
+`Parts` of the cost. Either every rank has both clouds, in memory or in files, or, if these are too
+large for some rank, each has a shard of the points (`ring`). Ranks keep clouds by number for later
+costs, until they are modified or deleted on rank 0.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,7 @@ from otdd_flash.cost.rounding import lattice_of
 from otdd_flash.distributed.ranks import Numbers, Ranks, put_together, taken_apart
 from otdd_flash.features.file_features import FeatureFile, FileFeatures, features_of
 from otdd_flash.fingerprint import mark_of
-from otdd_flash.memory import UNASKED, budget_in_bytes, free_memory, stated_budget
+from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory, stated_budget
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.blocked import BlockOperator
 from otdd_flash.operators.blocked import Build as BlockBuild
@@ -32,14 +38,14 @@ from otdd_flash.operators.self_share import BlockShare, FoldedPairs, SelfShare, 
 from otdd_flash.operators.sharded import ShardedOperator
 from otdd_flash.samples import LabeledSamples
 
-# What a process holds of one cost: a part by rows and one by columns, or two squares and two
-# rectangles of a cloud with itself.
+# Operators that a process holds for one cost: a part by rows and one by columns, or, for a self
+# term, two squares and two rectangles.
 PARTS, SELF_PARTS = 2, 4
 
-# How many times what is needed all ranks have to have had free not to be asked again.
+# Ranks are not asked for their free memory if the last answers were this many times what is needed.
 AMPLE = 4
 
-# Bytes that a coordinate takes as it came, and packed, over those of the first.
+# Bytes of a coordinate with its packed form, over those of the coordinate.
 PACKED = 2
 
 # The datasets of the rows and of the columns of a cost.
@@ -49,9 +55,9 @@ Sides = tuple[LabeledSamples, LabeledSamples]
 def shared_operator(
     comparison: Comparison, term: str, ranks: Ranks, *, keep_scores: bool
 ) -> ShardedOperator:
-    """The operator that rank 0 has, of parts on every rank.
+    """Build the operator of rank 0, and the parts of the cost on every rank.
 
-    Where a rank has not the memory for all points, each holds its own, and the others' come round.
+    If some rank has no memory for all points, each holds a shard, and shards circulate in a ring.
 
     Raises:
         InputError: a rank has not enough memory.
@@ -71,17 +77,17 @@ def shared_operator(
 
 
 def _in_a_ring(sides: Sides, ranks: Ranks, compute: ComputeOptions) -> bool:
-    """Whether all points of both sides, packed, are too much for some rank."""
+    """Whether all points of both sides, with their packed form, exceed the memory of some rank."""
     clouds = dict.fromkeys(sides)
     needed = sum(PACKED * cloud.features.nbytes for cloud in clouds)
-    if needed <= UNASKED:
+    if needed <= ASSUMED_FREE:
         return False
     stated = stated_budget(compute.memory_budget)
     if stated is not None:
         return needed > stated
     device = sides[0].features.device
     now, (then, least) = _room(ranks, device), ranks.room.get(device, (0, 0))
-    # What ranks hold changes as it does here, about; asked again before that could matter.
+    # Free memory of other ranks changes about as it does here; ask again well before it is short.
     if needed > (least - max(0, then - now)) / AMPLE:
         least = ranks.order(_least_room, device)
         ranks.room[device] = now, least
@@ -101,12 +107,13 @@ def _room(ranks: Ranks, device: torch.device) -> int:
 def _share_in_ring(
     sides: Sides, ranks: Ranks, cost: LabelledCost, compute: ComputeOptions
 ) -> tuple[int, float]:
-    """Have every rank hold its points of both sides, and all else of the cost.
+    """Have every rank hold its shards of both sides, and all of the cost but the points.
 
-    By which number, and what ranks say of it.
+    Returns:
+        The number under which ranks hold their parts, and the cost error.
     """
     if uses_triton(compute, cost.a.device):
-        # Asked of all points, which no rank has.
+        # Computed and cached here: no rank has all points.
         lattice_of(cost)
     numbers = [_shards(ranks, cloud) for cloud in sides]
     first = cost.points[0][:1], cost.points[1][:1]
@@ -117,7 +124,7 @@ def _share_in_ring(
 
 
 def _shards(ranks: Ranks, cloud: LabeledSamples) -> int:
-    """Return the number of the ranks' parts of a cloud, sending them if they hold none."""
+    """Return the number under which ranks hold their shards of a cloud, sent if it is new."""
 
     def send(number: int) -> None:
         owned = Owned.by_class(class_indices(cloud))
@@ -165,14 +172,14 @@ def _number_of(
         ranks.drop(known)
     number = ranks.number()
     send(number)
-    # Only now, as ranks may have refused it.
+    # After sending, as ranks may have refused it.
     numbers[cloud] = number, mark
     weakref.finalize(cloud, ranks.drop, number)
     return number
 
 
 def _as_sent(ranks: Ranks, tensor: Tensor | None) -> Tensor | int | None:
-    """Return the tensor to be sent, or the number of the copies that ranks hold of it."""
+    """Return the tensor to be sent, or the number under which ranks have copies of it."""
     copied = ranks.copied.get(id(tensor))
     return tensor if copied is None else copied.sent()
 
@@ -187,7 +194,10 @@ def _share_clouds(
 ) -> tuple[int, float]:
     """Have every rank hold both clouds, or files of them, and its parts of the cost.
 
-    By which number, and what ranks say of it. Clouds that they do not hold go with the order.
+    Clouds that ranks do not have yet are sent with the order.
+
+    Returns:
+        The number under which ranks hold their parts, and the cost error.
     """
     compute, streaming = comparison.compute.alone, comparison.streaming
     if streaming is not None:
@@ -198,7 +208,7 @@ def _share_clouds(
     def number_of(cloud: LabeledSamples) -> int:
         def send(number: int) -> None:
             new[number] = cloud
-            # It lives as long as what rank 0 does with it.
+            # Weak: a cloud lives as long as rank 0 uses it.
             ranks.held[number] = weakref.ref(cloud)
 
         return _number_of(ranks, ranks.numbers, cloud, send)
@@ -213,7 +223,7 @@ def _share_clouds(
         tensors = [each for cloud in new.values() for each in _described(ranks, cloud)]
         found = ranks.order(_hold_parts, *given, sent, *tensors)
     except BaseException:
-        # One of them may have refused it.
+        # Some rank may have refused them: send them again next time.
         for cloud in new.values():
             ranks.numbers.pop(cloud, None)
         raise
@@ -221,14 +231,14 @@ def _share_clouds(
 
 
 class _Sent(NamedTuple):
-    """A cloud that goes with an order: its number, and the names of its classes."""
+    """A cloud that is sent with an order: its number, and the names of its classes."""
 
     number: int
     class_names: tuple[str, ...]
 
 
 def _described(ranks: Ranks, cloud: LabeledSamples) -> tuple[Any, Any, Any]:
-    """Return features, labels and weights for an order: tensors, a file or numbers of copies."""
+    """Return features, labels and weights to send: tensors, a file, or numbers of copies."""
     features = cloud.features
     there = features.file if isinstance(features, FileFeatures) else _as_sent(ranks, features)
     return there, _as_sent(ranks, cloud.labels), _as_sent(ranks, cloud.weights)
@@ -241,7 +251,7 @@ def _made(
     labels: Tensor | int | None,
     weights: Tensor | int | None,
 ) -> LabeledSamples:
-    """Build the cloud of a description on this rank."""
+    """Build, on this rank, the cloud that `_described` sent."""
     there: Any
     if isinstance(features, FeatureFile):
         there = features_of(features.reopened())
@@ -298,7 +308,7 @@ def _itself(cloud: LabeledSamples) -> LabeledSamples:
 
 
 def _of_one_rank(streaming: Streaming, ranks: Ranks, compute: ComputeOptions) -> Streaming:
-    """Divide the memory for streaming among ranks and their parts; the tally is of rank 0."""
+    """Divide the memory for streaming among ranks and their parts; statistics are of rank 0."""
     room = streaming.room
     if streaming.device.type == "cpu" and compute.memory_budget == "auto":
         room //= ranks.size
@@ -306,22 +316,22 @@ def _of_one_rank(streaming: Streaming, ranks: Ranks, compute: ComputeOptions) ->
 
 
 def _block_share(cost: LabelledCost, ranks: Ranks, build: Build) -> tuple[SelfShare, Operator]:
-    """Build this rank's share of a self cost in PyTorch, and an operator that runs alike."""
+    """Build this rank's share of a self term in PyTorch, and an operator that runs like it."""
     ranges = folded(cost.shape[0], ranks.rank, ranks.size)
     share = BlockShare(FoldedPairs(cost, ranges, cast(BlockBuild, build)))
     return share, build(cost.part(FIRST, FIRST))
 
 
 def _kernel_share(cost: LabelledCost, ranks: Ranks, build: Build) -> tuple[SelfShare, Operator]:
-    """Build this rank's share of a self cost in Triton, and the operator of the whole."""
+    """Build this rank's share of a self term in Triton, and the operator of the whole."""
     whole: Any = build(cost)
-    # Its rows take the points as they are packed here.
+    # The part by rows reuses the packed points.
     cost.packed = whole.packed
     return whole.self_share(ranks.rank, ranks.size), whole
 
 
 def _holders(ranks: Ranks, compute: ComputeOptions, cost: LabelledCost) -> int:
-    """Count the parts that share a budget; half of a machine's free memory is for all ranks."""
+    """Count the operators that share a budget; on a processor those of all ranks do for `auto`."""
     alone = cost.a.is_cuda or compute.memory_budget != "auto"
     own = SELF_PARTS if cost.symmetric else PARTS
     return own if alone else own * ranks.size

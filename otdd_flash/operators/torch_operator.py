@@ -1,7 +1,8 @@
-"""Softmin and plan application in plain PyTorch, one cache-sized tile of scores at a time.
+"""Softmins, plan sums and plan products in PyTorch, one cache-sized tile of scores at a time.
 
-A `Source` provides blocks of the scores S (n, m) with C_ij = row_offset_i - S_ij; this file reduces
-them. In base-2 logarithms, with u_j = log2(b_j) + g_j log2(e) / epsilon, one half-step is
+A `Source` (`point_scores`, `given_costs`) provides blocks of the scores S (n, m) with C_ij =
+row_offset_i - S_ij; this file reduces them. In base-2 logarithms, with u_j = log2(b_j) + g_j
+log2(e) / epsilon, one half-step is
 
     f_i = row_offset_i - epsilon ln(2) LSE2_j[u_j + S_ij log2(e) / epsilon].
 
@@ -38,22 +39,23 @@ from otdd_flash.operators.base import (
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
-# Stands for log2(0): finite, so that differences of two of them are 0 and not NaN.
+# In place of log2(0): finite, so that the difference of two of them is 0 and not NaN.
 LOG2_ZERO = -1e30
 
-# Stands for that of a sum of which nothing is there: a potential that LOG2_ZERO outweighs.
+# Least logarithm of a sum, for sums without terms: a potential of that size still leaves points of
+# mass 0, with LOG2_ZERO, without weight.
 LOG2_NOTHING = -1e29
 
 # The potential of a point without mass, far below any other.
 ABSENT = -1e250
 
-# Below it the exponential of a float64 is not worth taking.
+# Least exponent of float64; smaller ones are raised to it, as exp is slow for them.
 LEAST_EXPONENT = -700.0
 
-# An entry of the plan that stands for any below it.
+# Entries of the plan up to this are taken to be 0 if pairs may be forbidden.
 NOTHING = 2 * math.exp(LEAST_EXPONENT)
 
-# Unit roundoff of float64, and how many of them an exponent takes over the sizes of its terms.
+# Unit roundoff of float64, and the error of an exponent in these over the sizes of its terms.
 DOUBLE_UNIT = 2.0**-53
 EVALUATION = 8
 
@@ -88,22 +90,22 @@ class Source(Protocol):
 
     @property
     def facts(self) -> CostFacts:
-        """Facts of the costs between the masses, but for their error."""
+        """Facts of the costs between the masses; the operator sets `error`."""
         ...
 
     @property
     def magnitudes(self) -> Pair:
-        """(n,) and (m,) float64, with |C_ij| at most their sum where there is mass."""
+        """(n,) and (m,) float64; |C_ij| is at most row_i + column_j if both have mass."""
         ...
 
     @property
     def cost_errors(self) -> Pair:
-        """(n,) and (m,) float64: before it was stored, C_ij was off by at most their sum."""
+        """(n,) and (m,) float64: before storing, the error of C_ij is at most row_i + column_j."""
         ...
 
     @property
     def cost_rounding(self) -> float:
-        """Relative error of a stored cost."""
+        """Relative rounding error of a stored cost."""
         ...
 
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
@@ -115,15 +117,15 @@ class Source(Protocol):
         ...
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64."""
+        """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
         ...
 
     def diagonal(self) -> Tensor:
-        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
         ...
 
     def some(self, rows: Cut, columns: Cut, masses: Masses | None) -> Self:
-        """Scores between some rows and columns, with facts of other masses or of the whole."""
+        """Return scores between some rows and columns, with facts for `masses` or of the whole."""
         ...
 
 
@@ -131,7 +133,7 @@ S = TypeVar("S", bound=Source, covariant=True)
 
 
 class TorchOperator(Generic[S]):
-    """A cost with masses whose passes read blocks of scores.
+    """A cost with masses whose passes read blocks of scores, in PyTorch.
 
     Args:
         source: the scores.
@@ -140,7 +142,7 @@ class TorchOperator(Generic[S]):
     """
 
     in_triton, recorded = False, False
-    # Points are taken as they are.
+    # Points are not packed.
     packing = None
 
     def __init__(self, source: S, a: Tensor, b: Tensor) -> None:
@@ -148,12 +150,12 @@ class TorchOperator(Generic[S]):
 
     @cached_property
     def log2_a(self) -> Tensor:
-        """Logarithms of the row masses (n,) to base 2, as `dtype`; finite."""
+        """log2 of the row masses (n,), as `dtype`; finite."""
         return _log2_masses(self.a, self.dtype)
 
     @cached_property
     def log2_b(self) -> Tensor:
-        """Logarithms of the column masses (m,) to base 2, as `dtype`; finite."""
+        """log2 of the column masses (m,), as `dtype`; finite."""
         return _log2_masses(self.b, self.dtype)
 
     @property
@@ -181,12 +183,12 @@ class TorchOperator(Generic[S]):
 
     @property
     def rounding(self) -> float:
-        """The mean error of costs as they are stored."""
+        """The mean rounding error of stored costs."""
         return self.source.cost_rounding * self.source.facts.magnitude
 
     @property
     def accurate_errors(self) -> Pair:
-        """(n,) and (m,): what costs of `marginals` are off by, but for `cost_rounding`."""
+        """(n,) and (m,): error bounds of costs in `marginals`, without `cost_rounding`."""
         of_rows, of_columns = (
             errors + EVALUATION * DOUBLE_UNIT * magnitudes
             for errors, magnitudes in zip(
@@ -201,22 +203,22 @@ class TorchOperator(Generic[S]):
         return self
 
     def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> TorchOperator[S]:
-        """The cost between some rows and columns, of these masses or of those that they have."""
+        """Return the cost between some rows and columns, with `masses` or those of the whole."""
         a, b = masses or (self.a[rows], self.b[columns])
         return TorchOperator(self.source.some(rows, columns, masses), a, b)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64."""
+        """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
         return self.source.expected_costs(masses)
 
     def own_costs(self) -> Tensor:
-        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
         return self.source.diagonal()
 
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
-        """Row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
+        """Compute row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
         g = f if g is None else g
         rows, columns = torch.empty_like(self.a), torch.zeros_like(self.b)
         for part, plan in self.exact_tiles(f, g, float(epsilon)):
@@ -228,16 +230,16 @@ class TorchOperator(Generic[S]):
         return measured(sums, potentials, *given)
 
     def exact_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
-        """Yield rows and exp((f_i + g_j - C_ij) / epsilon) of them, float64, in a reused buffer.
+        """Yield ranges of rows and their exp((f_i + g_j - C_ij) / epsilon), in a reused buffer.
 
-        Points without mass have entries near 0, and forbidden pairs 0.
+        Entries are float64; those of points without mass are near 0, those of forbidden pairs 0.
         """
         f, g = present(self.a, f), present(self.b, g)
         n, m = self.shape
         budget = TILE_ELEMENTS_CPU if self.device.type == "cpu" else TILE_ELEMENTS_GPU
         height = max(1, min(n, budget // 2 // m))
         scratch = torch.empty((0, m), dtype=torch.float64, device=self.device)
-        # f_i + g_j as a product of matrices: one read and one write of a tile.
+        # f_i + g_j as a matrix product: one read and one write of a tile.
         left = torch.stack((f / epsilon, torch.ones_like(f)), 1)
         right = torch.stack((torch.ones_like(g), g / epsilon))
         for start, block in self.source.negative_costs():
@@ -247,14 +249,14 @@ class TorchOperator(Generic[S]):
                 part = slice(start + first, start + first + negative.shape[0])
                 tile = scratch[: negative.shape[0]].copy_(negative)
                 tile.addmm_(left[part], right, beta=1 / epsilon)
-                # Below it exp is slow.
+                # exp is slow below LEAST_EXPONENT.
                 tile.clamp_min_(LEAST_EXPONENT).exp_()
                 if self.source.facts.forbidden:
                     threshold(tile, NOTHING, 0.0, inplace=True)
                 yield part, tile
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+        """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
         epsilon = float(epsilon)
         scale = LOG2_E / epsilon
         column_term = self.log2_b + g.to(self.dtype) * scale
@@ -265,7 +267,7 @@ class TorchOperator(Generic[S]):
         return self.source.row_offset - (epsilon * LN_2) * logs.clamp_min_(LOG2_NOTHING)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        """Compute g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         epsilon = float(epsilon)
         scale = LOG2_E / epsilon
         row_term = (self.log2_a + (f.to(self.dtype) - self.source.row_offset) * scale).unsqueeze(1)
@@ -276,17 +278,17 @@ class TorchOperator(Generic[S]):
         return (-epsilon * LN_2) * columns.logs
 
     def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        """The softmin (n,) of the only potential of a cloud with itself."""
+        """Compute T(f) (n,) for the potential of a self term."""
         return self.softmin_rows(f, epsilon)
 
     def softmin_part(
         self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
     ) -> Tensor:
-        """The softmin of rows, or of columns, where `near` is that of a cost this is a part of."""
+        """Compute the softmin of rows, or of columns; `near` is not used."""
         return (self.softmin_columns if columns else self.softmin_rows)(potential, epsilon)
 
     def softmin_pair(self, f: Tensor, g: Tensor | None, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
-        """The softmins of rows and of columns, in one pass; without g those of rows are both."""
+        """Compute the softmins of rows and of columns in one pass; both are one without g."""
         if g is None:
             found = self.softmin_rows(f, epsilon)
             return found, found
@@ -307,7 +309,7 @@ class TorchOperator(Generic[S]):
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
     ) -> TiledPlan:
-        """The plan of f (n,) and g (m,); see `Operator.plan`."""
+        """Build the plan of f (n,) and g (m,); see `Operator.plan`."""
         return TiledPlan(self, f, g, epsilon, most)
 
     def plan_entries(
@@ -336,7 +338,7 @@ class TorchOperator(Generic[S]):
         return entries
 
     def plan_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
-        """Yield rows and their entries of P, in the type of the scores, in a reused buffer."""
+        """Yield ranges of rows and their entries of P, in the scores' type, in a reused buffer."""
         scale = LOG2_E / epsilon
         row_term = (self.log2_a + (f.to(self.dtype) - self.source.row_offset) * scale).unsqueeze(1)
         column_term = self.log2_b + g.to(self.dtype) * scale
@@ -345,7 +347,7 @@ class TorchOperator(Generic[S]):
             yield rows, tile.scratch.add_(row_term[rows]).exp2_()
 
     def tiles(self) -> Iterator[tuple[slice, Tile]]:
-        """Cut the blocks into cache-sized tiles, each with the scratch buffer to work in."""
+        """Yield the blocks of scores as cache-sized tiles, each with a scratch buffer."""
         n, m = self.shape
         budget = TILE_ELEMENTS_CPU if self.device.type == "cpu" else TILE_ELEMENTS_GPU
         height = max(1, min(n, budget // m))
@@ -359,7 +361,7 @@ class TorchOperator(Generic[S]):
 
 
 class TiledPlan(EvaluatedPlan):
-    """A plan from tiles of scores, or held as a matrix; see `EvaluatedPlan`."""
+    """A plan computed from tiles of scores; `prepared` may hold it as a matrix."""
 
     def __init__(
         self,
@@ -402,7 +404,7 @@ class TiledPlan(EvaluatedPlan):
 
 
 def present(masses: Tensor, potential: Tensor) -> Tensor:
-    """A potential in float64 with which points without mass take none, whatever theirs are."""
+    """Return a potential in float64, with `ABSENT` for points without mass."""
     return torch.where(masses > 0, potential.double(), ABSENT)
 
 
@@ -413,10 +415,10 @@ def measured(
     cost_errors: tuple[Tensor, Tensor],
     cost_rounding: float,
 ) -> Marginals:
-    """Sums in float64 throughout, with what they may be off; the rest as for `Source`."""
-    # A stored cost is off by its share, or among subnormal numbers by half of the least of them.
+    """Build `Marginals` of sums computed in float64, with their error bounds, see `Source`."""
+    # Rounding to float32 among subnormal numbers has an absolute error.
     stored = LEAST_FLOAT32 / 4 if cost_rounding else 0.0
-    # Three operations on numbers of these sizes make an exponent.
+    # An exponent takes three operations on numbers of these sizes.
     of_rows, of_columns = (
         errors + stored + EVALUATION * DOUBLE_UNIT * (magnitude + potential.abs())
         for errors, magnitude, potential in zip(cost_errors, magnitudes, potentials, strict=True)
@@ -433,12 +435,12 @@ def measured(
 
 
 def _at_least(buffer: Tensor, rows: int) -> Tensor:
-    """A buffer with so many rows: this one, or a larger one."""
+    """Return a buffer with at least `rows` rows: this one, or a larger one."""
     return buffer if len(buffer) >= rows else buffer.new_empty((rows, buffer.shape[1]))
 
 
 class Tile:
-    """A view of scores (rows, m), not to be written, and a buffer of the same shape."""
+    """A read-only view of scores (rows, m), and a buffer of the same shape."""
 
     __slots__ = ("scores", "scratch")
 
@@ -447,13 +449,13 @@ class Tile:
 
 
 def _log2_sums(exponents: Tensor) -> Tensor:
-    """log2 sum_j 2^e_ij (rows,) of a tile, which is overwritten."""
+    """Compute log2 sum_j 2^e_ij (rows,) of a tile, which is overwritten."""
     highest = exponents.amax(1, keepdim=True).clamp_min_(LOG2_NOTHING)
     return highest.squeeze(1) + exponents.sub_(highest).exp2_().sum(1).log2_()
 
 
 class _ColumnSums:
-    """log2 sum_i 2^e_ij (m,) on its way, tile by tile.
+    """An accumulator of log2 sum_i 2^e_ij (m,) over tiles of rows.
 
     Args:
         like: (m,), of the type of the exponents.
@@ -463,7 +465,7 @@ class _ColumnSums:
         self._highest, self._sums = torch.full_like(like, -math.inf), torch.zeros_like(like)
 
     def add(self, exponents: Tensor) -> None:
-        """Take a tile (rows, m), which is overwritten."""
+        """Add a tile (rows, m), which is overwritten."""
         raised = torch.maximum(self._highest, exponents.amax(0)).clamp_min_(LOG2_NOTHING)
         self._sums.mul_(self._highest.sub_(raised).exp2_())
         self._sums.add_(exponents.sub_(raised).exp2_().sum(0))
@@ -471,7 +473,7 @@ class _ColumnSums:
 
     @property
     def logs(self) -> Tensor:
-        """(m,), once all tiles are in."""
+        """The logarithms (m,) of the sums so far."""
         return (self._highest + self._sums.log2()).clamp_min_(LOG2_NOTHING)
 
 

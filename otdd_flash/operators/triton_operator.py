@@ -1,10 +1,10 @@
 """A cost of labelled points whose passes run in Triton kernels on a GPU.
 
-Half-steps by `half_step`, or `symmetric_step` between a cloud and itself; plans by
-`apply_plan_blocks`. Norms are those of the rounded points, so that an iteration in `fast` precision
-is exact for one slightly perturbed cloud. `refined` is the same cost in `high` precision; it shares
-the coordinates. Points that float16 holds exactly (`lattice`) are never rounded: both precisions
-then are one.
+`build` makes this operator. Half-steps run in `half_step`, or `symmetric_step` between a cloud and
+itself, marginals in `fixed_point`, plans in `triton_plans`. Norms are those of the rounded points,
+so that an iteration in `fast` precision is exact for a slightly perturbed cloud. `refined` is the
+same cost in `high` precision and shares the packed coordinates. Points on a lattice
+(`cost.rounding`) are held exactly by float16, and both precisions are the same.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
 from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.torch_operator import LOG2_ZERO
-from otdd_flash.operators.triton_plans import KernelPlan, Seen, single
+from otdd_flash.operators.triton_plans import KernelPlan, SideByParts, single
 
 PARTS = {"fast": 1, "high": 3}
 
-# Scores from which on saving work pays for launching more kernels.
+# Number of scores above which saved work pays for more kernel launches.
 MANY_SCORES = 1 << 26
 
-# Products (scores times dimension) up to which a pass takes no longer than launching it.
+# Scores times dimension up to which a pass is about as short as its launch: steps are recorded.
 FEW_PRODUCTS = 1 << 36
 
 
 class KernelOperator:
-    """Labelled points on a GPU.
+    """The operator of a cost between labelled points on a GPU, in Triton.
 
     Args:
-        cost: two labelled clouds.
+        cost: between two labelled clouds.
         precision: `fast` or `high`.
-        coarse: the operator that this one is to refine.
+        coarse: the operator that this one refines.
 
     Attributes:
-        packed: both clouds.
-        recorded: whether steps are, as there is little to compute.
+        packed: both clouds in float16 parts, as kernels read them.
+        recorded: whether steps are recorded as CUDA graphs.
     """
 
     in_triton = True
@@ -72,29 +72,29 @@ class KernelOperator:
         self._lattice: Lattice | None
         self.packed: tuple[PackedPoints, PackedPoints]
         self._fixed_point: FixedPoint
-        self._seen: tuple[Seen, Seen]
+        self._packed_sides: tuple[SideByParts, SideByParts]
         if coarse is None:
             self._lattice = lattice_of(cost)
             self.packed = x, y = _pack_both(cost, self._lattice)
             self._fixed_point = FixedPoint(cost, (x.layout, y.layout), self._lattice)
             masses = packed_masses(cost.a, x.layout)
-            of_x = of_y = _seen(x, masses, cost.lambda_x)
+            of_x = of_y = _side_by_parts(x, masses, cost.lambda_x)
             if not cost.symmetric:
-                of_y = _seen(y, packed_masses(cost.b, y.layout), cost.lambda_x)
-            self._seen = of_x, of_y
+                of_y = _side_by_parts(y, packed_masses(cost.b, y.layout), cost.lambda_x)
+            self._packed_sides = of_x, of_y
             self._costs = cost.class_costs.float().contiguous()
             self._masses = masses.single if cost.symmetric else None
         else:
             self._lattice, self._fixed_point = coarse._lattice, coarse._fixed_point
-            self.packed, self._seen = coarse.packed, coarse._seen
+            self.packed, self._packed_sides = coarse.packed, coarse._packed_sides
             self._costs, self._masses = coarse._costs, coarse._masses
         self._parts = parts = 1 if self._lattice else PARTS[precision]
         x, y = self.packed
-        self._rows, self._columns = (by_parts[parts] for by_parts in self._seen)
+        self._rows, self._columns = (by_parts[parts] for by_parts in self._packed_sides)
         scale = 2 * cost.lambda_x / x.scale**2
         self._scores = Scores(scale, self._costs, parts)
         self._transposed = Scores(scale, self._costs.T.contiguous(), parts)
-        # A plan's entries and what it is applied to are on no lattice.
+        # Values that a plan multiplies are on no lattice.
         self._plan_parts = PARTS["high" if self._lattice else precision]
         self._many = x.layout.size * y.layout.size >= MANY_SCORES
         products = self.shape[0] * self.shape[1] * x.coordinates.shape[1]
@@ -109,17 +109,17 @@ class KernelOperator:
 
     @property
     def accurate_errors(self) -> tuple[Tensor, Tensor]:
-        """(n,) and (m,): what costs of accurate `marginals` are off by."""
+        """(n,) and (m,): error bounds of costs in accurate `marginals`."""
         return self._fixed_point.accurate_errors
 
     @property
     def rounding(self) -> float:
-        """0: no cost is stored."""
+        """The mean rounding error of stored costs: 0, as none is stored."""
         return 0.0
 
     @property
     def packing(self) -> Packing:
-        """Points are packed in float16."""
+        """How blocks of the cost's points are packed: in float16 parts."""
         return Packing(partial(_pack, self.cost.whole, self._lattice), min(2, self._parts))
 
     @property
@@ -128,30 +128,30 @@ class KernelOperator:
 
     @property
     def refined(self) -> KernelOperator:
-        """The cost of the original points, to float32 accuracy."""
+        """The operator of the original points, at float32 accuracy."""
         return KernelOperator(self.cost, "high", self) if self._rounds else self
 
     @property
     def _rounds(self) -> bool:
-        """Whether points are rounded more than they need be."""
+        """Whether points are rounded to one float16, and that changes them."""
         return self._precision == "fast" and not self._lattice
 
-    def seen_points(self) -> tuple[Tensor, Tensor]:
-        """Both clouds less one point, as this precision rounds them, (n, d) and (m, d) float64."""
+    def rounded_points(self) -> tuple[Tensor, Tensor]:
+        """Return both clouds, less one point and rounded, (n, d) and (m, d) float64."""
         dim = self.cost.points[0].shape[1]
         x, y = (side.rounded(self._parts)[:, :dim] for side in self.packed)
         return x, y
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+        """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
         return self._half_step(self._rows, self._columns, self._scores, g, epsilon, guess)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        """Compute g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         return self._half_step(self._columns, self._rows, self._transposed, f, epsilon, guess)
 
     def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        """The softmin (n,) of the only potential of a cloud with itself, which is near it."""
+        """Compute T(f) (n,) for the potential f of a self term, which is near T(f)."""
         if not self._many:
             return self.softmin_rows(f, epsilon)
         assert self._masses is not None
@@ -161,9 +161,9 @@ class KernelOperator:
     def softmin_part(
         self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
     ) -> Tensor:
-        """The softmin of rows, or of columns, where `near` is that of a cost this is a part of.
+        """Compute the softmin of rows, or of columns; see `BlockOperator.softmin_part`.
 
-        Infinite where it is not worth adding to the rest.
+        It is infinite where it changes the whole softmin by less than rounding.
         """
         sides = (self._columns, self._rows, self._transposed)
         if not columns:
@@ -173,7 +173,7 @@ class KernelOperator:
         return half_step(*sides, single(potential), level, guess, partly=guess is not None)
 
     def softmin_pair(self, f: Tensor, g: Tensor | None, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
-        """`softmin_part` of rows and of columns near f (n,) and g (m,), float64, in one pass."""
+        """Compute `softmin_part` of rows near f (n,) and columns near g (m,), float64, at once."""
         level = on_device(epsilon, f.device)
         if g is None:
             assert self._masses is not None
@@ -193,28 +193,30 @@ class KernelOperator:
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
-        """Row and column sums of the plan of f (n,) and g (m,)."""
+        """Compute the row and column sums of the plan of f (n,) and g (m,)."""
         return self._fixed_point.marginals(f, g, float(epsilon), accurate=accurate)
 
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
     ) -> KernelPlan:
-        """The plan of f (n,) and g (m,); see `Operator.plan`."""
+        """Build the plan of f (n,) and g (m,); see `Operator.plan`."""
         scores = self._scores, self._transposed
-        return KernelPlan(self.cost, self._seen, scores, self._plan_parts, f, g, epsilon, most)
+        return KernelPlan(
+            self.cost, self._packed_sides, scores, self._plan_parts, f, g, epsilon, most
+        )
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64."""
+        """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
         return self.cost.expected_costs(masses)
 
     def own_costs(self) -> Tensor:
-        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
         return self.cost.own_costs()
 
     def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> KernelOperator:
-        """The cost between some rows and columns, of these masses or of those that they have.
+        """Return the cost between some rows and columns, with `masses` or those of the whole.
 
-        All points of a side are packed as they are, unless masses change.
+        A side that keeps all points and masses keeps its packed form.
         """
         part = self.cost.cut(rows, columns, masses)
         if masses is None:
@@ -224,7 +226,7 @@ class KernelOperator:
         return KernelOperator(part, self._precision)
 
     def self_share(self, rank: int, size: int) -> KernelSelfShare:
-        """What a rank of so many computes of this cost of a cloud with itself."""
+        """Return the share of this self term's pairs that `rank` of `size` ranks computes."""
         assert self._masses is not None
         return KernelSelfShare(
             KernelSelf(self._rows, self._scores, self._masses, self._fixed_point),
@@ -272,8 +274,8 @@ def _pack(
     return pack(points, layout, cost.centre, power_of_two_scale(cost.largest))
 
 
-def _seen(points: PackedPoints, masses: PackedMasses, lambda_x: float) -> Seen:
-    """A side as products of one part see it, and as those of three do."""
+def _side_by_parts(points: PackedPoints, masses: PackedMasses, lambda_x: float) -> SideByParts:
+    """Return a side as kernels read it, with the norms for products of 1 and of 3 parts."""
     of_one, of_three = points.squares * lambda_x
     return {1: Side(points, of_one, masses.log2), 3: Side(points, of_three, masses.log2)}
 
@@ -283,8 +285,8 @@ class PackedMasses:
     """The masses of some points in a layout (n,), 0 for padding.
 
     Attributes:
-        layout: where each point stands.
-        values: float64.
+        layout: the order of the points in blocks of rows.
+        values: the masses, float64.
     """
 
     layout: Layout
@@ -292,7 +294,7 @@ class PackedMasses:
 
     @cached_property
     def log2(self) -> Tensor:
-        """Logarithms of the masses to base 2, (n,) float32, finite."""
+        """log2 of the masses, (n,) float32, finite."""
         return self.values.log2().clamp_min_(LOG2_ZERO).float()
 
     @cached_property
@@ -302,7 +304,7 @@ class PackedMasses:
 
 
 def packed_masses(masses: Tensor, layout: Layout) -> PackedMasses:
-    """Masses (N,) in a layout; once for all costs of a cloud whose points stand in the same."""
-    # No other layout has its number while what is remembered holds it.
+    """Return masses (N,) in a layout; cached for all costs of the cloud in that layout."""
+    # The cached value refers to the layout, so that no other one gets its id.
     name = "in blocks", id(layout)
     return remembered(masses, name, lambda: PackedMasses(layout, layout.spread(masses, 0.0)))

@@ -1,8 +1,10 @@
-"""Plans in Triton, prepared for one product after another.
+"""Plans in Triton, evaluated in every product or prepared for many.
 
-What they multiply goes as sums hi + lo of two float16, sums are float32. Iterations whose result is
-corrected afterwards take plans rounded to float16, whose row and column sums are those of the
-numbers that are multiplied. Sums are in the order of the points; layouts say where these stand.
+`KernelPlan` is the plan of a `KernelOperator`. Its `prepared` form is a `KeptPlan` in float64 or an
+`ExactFusedPlan`, which computes entries as sums hi + lo of two float16 in every product. Iterations
+whose result is refined afterwards use plans rounded to float16, `HeldPlan` or `FusedPlan`, whose
+row and column sums are those of the rounded numbers. Values are multiplied as sums hi + lo of two
+float16, and added in float32. Sums are in the order of the points; layouts map it to packed rows.
 """
 
 from __future__ import annotations
@@ -35,21 +37,21 @@ from otdd_flash.kernels.points.packed_points import Layout, PackedPoints, pack, 
 from otdd_flash.memory import holds
 from otdd_flash.operators.base import Applied, EvaluatedPlan, Factors, KeptPlan, Plan, Products
 
-# The product of a matrix in packed order and values (m, copies, k) float16, and the matrix's sums.
+# product(values (m, copies, k) float16): Q V in packed order, and the row sums of Q.
 PackedProduct = Callable[[Tensor], tuple[Unmerged, Unmerged]]
 
-# What multiplies, two float16, has 22 bits, and sums have 24.
+# Factors, two float16, have 22 bits, and sums 24.
 PRECISION = 2.0**-20
 
 
-class Way(NamedTuple):
-    """Products Q V from one side of a plan to the other, V as sums hi + lo of two float16.
+class HalfProduct(NamedTuple):
+    """Products diag(weights) Q diag(given) V with a plan or its transpose.
 
     Attributes:
-        multiply: what it finds of (m, 2, s) float16, of hi and of lo parts or of both.
-        given: (M,) float64 that values are weighted by before, or None.
-        weights: (N,) float64 that products are weighted by.
-        layouts: of what is found and of what is multiplied.
+        multiply: computes Q V for V (m, 2, s) float16, the hi and lo parts of values.
+        given: (M,) float64 weights of the values; None for ones.
+        weights: (N,) float64 weights of the products.
+        layouts: of the products and of the values.
     """
 
     multiply: Callable[[Tensor], Unmerged]
@@ -58,29 +60,29 @@ class Way(NamedTuple):
     layouts: tuple[Layout, Layout]
 
     def times(self, values: Tensor) -> Tensor:
-        """The weighted product (N, s) with values (M, s), float64."""
+        """Return the weighted product (N, s) with values (M, s), float64."""
         found, source = self.layouts
         packed, scales = to_halves(values, source, self.given)
         return from_halves(self.multiply(packed), scales, found, self.weights)
 
 
 class _RoundedPlan:
-    """A plan in float16.
+    """A plan rounded to float16.
 
     Args:
-        there: products with it.
-        back: with its transpose.
+        there: products with P.
+        back: products with P^T.
         rows: P 1 (N,), float64.
 
     Attributes:
-        ways: there and back.
+        half_products: products with P and with P^T.
         rows: P 1 (N,), float64.
     """
 
     precision = PRECISION
 
-    def __init__(self, there: Way, back: Way, rows: Tensor) -> None:
-        self.ways, self.rows = (there, back), rows
+    def __init__(self, there: HalfProduct, back: HalfProduct, rows: Tensor) -> None:
+        self.half_products, self.rows = (there, back), rows
 
     @cached_property
     def columns(self) -> Tensor:
@@ -89,23 +91,23 @@ class _RoundedPlan:
         return self.transposed_times(ones)[:, 0]
 
     def times(self, values: Tensor) -> Tensor:
-        """P V (N, k) for V (M, k), float64."""
-        return self.ways[0].times(values)
+        """Compute P V (N, k) for V (M, k), float64."""
+        return self.half_products[0].times(values)
 
     def transposed_times(self, values: Tensor) -> Tensor:
-        """P^T U (M, k) for U (N, k), float64."""
-        return self.ways[1].times(values)
+        """Compute P^T U (M, k) for U (N, k), float64."""
+        return self.half_products[1].times(values)
 
 
 class HeldPlan(_RoundedPlan):
-    """P_ij = a_i unit Q_ij, of which float16 numbers Q (n, m) are held; a product reads them once.
+    """A plan P_ij = a_i unit Q_ij with Q (n, m) held in float16; a product reads Q once.
 
     Args:
         entries: Q, 0 in rows of padding and of points without mass, and in columns of padding.
-        unit: what one of Q stands for; a power of two.
+        unit: P_ij / a_i for Q_ij = 1; a power of two.
         masses: a (N,) float64, in the order of the points.
         layouts: of the rows and of the columns.
-        rows: P 1 (N,) float64, of the numbers that are held.
+        rows: P 1 (N,) float64, of the rounded numbers.
     """
 
     def __init__(
@@ -118,8 +120,8 @@ class HeldPlan(_RoundedPlan):
     ) -> None:
         weights, ones = unit * masses, torch.ones_like(layouts[1].position, dtype=masses.dtype)
         super().__init__(
-            Way(partial(_matrix_product, entries), None, weights, layouts),
-            Way(partial(_matrix_product, entries.T), weights, ones, layouts[::-1]),
+            HalfProduct(partial(_matrix_product, entries), None, weights, layouts),
+            HalfProduct(partial(_matrix_product, entries.T), weights, ones, layouts[::-1]),
             rows,
         )
 
@@ -134,13 +136,13 @@ class HeldPlan(_RoundedPlan):
 
 
 class FusedPlan(_RoundedPlan):
-    """P_ij = a_i Q_ij = b_j Q'_ji, evaluated anew and rounded to float16 in every product.
+    """A plan P_ij = a_i Q_ij = b_j Q'_ji, computed again and rounded to float16 in every product.
 
     Args:
-        products: of Q (n, m) and of Q' (m, n), of one part.
+        products: products with Q (n, m) and with Q' (m, n), of one part.
         masses: a (N,) and b (M,) float64, in the order of the points.
         layouts: of the rows and of the columns.
-        sums: P 1 (N,) and P^T 1 (M,) float64, of the numbers that are multiplied.
+        sums: P 1 (N,) and P^T 1 (M,) float64, of the rounded numbers.
     """
 
     def __init__(
@@ -152,8 +154,8 @@ class FusedPlan(_RoundedPlan):
     ) -> None:
         of_rows, of_columns = (partial(_fused_product, product) for product in products)
         super().__init__(
-            Way(of_rows, None, masses[0], layouts),
-            Way(of_columns, None, masses[1], layouts[::-1]),
+            HalfProduct(of_rows, None, masses[0], layouts),
+            HalfProduct(of_columns, None, masses[1], layouts[::-1]),
             sums[0],
         )
         self.columns = sums[1]
@@ -178,15 +180,15 @@ class FusedPlan(_RoundedPlan):
 
 
 class ExactFusedPlan:
-    """P_ij = a_i Q_ij = b_j Q'_ji, evaluated anew in every product as hi + lo of two float16.
+    """A plan P_ij = a_i Q_ij = b_j Q'_ji, computed in every product as hi + lo of two float16.
 
-    Products tell the sums too. What this form does not take, very many columns and rows whose sums
-    are far from their masses, is left to the plan as it was.
+    Products return the sums of the plan as well. Values with more than `most_columns` columns, and
+    plans whose sums are far from the masses, are left to `streamed`.
 
     Args:
-        streamed: the same plan, which prepares nothing.
-        sides: what computes Q (n, m) and Q' (m, n), of three parts; one where P is symmetric.
-        most_columns: of what is multiplied at once.
+        streamed: the same plan, not prepared.
+        sides: operands of Q (n, m) and of Q' (m, n), of three parts; the same if P is symmetric.
+        most_columns: of the values of one product.
     """
 
     dtype, precision = torch.float64, PRECISION
@@ -199,7 +201,7 @@ class ExactFusedPlan:
         self._weighted: dict[int, WeightedProduct] = {}
         # The side of products with P^T: that of products with P where these are the same.
         self._back = int(self._products[0] is not self._products[1])
-        # Of sides, once something was multiplied; None where they are out of range.
+        # Sums by side, once a product has computed them; None if they are out of range.
         self._sums: dict[int, Tensor | None] = {}
 
     @property
@@ -214,7 +216,7 @@ class ExactFusedPlan:
 
     @property
     def quick(self) -> Products:
-        """One that is rounded to float16, if sums allow."""
+        """The plan rounded to float16; this one if sums are out of range."""
         return self._quick or self
 
     @cached_property
@@ -222,21 +224,21 @@ class ExactFusedPlan:
         return self._streamed.rounded(self._sides[0])
 
     @cached_property
-    def ways(self) -> tuple[Way, Way] | None:
-        """Products there and back on tensor cores; None if a sum is out of range."""
+    def half_products(self) -> tuple[HalfProduct, HalfProduct] | None:
+        """Products with P and with P^T on packed values; None if a sum is out of range."""
         _ = self.rows, self.columns
         if any(sums is None for sums in self._sums.values()):
             return None
         of_rows, of_columns = (partial(_split_product, product) for product in self._products)
         return (
-            Way(of_rows, None, self._masses[0], self._layouts),
-            Way(of_columns, None, self._masses[1], self._layouts[::-1]),
+            HalfProduct(of_rows, None, self._masses[0], self._layouts),
+            HalfProduct(of_columns, None, self._masses[1], self._layouts[::-1]),
         )
 
     def times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
-        """P V (N, k) for V (M, k), or (P o A B^T) V, of the sum with C D^T, float64."""
+        """Compute P V (N, k) for V (M, k), or (P o W) V, with W = A B^T (+ C D^T), float64."""
         if factors is None:
             found = self._multiply(values, 0)
         else:
@@ -248,7 +250,7 @@ class ExactFusedPlan:
     def transposed_times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
-        """P^T U (M, k) for U (N, k), or (P o A B^T)^T U, of the sum with C D^T, float64."""
+        """Compute P^T U (M, k) for U (N, k), or (P o W)^T U, with W = A B^T (+ C D^T), float64."""
         if factors is None:
             found = self._multiply(values, self._back)
         else:
@@ -260,7 +262,7 @@ class ExactFusedPlan:
 
     def _sums_of(self, side: int) -> Tensor:
         if side not in self._sums:
-            # Of any values, which need not be read.
+            # A product with any values: its result is not read.
             size, like = self._layouts[1 - side].size, self._masses[0]
             values = like.new_zeros((size, 2, NARROW), dtype=torch.float16)
             self._tell(side, self._products[side](values)[1])
@@ -277,7 +279,7 @@ class ExactFusedPlan:
         known = side in self._sums
         if values.shape[1] > self._most or (known and self._sums[side] is None):
             return None
-        # Widths that products have anyway, so that they need not copy.
+        # Padded to the widths that products have anyway, to save a copy.
         packed, scales = to_halves(values, self._layouts[1 - side], multiple=NARROW)
         found, sums = self._products[side](packed)
         if not known:
@@ -295,18 +297,18 @@ class ExactFusedPlan:
         return self._weighted[side](values, pairs)
 
 
-# The most that a plan in float64 takes, and coordinates up to which it may fill half of what memory
-# is free: computing it then takes no longer than reading it.
+# Most bytes of a plan held in float64, unless points have so few coordinates that computing it
+# takes no longer than reading it: then it may fill half of free memory.
 KEPT_BYTES, FEW_COORDINATES = 1 << 28, 16
 
-# Columns from which on a plan is written to blocks, over those of a fused product.
+# Columns of values above which blocks of the plan are stored, over those of one fused product.
 FEW_CHUNKS = 2
 
 
-# A side by the parts of products, 1 or 3, which tell its norms.
-Seen = dict[int, Side]
+# A side of the cost by the number of parts of its products, 1 or 3, for which its norms differ.
+SideByParts = dict[int, Side]
 
-# What computes a plan, and its transpose.
+# The operands of a kernel that computes a plan, and those for both the plan and its transpose.
 Computed = tuple[Side, Side, Scores, PlanTerms]
 Sides = tuple[Computed, Computed]
 
@@ -315,14 +317,14 @@ class KernelPlan(EvaluatedPlan):
     """The plan of two potentials and a cost in Triton; see `EvaluatedPlan`.
 
     Args:
-        cost: two labelled clouds.
-        seen: packed points of both.
-        scores: how they make scores, and the same with sides exchanged.
-        parts: of products while the plan is evaluated.
+        cost: between two labelled clouds.
+        packed_sides: both sides, packed.
+        scores: parameters of the scores, and the same with sides exchanged.
+        parts: number of products of float16 parts per score in `applied`.
         f: (N,) potential.
-        g: (M,) potential, or None.
+        g: (M,) potential; None for f on both sides of a self term.
         epsilon: in units of the cost.
-        most: bytes that may be held.
+        most: bytes that a held plan may take, half of free memory for None.
 
     Attributes:
         layouts: of the rows and of the columns.
@@ -331,7 +333,7 @@ class KernelPlan(EvaluatedPlan):
     def __init__(
         self,
         cost: LabelledCost,
-        seen: tuple[Seen, Seen],
+        packed_sides: tuple[SideByParts, SideByParts],
         scores: tuple[Scores, Scores],
         parts: int,
         f: Tensor,
@@ -340,22 +342,27 @@ class KernelPlan(EvaluatedPlan):
         most: int | None,
     ) -> None:
         super().__init__(torch.float32, (cost.a, cost.b), f, g, epsilon, most)
-        self._cost, self._seen, self._scores, self._parts = cost, seen, scores, parts
+        self._cost, self._packed_sides, self._scores, self._parts = (
+            cost,
+            packed_sides,
+            scores,
+            parts,
+        )
         self._symmetric = g is None
-        x, y = (side[scores[0].parts].points.layout for side in seen)
+        x, y = (side[scores[0].parts].points.layout for side in packed_sides)
         self.layouts = x, y
 
     def applied(
         self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
     ) -> Applied:
         (f, g, epsilon), own = self._at, int(transposed)
-        rows, columns = (self._seen[side][self._scores[0].parts] for side in (own, 1 - own))
+        rows, columns = (self._packed_sides[side][self._scores[0].parts] for side in (own, 1 - own))
         scores = self._scores[own]._replace(parts=self._parts)
         packed = None
         if factors is not None:
             left, right = (
                 _packed_matrix(factor, side[self._scores[0].parts])
-                for factor, side in zip(factors, self._seen, strict=True)
+                for factor, side in zip(factors, self._packed_sides, strict=True)
             )
             packed = (right, left) if transposed else (left, right)
         potentials = (g, f) if transposed else (f, g)
@@ -365,12 +372,12 @@ class KernelPlan(EvaluatedPlan):
 
     @cached_property
     def quick(self) -> Products:
-        """One that is rounded to float16, if sums allow."""
+        """The plan rounded to float16; this one if sums are out of range."""
         return self.rounded() or self
 
     @property
     def prepared(self) -> Plan:
-        """The plan of the original points: held in float64 if that is cheap, or fused."""
+        """The plan of the original points for many products: held in float64, or fused."""
         (f, g, epsilon), cost, parts = self._at, self._cost, self._scores[0].parts
         (n, m), dim = cost.shape, cost.points[0].shape[1]
         needed = 8 * n * m
@@ -384,13 +391,14 @@ class KernelPlan(EvaluatedPlan):
         return ExactFusedPlan(self, self._sides(parts), FEW_CHUNKS * columns)
 
     def rounded(self, there: Computed | None = None) -> HeldPlan | FusedPlan | None:
-        """Prepare the plan in float16: held if memory allows, or evaluated from points of one part.
+        """Prepare the plan in float16: held if memory allows, else computed from rounded points.
 
-        Of points far from all others a rounded coordinate moves costs by more than epsilon, and
-        what is solved with such a plan is of no use: one that is made once is of all parts.
+        Rounding the coordinates of points far from all others changes costs by more than epsilon,
+        which makes the plan useless as a preconditioner. So a plan that is held, and computed once,
+        is computed from all parts of the points.
 
-        None where a row, or a column, has sums that float16 does not. `there` is what computes the
-        plan, where that is known.
+        Returns None if row or column sums are outside the range of float16. `there` are the
+        operands of the plan, if they were computed before.
         """
         of_rows, of_columns = self.layouts
         if holds(2 * of_rows.size * of_columns.size, self._most, self._at[0].device):
@@ -400,13 +408,13 @@ class KernelPlan(EvaluatedPlan):
 
     @cached_property
     def with_points(self) -> PointProducts | None:
-        """Products with the points, if these have too many coordinates to be fused."""
+        """Products with packed points, if they have too many coordinates for fused products."""
         (f, g, epsilon), dim = self._at, self._cost.points[0].shape[1]
         if self._parts != 3 or dim <= HELD_COORDINATES:
             return None
         there, back = self._scores
         return PointProducts(
-            (self._seen[0][3], self._seen[1][3]),
+            (self._packed_sides[0][3], self._packed_sides[1][3]),
             (there._replace(parts=3), back._replace(parts=3)),
             (single(f), single(g)),
             epsilon,
@@ -417,19 +425,27 @@ class KernelPlan(EvaluatedPlan):
 
     @property
     def _padded_dim(self) -> int:
-        return self._seen[0][1].points.coordinates.shape[1]
+        return self._packed_sides[0][1].points.coordinates.shape[1]
 
     def _there(self, parts: int) -> Computed:
         f, g, epsilon = self._at
-        there = self._seen[0][parts], self._seen[1][parts], self._scores[0]._replace(parts=parts)
+        there = (
+            self._packed_sides[0][parts],
+            self._packed_sides[1][parts],
+            self._scores[0]._replace(parts=parts),
+        )
         return *there, plan_terms(*there, (single(f), single(g)), epsilon, self.masses[0])
 
     def _sides(self, parts: int) -> Sides:
-        """Compute the terms of the plan and of its transpose, once for a symmetric plan."""
+        """Return the operands of the plan and of its transpose; the same twice if symmetric."""
         there, (f, g, epsilon) = self._there(parts), self._at
         if self._symmetric:
             return there, there
-        back = self._seen[1][parts], self._seen[0][parts], self._scores[1]._replace(parts=parts)
+        back = (
+            self._packed_sides[1][parts],
+            self._packed_sides[0][parts],
+            self._scores[1]._replace(parts=parts),
+        )
         return there, (*back, plan_terms(*back, (single(g), single(f)), epsilon, self.masses[1]))
 
 
@@ -456,9 +472,9 @@ def _applied(
 
     out, sums = apply(f)
     low, high = torch.stack(sums.aminmax()).tolist()
-    # A NaN is both.
+    # Comparisons with NaN are False.
     if not (low >= ROW_RANGE[0] and high <= ROW_RANGE[1]):
-        # Far from any marginal: with the potential that makes row sums 1, and corrected after.
+        # Sums are far from the masses: use the f that makes row sums 1, and rescale the results.
         exact = half_step(rows, columns, scores, g, on_device(epsilon, g.device))
         out, sums = apply(exact)
         masses = masses * ((f.double() - exact.double()) / epsilon).exp()
@@ -484,7 +500,7 @@ def single(potential: Tensor) -> Tensor:
 
 
 class Sums(Protocol):
-    """The sums of a plan."""
+    """Row and column sums of a plan."""
 
     @property
     def rows(self) -> Tensor:
@@ -498,19 +514,19 @@ class Sums(Protocol):
 
 
 class PointProducts:
-    """Products with P of what is packed as the columns, and with P^T of what is as the rows.
+    """Products of P with values packed like the column points, and of P^T with those of the rows.
 
     Args:
         sides: packed points of the rows and of the columns.
-        scores: how they make scores, of three parts, and the same with sides exchanged.
+        scores: parameters of scores of three parts, and the same with sides exchanged.
         potentials: f (N,) and g (M,), float32, in units of the cost.
         epsilon: in units of the cost.
         masses: a (N,) and b (M,) float64.
-        sums: of the plan; asked for when they are needed.
+        sums: of the plan; read when they are needed.
         dim: coordinates of a point.
 
     Attributes:
-        points: those of both sides.
+        points: the packed points of both sides.
     """
 
     def __init__(
@@ -529,16 +545,16 @@ class PointProducts:
         self._products: dict[bool, BlockProduct] = {}
 
     def some(self, side: int, rows: Rows) -> Tensor:
-        """Return some points (k, d) of a side, less their centre, float32."""
+        """Return some points (k, d) of a side, less the centre, float32."""
         return self.points[side].some(rows, self._dim)
 
     def packed(self, values: Tensor, mean: Tensor, largest: float, side: int) -> PackedPoints:
-        """Values (N, d) less their mean (d,), packed as the points of a side.
+        """Pack values (N, d), less their mean (d,), like the points of a side.
 
         Args:
-            values: one row for each of the points.
-            mean: subtracted.
-            largest: of what is left, in absolute value.
+            values: one row per point.
+            mean: subtracted from each row.
+            largest: absolute value of what is left.
             side: 0 for rows, 1 for columns.
         """
         layout = self.points[side].layout
@@ -552,10 +568,10 @@ class PointProducts:
         *,
         transposed: bool = False,
     ) -> Iterator[Found]:
-        """P V and P q, or (P o W) V, for some rows after the other; as `BlockProduct`.
+        """Yield P V and P q, or (P o W) V, for blocks of rows; see `BlockProduct`.
 
-        If `transposed`, the same of P^T, with A of the weights packed as the columns, and B as the
-        rows.
+        If `transposed`, the same with P^T, and with A of the weights packed like the columns, and B
+        like the rows.
         """
         return self._product(transposed)(values, self._dim, weights, numbers)
 
@@ -575,7 +591,7 @@ class PointProducts:
 
 
 def _matrix_product(entries: Tensor, values: Tensor) -> Unmerged:
-    """Q V for V (m, 2, s) float16."""
+    """Compute Q V for V (m, 2, s) float16."""
     columns = values.flatten(1)
     if entries.is_cuda:
         found = torch.mm(entries, columns, out_dtype=torch.float32)
@@ -585,12 +601,12 @@ def _matrix_product(entries: Tensor, values: Tensor) -> Unmerged:
 
 
 def _fused_product(product: PackedProduct, values: Tensor) -> Unmerged:
-    """Compute Q V of one part, whose halves are columns."""
+    """Compute Q V for V (m, 2, s) by a product of one part, which takes hi and lo as columns."""
     found, _ = product(values.flatten(1)[:, None])
     halves = found.values[:, 0, : 2 * values.shape[2]]
     return found._replace(values=halves.view(len(halves), 2, -1))
 
 
 def _split_product(product: PackedProduct, values: Tensor) -> Unmerged:
-    """Q V of three parts."""
+    """Compute Q V for V (m, 2, s) by a product of three parts."""
     return product(values)[0]

@@ -108,7 +108,7 @@ class SubsetComparison:
 
     def sides_of_cost(self) -> tuple[LabeledSamples, LabeledSamples]:
         """Return both datasets as transformed by the ground cost."""
-        return self._cost.seen(self.source), self._cost.seen(self.target)
+        return self._cost.transform(self.source), self._cost.transform(self.target)
 
     def distance(
         self, source: LabeledSamples, target: LabeledSamples, block: str = "xy"
@@ -152,8 +152,8 @@ class SubsetComparison:
             return None
         if statistics is not None:
             one, other = statistics
-            statistics = prepared.see(one), prepared.see(other)
-        source, target = prepared.seen
+            statistics = prepared.transform(one), prepared.transform(other)
+        source, target = prepared.transformed
         return measure_classes(source, target, metric, statistics=statistics)
 
 

@@ -215,7 +215,7 @@ def check_sums(sums: Tensor, epsilon: float) -> None:
 class _Weighted:
     """P as a product of masses and e, where some masses are 0."""
 
-    ways = None
+    half_products = None
 
     def __init__(self, entries: Entries) -> None:
         self._entries, self.precision = entries, entries.plan.precision

@@ -101,12 +101,12 @@ class DivergenceGradient:
             return gradient
         if "lambda_x" in gradient:
             gradient["lambda_x"] *= SHARES[ground.ground]
-        sides = zip(POINTS, MASSES, comparison.given, comparison.seen, strict=True)
-        for key, of_masses, side, seen in sides:
+        sides = zip(POINTS, MASSES, comparison.given, comparison.transformed, strict=True)
+        for key, of_masses, side, transformed in sides:
             if key not in name:
                 continue
             points = side.features
-            if key in gradient and side is not seen:
+            if key in gradient and side is not transformed:
                 gradient[key] = ground.pull_back(points, gradient[key])
             p = None if comparison.debias else ground.one_side(points)
             if p is None:

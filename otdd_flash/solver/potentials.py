@@ -126,7 +126,7 @@ def sinkhorn_potentials(
         with comparison.within_memory():
             solved = potentials_everywhere(comparison, term.f, term.g)
         f, g = (potential.double() for potential in solved)
-        shift = comparison.seen[1].masses @ g
+        shift = comparison.transformed[1].masses @ g
         results = (f + shift).to(x.device), (g - shift).to(x.device)
     if not inputs.tensors:
         return results

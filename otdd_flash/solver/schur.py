@@ -114,8 +114,8 @@ class SchurSystem:
     @property
     def layout(self) -> Layout | None:
         """The packed order of the columns; None if products are not of packed points."""
-        ways = self._plan.ways
-        return None if ways is None else ways[0].layouts[1]
+        half_products = self._plan.half_products
+        return None if half_products is None else half_products[0].layouts[1]
 
     @cached_property
     def _rows(self) -> Metric:
@@ -136,8 +136,8 @@ class SchurSystem:
     @cached_property
     def _between(self) -> tuple[Tensor, Tensor]:
         """Weights between the products with P, in packed order, and with P^T."""
-        assert self._plan.ways is not None
-        there, back = self._plan.ways
+        assert self._plan.half_products is not None
+        there, back = self._plan.half_products
         weights = self.by_row[:, 0] * there.weights
         if back.given is not None:
             weights *= back.given
@@ -172,8 +172,8 @@ class SchurSystem:
         from otdd_flash.kernels.linear.cg_step import Image
         from otdd_flash.kernels.linear.onward import onward
 
-        assert self._plan.ways is not None
-        there, back = self._plan.ways
+        assert self._plan.half_products is not None
+        there, back = self._plan.half_products
         weights, taken = self._between
         packed, scales = onward(there.multiply(packed), scales, weights)
         position = back.layouts[0].position
@@ -200,8 +200,8 @@ class SelfSystem:
     @property
     def layout(self) -> Layout | None:
         """The layout of rows and columns, which are the same points."""
-        ways = self._plan.ways
-        return None if ways is None else ways[0].layouts[1]
+        half_products = self._plan.half_products
+        return None if half_products is None else half_products[0].layouts[1]
 
     @cached_property
     def _scaled_masses(self) -> Tensor:
@@ -220,8 +220,8 @@ class SelfSystem:
         """Return the product with w, given in packed float16, in the form that kernels read."""
         from otdd_flash.kernels.linear.cg_step import Image
 
-        assert self._plan.ways is not None
-        there, _ = self._plan.ways
+        assert self._plan.half_products is not None
+        there, _ = self._plan.half_products
         position = there.layouts[0].position
         found = there.multiply(packed)
         return Image(found, scales, there.weights, self._scaled_masses, position)

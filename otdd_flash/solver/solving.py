@@ -58,7 +58,7 @@ def solve(
             is out of reach of the rounding of costs.
     """
     if isinstance(options, GeomlossSchedule):
-        options = at_diameter(options, *(side.features for side in comparison.seen))
+        options = at_diameter(options, *(side.features for side in comparison.transformed))
     error = comparison.cost_error
     _check_error(comparison, error)
     identical = comparison.debias and comparison.identical

@@ -254,7 +254,7 @@ class MapGradient:
 
     def _centred(self) -> tuple[Tensor, Tensor]:
         """Return V relative to an origin near it, and the origin (k,), float64."""
-        target = self._comparison.seen[1]
+        target = self._comparison.transformed[1]
         values = target.features if self._images is None else self._images.to(target.masses.device)
         origin = mean_near(values, target.masses)
         return less_origin(values, origin), origin

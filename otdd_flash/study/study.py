@@ -270,10 +270,10 @@ class Study:
     def _metric(self, tasks: Sequence[Task]) -> LabelMetric:
         """Return the metric between classes; a function includes its value for one pair."""
         metric, cost = metric_of(self.labels), self.cost or GroundCost()
-        seen = [cost.seen(task.train) for task in tasks]
+        transformed = [cost.transform(task.train) for task in tasks]
         if isinstance(metric, PairFunction):
-            return metric.probed(pool(seen)[0])
-        return settled_metric(metric, self.epsilon, seen)
+            return metric.probed(pool(transformed)[0])
+        return settled_metric(metric, self.epsilon, transformed)
 
     def _settings(
         self,

@@ -214,7 +214,7 @@ def test_too_little_memory_is_said_with_the_bytes(command, monkeypatch):
     from otdd_flash.operators.torch_pool import TorchTerm
 
     with monkeypatch.context() as patched:
-        patched.setattr(memory, "UNASKED", 0)
+        patched.setattr(memory, "ASSUMED_FREE", 0)
         patched.setattr(memory, "free_memory", lambda _: 2000)
         ended = command()
     assert ended.code == 2

@@ -34,11 +34,11 @@ from otdd_flash.operators import (
     blocked,
     comparison,
     given_costs,
+    integer_points,
     point_scores,
     sharing,
     torch_operator,
     triton_operator,
-    whole_points,
 )
 from otdd_flash.operators.base import EvaluatedPlan, KeptPlan, Marginals
 from otdd_flash.operators.comparison import Comparison
@@ -63,7 +63,7 @@ SMALL: list[tuple[Any, str, Any]] = [
     (triton_operator, "MANY_SCORES", 1),
     (base, "BLOCK_CPU", 200),
     (base, "FEW_COLUMNS", 8),
-    (whole_points, "LEAST_POINTS", 20),
+    (integer_points, "LEAST_POINTS", 20),
     (point_scores, "TILE_CPU", 32),
     (point_scores, "LEAST_POINTS", 16),
     (plan_blocks, "BLOCK_HEIGHT", 256),
@@ -184,7 +184,7 @@ class Held:
         exact, cost = (cost[rows][:, columns] for cost in (self.exact, self.cost))
         if isinstance(part, KernelOperator):
             # Its points are rounded on a scale of their own.
-            cost = self._given.cost_of(*part.seen_points(), rows, columns)
+            cost = self._given.cost_of(*part.rounded_points(), rows, columns)
         return Held(self._given, part, self.precision, exact, cost)
 
     def softmin_over(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
@@ -257,18 +257,18 @@ def _of_points(given: Problem, way: Way) -> Held:
     operator, cost = _operator_of_points(given, way.options), given.cost
     if isinstance(operator, KernelOperator):
         # An iteration is exact for points that are rounded.
-        cost = given.cost_of(*operator.seen_points())
+        cost = given.cost_of(*operator.rounded_points())
     return Held(given, operator, way.precision, given.cost, cost)
 
 
 def _of_files(given: Problem, way: Way) -> Held:
     """Points that are read from a file in every pass, as memory has room for few."""
-    before, comparison.UNASKED = comparison.UNASKED, 0
+    before, comparison.ASSUMED_FREE = comparison.ASSUMED_FREE, 0
     try:
         options = {"memory_budget": 1} | way.options
         operator = _operator_of_points(given, options, Path(FOLDER.name))
     finally:
-        comparison.UNASKED = before
+        comparison.ASSUMED_FREE = before
     assert "points streamed in blocks" in operator.backend
     return Held(given, operator, way.precision, given.cost, given.cost)
 
@@ -352,8 +352,8 @@ def _asked(case: Case, way: Way, name: str, arguments: tuple[Any, ...]) -> Any:
     arguments = _moved(arguments, DEVICE)
     options = dict(way.options)
     in_a_ring = options.pop("ring", False)
-    before = sharing.UNASKED
-    sharing.UNASKED = 0 if in_a_ring else before
+    before = sharing.ASSUMED_FREE
+    sharing.ASSUMED_FREE = 0 if in_a_ring else before
 
     def work(ranks: Ranks) -> Any:
         problem = problem_of(case)
@@ -371,7 +371,7 @@ def _asked(case: Case, way: Way, name: str, arguments: tuple[Any, ...]) -> Any:
     try:
         return _moved(led(work), torch.device("cpu"))
     finally:
-        sharing.UNASKED = before
+        sharing.ASSUMED_FREE = before
 
 
 TORCH, DOUBLE, TRITON = {"backend": "torch"}, {"precision": "double"}, {"backend": "triton"}

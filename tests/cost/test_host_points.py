@@ -35,7 +35,7 @@ def test_a_block_comes_when_the_one_before_the_last_has_been_used(
         read.append(f"bring {BLOCKS.index(block)}")
         return points.arrive(block)
 
-    monkeypatch.setattr(points, "_told", Told)
+    monkeypatch.setattr(points, "_after_passes", Told)
     for there in points.stream(BLOCKS, arrive):
         assert torch.equal(there, points.features[BLOCKS[used].rows])
         used += 1
@@ -50,7 +50,7 @@ def test_points_on_the_device_are_read_where_passes_run(monkeypatch: pytest.Monk
     points = on_cpu()
     rows = torch.tensor([7, 3, 44])
     expected = points[rows]
-    monkeypatch.setattr(HostPoints, "are_there", property(lambda _: True))
+    monkeypatch.setattr(HostPoints, "on_device", property(lambda _: True))
     monkeypatch.setattr(points, "_reader", None)
     assert torch.equal(points[rows], expected)
     assert torch.equal(torch.cat(list(points.stream(BLOCKS))), points.features)

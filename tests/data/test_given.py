@@ -200,7 +200,7 @@ def test_sparse_features_are_made_dense(monkeypatch):
         assert otdd.embed((sparse, Y)).fingerprint == EXPECTED.fingerprint, type(sparse)
     counts = otdd.extractors.from_callable(lambda batch: scipy.sparse.csr_array(np.stack(batch)))
     assert otdd.embed(WHOLE, counts).fingerprint == EXPECTED.fingerprint
-    monkeypatch.setattr(real_numbers, "UNASKED", 0)
+    monkeypatch.setattr(real_numbers, "ASSUMED_FREE", 0)
     monkeypatch.setattr(real_numbers, "free_memory", lambda device: 900)
     said = r"features as a dense matrix of shape \(30, 4\) need 960 bytes, and 900 bytes are free"
     for sparse in given:
@@ -261,7 +261,7 @@ def test_inputs_that_a_function_takes_are_not_held(kind, tmp_path, monkeypatch):
     given = {"stream": Stream(lambda: map(read, range(30))), "dataset": pairs}
     dataset = given.get(kind) or DataLoader(pairs, batch_size=4)
     extractor = otdd.extractors.from_callable(squares)
-    monkeypatch.setattr(given_module, "UNASKED", 4 * 32)
+    monkeypatch.setattr(given_module, "ASSUMED_FREE", 4 * 32)
     found = otdd.embed(dataset, extractor, batch_size=4, progress=lambda *n: done.append(n))
     assert events == (["read"] * 4 + ["extract"]) * 7 + ["read"] * 2 + ["extract"]
     assert [n for n, _ in done] == [*range(4, 29, 4), 30]
@@ -333,7 +333,7 @@ def test_max_samples_takes_the_first_of_a_stream():
 def test_a_stream_that_may_have_no_end(monkeypatch):
     """A notice after many items; before memory is full, a sentence."""
     for module in (given_module, real_numbers):
-        monkeypatch.setattr(module, "UNASKED", 20_000)
+        monkeypatch.setattr(module, "ASSUMED_FREE", 20_000)
     monkeypatch.setattr(real_numbers, "free_memory", lambda device: 100_000)
     monkeypatch.setattr(given_module, "MANY", 1000)
     end = r"its first (\d+) items take 0 MiB, and \1 more need .* such as max_samples=\1$"

@@ -170,7 +170,7 @@ def test_datasets_are_opened_as_they_were_saved_and_others_are_refused(tmp_path)
 @pytest.mark.slow
 def test_a_distance_streams_them(tmp_path, monkeypatch):
     monkeypatch.setattr(blocked, "LEAST_POINTS", 32)
-    monkeypatch.setattr(comparison, "UNASKED", 0)
+    monkeypatch.setattr(comparison, "ASSUMED_FREE", 0)
     parts = [column(part) for part in np.split(points(), 7)]
     features = otdd.features_file(written(tmp_path / "x.arrow", parts))
     labels = torch.arange(N) % 2

@@ -28,7 +28,7 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of stated sizes do not hide what grows."""
     monkeypatch.setattr(cost_points, "CHUNK_ELEMENTS_CPU", 1 << 10)
     monkeypatch.setattr(cost_points, "CHUNK_ELEMENTS_GPU", 1 << 10)
-    monkeypatch.setattr(rounding, "TELLING", 16)
+    monkeypatch.setattr(rounding, "SAMPLED_POINTS", 16)
     monkeypatch.setattr(marginal_tiles, "CHUNK_COLUMNS", CHUNK)
     monkeypatch.setattr(marginal_tiles, "MOST_ROWS", CHUNK)
     monkeypatch.setattr(symmetric_step, "STRIPE_BYTES", 1 << 14)

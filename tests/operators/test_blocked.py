@@ -26,7 +26,7 @@ SYMMETRIC, CROSS = (0, 0), (0, 1)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that divide neither side: 47 + 47 + 46 rows, 45 + 45 columns."""
     monkeypatch.setattr(blocked, "LEAST_POINTS", 64)
-    monkeypatch.setattr(comparison, "UNASKED", 0)
+    monkeypatch.setattr(comparison, "ASSUMED_FREE", 0)
 
 
 def sides(folder: Path | None, kind: str = "npy") -> tuple[otdd.LabeledSamples, ...]:
@@ -138,7 +138,7 @@ def test_the_largest_of_several_costs_says_whether_points_are_streamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = sides(tmp_path)
-    monkeypatch.setattr(comparison, "UNASKED", 0)
+    monkeypatch.setattr(comparison, "ASSUMED_FREE", 0)
     monkeypatch.setattr(comparison, "cost_size", lambda x, y: (len(x), len(y)))
     monkeypatch.setattr(comparison, "operator_bytes", lambda size, *_: size[0] * size[1])
     needed = max(N, M) ** 2
@@ -160,9 +160,9 @@ def test_a_budget_says_whether_points_are_streamed(
     assert streaming is not None
     assert streaming.room == 1024
     # What is taken to be there is not asked for.
-    monkeypatch.setattr(comparison, "UNASKED", 1 << 26)
+    monkeypatch.setattr(comparison, "ASSUMED_FREE", 1 << 26)
     assert Comparison.prepare(given, GroundCost(), small).streaming is None
-    monkeypatch.setattr(comparison, "UNASKED", 0)
+    monkeypatch.setattr(comparison, "ASSUMED_FREE", 0)
     # Second derivatives ask for more than operators.
     assert Comparison.prepare(given, GroundCost(), small, resident=True).streaming is None
     # In memory already, on this device, is where they stay.

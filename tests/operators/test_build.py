@@ -62,7 +62,7 @@ def test_nothing_small_asks_for_memory_or_is_checked_again(
 
 def test_a_budget_that_the_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (memory, compute_options):
-        monkeypatch.setattr(module, "UNASKED", 0)
+        monkeypatch.setattr(module, "ASSUMED_FREE", 0)
         monkeypatch.setattr(module, "free_memory", lambda _: 100_000)
     # One block and one tile of scores are held by the streamed operator that comes first.
     monkeypatch.setattr(build, "streamed_bytes", lambda *_: 0)
@@ -146,7 +146,7 @@ def test_an_amd_card_runs_pytorch_and_nothing_else(
 def test_a_full_gpu_is_refused_before_anything_is_allocated(
     backend: str, precision: str, ways: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "UNASKED", 0)
+    monkeypatch.setattr(memory, "ASSUMED_FREE", 0)
     pattern = (
         r"not enough memory on cuda:0 for 50 x 40 points of dimension 3: at least "
         rf"[\d.]+ KiB are needed and 1\.2 KiB are free; use fewer samples .*{ways}"

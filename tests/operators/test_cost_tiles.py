@@ -10,9 +10,9 @@ from labelled_costs import dense_labelled_cost, labelled_cost
 from torch import Tensor
 
 from otdd_flash.cost.points import LabelledCost
-from otdd_flash.operators import whole_points
+from otdd_flash.operators import integer_points
+from otdd_flash.operators.integer_points import IntegerProducts, integer_products
 from otdd_flash.operators.point_scores import CentredProducts, Products, cost_tiles
-from otdd_flash.operators.whole_points import WholeProducts, whole_products
 
 
 def gathered(cost: LabelledCost, products: Products, rows: slice) -> Tensor:
@@ -37,8 +37,8 @@ def test_products_on_a_lattice_are_within_their_errors(scale: float, itself: boo
     if scale == 1.0:
         x, y = (x * 255).round(), (y * 255).round()
     cost = labelled_cost(x, None if itself else y)
-    products = whole_products(cost)
-    assert isinstance(products, WholeProducts)
+    products = integer_products(cost)
+    assert isinstance(products, IntegerProducts)
     truth = dense_labelled_cost(cost)
     off = (gathered(cost, products, slice(0, 1100)) - truth).abs()
     allowed = products.errors[0][:, None] + products.errors[1]
@@ -52,7 +52,7 @@ def test_products_on_a_lattice_are_within_their_errors(scale: float, itself: boo
 def test_lattice_points_lose_what_their_distance_costs() -> None:
     """Without the part for distances from the lattice the errors would be too small."""
     cost = labelled_cost(grey(1100, 0), grey(1000, 1))
-    products = whole_products(cost)
+    products = integer_products(cost)
     assert products is not None
     off = (gathered(cost, products, slice(0, 1100)) - dense_labelled_cost(cost)).abs()
     rounding = CentredProducts(cost).errors
@@ -75,11 +75,11 @@ def mostly_white(x: Tensor) -> Tensor:
         pytest.param(lambda x: (x * 255).round() * 8, False, id="too large for bfloat16"),
         pytest.param(mostly_white, False, id="too far below the mean for bfloat16"),
         pytest.param(lambda x: x.repeat(1, 60), False, id="products too large"),
-        pytest.param(lambda x: x[: whole_points.LEAST_POINTS - 1], False, id="few"),
+        pytest.param(lambda x: x[: integer_points.LEAST_POINTS - 1], False, id="few"),
     ],
 )
 def test_lattices_on_which_products_are_exact(
     change: Callable[[Tensor], Tensor], found: bool
 ) -> None:
     cost = labelled_cost(change(grey(1100, 0)), change(grey(1100, 1)))
-    assert (whole_products(cost) is not None) is found
+    assert (integer_products(cost) is not None) is found

@@ -28,7 +28,7 @@ CROSS, SYMMETRIC = "xy", "xx"
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 and fewer, and slabs that end within them."""
     monkeypatch.setattr(blocked, "LEAST_POINTS", 64)
-    monkeypatch.setattr(comparison, "UNASKED", 0)
+    monkeypatch.setattr(comparison, "ASSUMED_FREE", 0)
     monkeypatch.setattr(packed_blocks, "SLAB_BYTES", 1000)
 
 

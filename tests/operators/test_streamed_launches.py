@@ -79,7 +79,7 @@ class Counted(TorchDispatchMode):
 
 def operator(folder: Path, host_room: int, monkeypatch: pytest.MonkeyPatch) -> BlockedOperator:
     monkeypatch.setattr(blocked, "LEAST_POINTS", SIZE)
-    monkeypatch.setattr(comparison, "UNASKED", 0)
+    monkeypatch.setattr(comparison, "ASSUMED_FREE", 0)
     draw, sides = torch.Generator().manual_seed(0), []
     for name, blocks in (("x", ROWS), ("y", COLUMNS)):
         np.save(folder / f"{name}.npy", torch.randn(blocks * SIZE, DIM, generator=draw).numpy())

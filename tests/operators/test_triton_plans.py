@@ -47,7 +47,7 @@ def test_a_held_plan_is_written_where_it_is_held(monkeypatch: pytest.MonkeyPatch
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "UNASKED", 0)
+    monkeypatch.setattr(memory, "ASSUMED_FREE", 0)
     monkeypatch.setattr(memory, "free_memory", lambda _: 0)
 
 
@@ -94,7 +94,7 @@ def test_what_weights_entries_on_both_sides_is_packed_once(monkeypatch: pytest.M
     with operation_counts.OperationCounts(monkeypatch) as counts:
         got = found.times(points, (along, points), (points, along))
     assert counts.launches["pack_kernel"] == 2
-    costs = dense_labelled_cost(cost.cost, cost.seen_points())
+    costs = dense_labelled_cost(cost.cost, cost.rounded_points())
     plan = reference.plan(costs, cost.a, cost.b, f, f, EPSILON)
     weighted = (plan * (along @ points.T + points @ along.T)) @ points
     assert float((got - weighted).abs().max()) <= 1e-4 * float(weighted.abs().max())

@@ -87,7 +87,7 @@ def exchanged(ranks: Ranks) -> tuple[Tensor, list[float], list[Counter[str]]]:
 def asked_for_memory(work: Any) -> Any:
     """Work of ranks that look how much memory there is, however few points they hold."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sharing, "UNASKED", 0)
+        patched.setattr(sharing, "ASSUMED_FREE", 0)
         return lead(work)
 
 

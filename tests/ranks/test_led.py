@@ -32,7 +32,7 @@ def recorded(group: Ranks | None, name: str, options: dict[str, Any]) -> Record:
 def in_a_ring(name: str) -> Record:
     """Points that no rank holds all of."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sharing, "UNASKED", 0)
+        patched.setattr(sharing, "ASSUMED_FREE", 0)
         return lead(recorded, name, {"backend": "torch", "memory_budget": 0})
 
 
@@ -103,7 +103,7 @@ def short_of_memory() -> Any:
 
     with pytest.MonkeyPatch.context() as patched:
         if torch.distributed.get_rank() == 1:
-            patched.setattr(compute, "UNASKED", 0)
+            patched.setattr(compute, "ASSUMED_FREE", 0)
             patched.setattr(compute, "free_memory", lambda device: 1)
         return lead(distance)
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("ranks")
 def in_a_ring(work: Any, *arguments: Any) -> Any:
     """What rank 0 finds where no rank has memory for all points."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sharing, "UNASKED", 0)
+        patched.setattr(sharing, "ASSUMED_FREE", 0)
         return lead(work, *arguments)
 
 

@@ -40,7 +40,7 @@ def in_blocks(work: Any, *arguments: Any) -> Any:
     """What rank 0 finds where points take more than there is, in small blocks on every rank."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(blocked, "LEAST_POINTS", 16)
-        patched.setattr(comparison, "UNASKED", 0)
+        patched.setattr(comparison, "ASSUMED_FREE", 0)
         return lead(work, *arguments)
 
 

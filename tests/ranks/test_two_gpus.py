@@ -33,8 +33,8 @@ for seed in range(2):
 
 def work(ranks):
     found = []
-    for unasked, budget in ((sharing.UNASKED, "auto"), (0, 0)):
-        sharing.UNASKED = unasked
+    for unasked, budget in ((sharing.ASSUMED_FREE, "auto"), (0, 0)):
+        sharing.ASSUMED_FREE = unasked
         compute = otdd.ComputeOptions("cuda", memory_budget=budget, group=ranks)
         result = otdd.dataset_distance(*sides, epsilon_relative=0.1, compute=compute)
         f = result.potentials[0].double()

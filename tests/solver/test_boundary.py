@@ -202,7 +202,7 @@ def entries(pair: Pair, **settings: Any) -> dict[str, Callable[[], Any]]:
 def test_too_little_memory_is_refused_before_any_work(
     pair: Pair, compute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "UNASKED", 0)
+    monkeypatch.setattr(memory, "ASSUMED_FREE", 0)
     monkeypatch.setattr(memory, "free_memory", lambda _: 1200)
     monkeypatch.setattr(comparison, "LabelledCost", fails)
     monkeypatch.setattr("otdd_flash.otdd.measure_classes", fails)
@@ -222,7 +222,7 @@ def test_a_self_term_that_will_not_fit_is_seen_before_the_cross_term(
     """The sums of a self term grow with n^2, so that it can need more than the cross term."""
     sides = torch.randn(1000, 1), torch.ones(1, 1)
     settings = {"epsilon": 1.0, "compute": COMPUTES["triton"]}
-    monkeypatch.setattr(memory, "UNASKED", 0)
+    monkeypatch.setattr(memory, "ASSUMED_FREE", 0)
     monkeypatch.setattr(memory, "free_memory", lambda _: 50_000)
     otdd.sinkhorn(*sides, **settings)
     with pytest.raises(InputError, match="for 1,000 x 1,000 points of dimension 1"):

@@ -93,7 +93,7 @@ def test_slow_iterations_are_preconditioned_once(monkeypatch: pytest.MonkeyPatch
 
 def test_vectors_are_as_many_as_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     of_one = 8 * low_rank.MATRICES * M
-    monkeypatch.setattr(memory, "UNASKED", 0)
+    monkeypatch.setattr(memory, "ASSUMED_FREE", 0)
     monkeypatch.setattr(memory, "free_memory", lambda *_: 2 * of_one * 30)
     for most, drawn in ((60 * of_one, 60), (59 * of_one, 30), (of_one, 1), (1, 0), (None, 30)):
         assert low_rank.rank_for(M, 1, most, torch.device("cpu")) == drawn

@@ -27,7 +27,7 @@ STREAMED = replace(HELD, memory_budget=1)
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked, "LEAST_POINTS", 8)
-    monkeypatch.setattr(comparison, "UNASKED", 0)
+    monkeypatch.setattr(comparison, "ASSUMED_FREE", 0)
     monkeypatch.setattr("otdd_flash.solver.plan_blocks.STREAMED_ROWS", 5)
 
 

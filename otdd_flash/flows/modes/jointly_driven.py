@@ -180,7 +180,7 @@ class EuclideanAugmentedMode(AugmentedMode):
         vectors = self._vectors(points, moving)
         particles = self._particles(vectors.detach())
         # The vectors are unlabelled, so there are no class distances.
-        moved = self._comparison.with_points(particles, self._comparison.seen[1])
+        moved = self._comparison.with_points(particles, self._comparison.transformed[1])
         solved, gradient = self._divergence(moved, frozenset({"x"}), batch)
         velocity = self._feature_velocity(gradient["x"], batch)
         # Row i of the vectors depends on particle i alone, so the factor 1 / a_i passes through.

@@ -18,7 +18,7 @@ from torch import Tensor
 from otdd_flash.cost.compute import Compute, ComputeOptions, scores_fit, uses_triton
 from otdd_flash.cost.facts import SIDES, TERMS
 from otdd_flash.cost.ground import NO_OFFSET, Offset
-from otdd_flash.cost.matrix import AskedCosts, CostBlocks, MatrixFacts, matrix_facts
+from otdd_flash.cost.matrix import CostBlocks, FunctionCosts, MatrixFacts, matrix_facts
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
@@ -94,7 +94,7 @@ class MatrixComparison:
         source: CostSource
         if given is None:
             assert isinstance(costs, CostBlocks)
-            source = AskedCosts(costs, device)
+            source = FunctionCosts(costs, device)
         else:
             source = HeldCosts(given.to(device))
         device, dtype = source.device, source.dtype
@@ -103,7 +103,7 @@ class MatrixComparison:
             chosen = ComputeOptions(str(device), precision=precision)
         if dtype == torch.float64:
             chosen = replace(chosen, precision="double")
-        if isinstance(source, AskedCosts) and scores_fit(source.shape, dtype, chosen, device):
+        if isinstance(source, FunctionCosts) and scores_fit(source.shape, dtype, chosen, device):
             source = HeldCosts(source.held())
         n, m = source.shape
         masses = (checked_masses("a", a, n).to(device), checked_masses("b", b, m).to(device))

@@ -143,7 +143,7 @@ class ExactProducts:
     potential: the marginals of that plan are the products. Each product evaluates the plan anew.
     """
 
-    ways = None
+    half_products = None
 
     def __init__(self, operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> None:
         self._operator, self._at, self._epsilon = operator, (f, g), epsilon

@@ -49,7 +49,7 @@ def _lines(comparison: MatrixComparison) -> tuple[Tensor, bool]:
     """Costs with contiguous rows, and whether they are the transpose."""
     operator = comparison.operator("xy")
     assert isinstance(operator, MatrixKernelOperator)
-    return operator.lines, operator.turned
+    return operator.lines, operator.transposed
 
 
 def solve_recorded_matrix(
@@ -74,9 +74,9 @@ def solve_recorded_matrix(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    facts, (lines, turned) = comparison.facts, _lines(comparison)
+    facts, (lines, transposed) = comparison.facts, _lines(comparison)
     masses, magnitudes = (comparison.a, comparison.b), facts.magnitudes
-    if turned:
+    if transposed:
         masses, magnitudes = masses[::-1], magnitudes[::-1]
         start = {
             name: comparison.operator("xy").softmin_rows(g, epsilon)
@@ -97,4 +97,4 @@ def solve_recorded_matrix(
     if small is None:
         return None
     term = small.terms["xy"]
-    return replace(term, f=term.g, g=term.f) if turned else term
+    return replace(term, f=term.g, g=term.f) if transposed else term

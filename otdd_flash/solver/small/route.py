@@ -12,7 +12,7 @@ from otdd_flash.cost.class_table import ROUNDING
 from otdd_flash.cost.compute import ComputeOptions, uses_triton
 from otdd_flash.cost.facts import TERMS, CostFacts
 from otdd_flash.errors import InputError
-from otdd_flash.memory import UNASKED, budget_in_bytes, free_memory
+from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import UNIT, Room, ScorePool
 from otdd_flash.solver.certificate import PlanEvidence, conclude, shows_rounding
@@ -54,7 +54,7 @@ def is_small(comparison: Comparison, options: Converged) -> bool:
     if options.max_iterations == 1:
         # The certificate's own, which follows an iteration at the least where terms are pooled.
         return False
-    x, y = comparison.seen
+    x, y = comparison.transformed
     whole = isinstance(x.features, Tensor) and isinstance(y.features, Tensor)
     return whole and is_quick(room := room_for(comparison, None)) and fits(room, compute)
 
@@ -67,7 +67,7 @@ def is_quick(room: Room) -> bool:
 
 def fits(room: Room, compute: ComputeOptions) -> bool:
     """Whether a room on a processor is within what stored scores may take."""
-    if compute.memory_budget == "auto" and room.bytes <= UNASKED:
+    if compute.memory_budget == "auto" and room.bytes <= ASSUMED_FREE:
         return True
     return room.bytes <= budget_in_bytes(compute.memory_budget, room.device)
 
@@ -89,14 +89,14 @@ def pays(room: Room) -> bool:
 
 def _has_memory(room: Room) -> bool:
     """Whether at most half of what is free is needed, unless a room like it is there already."""
-    if room.bytes <= UNASKED or is_kept(room):
+    if room.bytes <= ASSUMED_FREE or is_kept(room):
         return True
     return room.bytes <= free_memory(room.device) // 2
 
 
 def room_for(comparison: Comparison, table: Tensor | None) -> Room:
     """A room for a problem; on a GPU with sizes rounded up, so that few are recorded."""
-    x, y = comparison.seen
+    x, y = comparison.transformed
     in_triton = uses_triton(comparison.compute, comparison.device)
     dtype = torch.promote_types(x.features.dtype, y.features.dtype)
     size = padded if in_triton else int
@@ -132,7 +132,7 @@ def solve_small(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    (x, y), table, debias = comparison.seen, comparison.classes.given, comparison.debias
+    (x, y), table, debias = comparison.transformed, comparison.classes.given, comparison.debias
     of_costs = comparison.ground.squared.lambda_x, comparison.ground.lambda_y, x.class_total
     batch, sizes = Batch.of_one((x, y), table), (len(x), len(y))
     with kept(room_for(comparison, table), debias) as solve:

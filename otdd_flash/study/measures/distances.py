@@ -200,10 +200,10 @@ class ClassBlock(PairUnit):
         }
 
     def compute(self, store: Store) -> Content:
-        seen = compared(self.setup, store).seen
+        transformed = compared(self.setup, store).transformed
         found = class_block(
-            seen[self.i],
-            seen[self.j],
+            transformed[self.i],
+            transformed[self.j],
             self.setup.settings.labels,
             cache_dir=self.setup.cache_dir,
         )

@@ -1,12 +1,14 @@
-"""Points on a lattice whose products float32 computes exactly, as those of grey values are.
+"""Points on a lattice, such as grey values, whose inner products float32 computes exactly.
 
 In units of the lattice's step, and less a centre on it, coordinates are integers v. Every partial
 sum of a product is an integer too, and by Cauchy and Schwarz
 
     |sum_k v_ik w_jk| <= ||v_i|| ||w_j||    over any subset of the k.
 
-Where the right side is at most 2^24, a float32 product in any order is exact. Integers up to 256
-are exact in bfloat16 as well, which a processor may be allowed to use for products of float32.
+If the right side is at most 2^24, a float32 product in any order is exact. Integers up to 256 are
+exact in bfloat16 as well, which a processor may be allowed to use for products of float32.
+`point_scores` uses these products for scores that are stored in float32, as they take less time
+than those in float64.
 """
 
 from __future__ import annotations
@@ -28,19 +30,19 @@ from otdd_flash.cost.rounding import (
 
 LARGEST_PRODUCT, LARGEST_INTEGER = 2.0**24, 256
 
-# Below so many points a side it takes as long to round them as it saves.
+# Least points of a side: for fewer, rounding them takes as long as it saves.
 LEAST_POINTS = 1000
 
-# So many rows show at little cost that points are on no lattice.
+# Rows that are tried first, which rule out a lattice for most points.
 FIRST_ROWS = 32
 
 
-class WholeProducts:
-    """Products of both clouds as integers, off by what the points are away from the lattice.
+class IntegerProducts:
+    """Exact products of points rounded to a lattice; errors are those of the rounding.
 
     Args:
-        cost: two labelled clouds.
-        points: (n, d) and (m, d) float32 integers, with integers / scale near points - centre.
+        cost: between two labelled clouds.
+        points: (n, d) and (m, d) float32 integers, near scale (points - centre).
         lost: (n,) and (m,) float64, squared distances of the points from the lattice.
         scale: steps in one unit of the points.
         centre: (d,) float64, on the lattice.
@@ -63,20 +65,20 @@ class WholeProducts:
         self.errors = of_x, of_y
 
     def left(self, rows: slice) -> Tensor:
-        """Integers of rows, (N, d) float32."""
+        """Return the integers (N, d) float32 of some rows."""
         return self._points[0][rows]
 
     def right(self, columns: slice) -> Tensor:
-        """Integers of columns, (M, d) float32."""
+        """Return the integers (M, d) float32 of some columns."""
         return self._points[1][columns]
 
     def add(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """One product of matrices in float32, exact."""
+        """Add 2 lambda_x <x_i, y_j> by one exact matrix product in float32."""
         out.add_(left @ right.T, alpha=self._unit)
 
 
-def whole_products(cost: LabelledCost) -> WholeProducts | None:
-    """Products of points on a lattice, if there is one on which they are exact, and worth it."""
+def integer_products(cost: LabelledCost) -> IntegerProducts | None:
+    """Return exact products if all points are near one lattice and there are enough; else None."""
     if min(cost.shape) < LEAST_POINTS:
         return None
     sides = cost.held[: 1 if cost.symmetric else 2]
@@ -91,12 +93,12 @@ def whole_products(cost: LabelledCost) -> WholeProducts | None:
         x, y = rounded[0], rounded[-1]
         if x.longest * y.longest <= LARGEST_PRODUCT:
             points, lost = (x.values, y.values), (x.lost, y.lost)
-            return WholeProducts(cost, points, lost, scale=scale, centre=middle / scale)
+            return IntegerProducts(cost, points, lost, scale=scale, centre=middle / scale)
     return None
 
 
 class _Rounded(NamedTuple):
-    """Integers (N, d) float32, the longest norm of a row, and what was lost, (N,) float64."""
+    """Integers (N, d) float32, the longest norm of a row, and squared rounding errors (N,)."""
 
     values: Tensor
     longest: float
@@ -104,9 +106,9 @@ class _Rounded(NamedTuple):
 
 
 def _round(points: Tensor, scale: float, middle: Tensor) -> _Rounded | None:
-    """The nearest integers to points * scale, less `middle` (d,).
+    """Round points * scale to integers, less `middle` (d,).
 
-    None where that is more than a multiple of a step may lose to float32, or an integer is large.
+    Returns None if rounding changes a point by more than float32 does, or an integer is too large.
     """
     values = torch.empty(points.shape, dtype=torch.float32, device=points.device)
     lost, longest = points.new_empty(len(points), dtype=torch.float64), 0.0
