@@ -63,7 +63,7 @@ def computes(function: Callable[P, R]) -> Callable[P, R]:
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Keep `torch.compile` out of a function, without the slow import of the compiler."""
-    return _untraced(function, nullcontext)
+    return _untraced(function, lambda _: nullcontext())
 
 
 def _untraced(

@@ -122,8 +122,8 @@ class ClassDistances:
                 f"a table of {size_x} classes and others must be a matrix of more than {size_x} "
                 f"rows, got shape {tuple(full.shape)}"
             )
-        names = (None if of is None else tuple(of) for of in (names_x, names_y))
-        return cls.split(full, size_x, *names, lower, upper)
+        of_x, of_y = (None if of is None else tuple(of) for of in (names_x, names_y))
+        return cls.split(full, size_x, of_x, of_y, lower, upper)
 
     @classmethod
     def split(
