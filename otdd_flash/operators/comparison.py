@@ -276,11 +276,14 @@ class Comparison:
             streaming=self.streaming,
         )
 
-    def operator(self, term: str, *, keep_scores: bool = True) -> Operator:
+    def operator(
+        self, term: str, cost: LabelledCost | None = None, *, keep_scores: bool = True
+    ) -> Operator:
         """Build the operator of a term, in this process or shared by those of `compute.group`.
 
         Args:
             term: "xy", "xx" or "yy".
+            cost: of the term, where the caller has built it.
             keep_scores: False for single passes, which storing scores would not speed up.
 
         Raises:
@@ -290,7 +293,7 @@ class Comparison:
             from otdd_flash.operators.sharing import shared_operator
 
             return shared_operator(self, term, ranks, keep_scores=keep_scores)
-        return build_operator(self.cost(term), self.compute, keep_scores=keep_scores)
+        return build_operator(cost or self.cost(term), self.compute, keep_scores=keep_scores)
 
     def mean_cost(self) -> float:
         """Compute the unit of `epsilon_relative`: the mean cost of the cross term.

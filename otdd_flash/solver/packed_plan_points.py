@@ -37,10 +37,11 @@ def plan_points(
     if dense is not None:
         clouds = [(side.features, side.masses) for side in comparison.sides(name)]
         return PlanPoints(dense, comparison, name, origin_near(clouds, dense.dtype))
-    operator = comparison.operator(name)
+    cost = comparison.cost(name)
+    operator = comparison.operator(name, cost)
     plan = operator.refined.plan(*potentials, comparison.epsilon).prepared
     # The operator's own centre, which is computed already.
-    given = plan, comparison, name, comparison.cost(name).centre
+    given = plan, comparison, name, cost.centre
     with_points = plan.with_points
     return PlanPoints(*given) if with_points is None else PackedPlanPoints(*given, with_points)
 
