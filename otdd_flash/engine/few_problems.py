@@ -49,7 +49,7 @@ class FewQuasiNewton:
         vectors: what is evaluated and moved.
         goal: when one is done.
         form: of the problems.
-        start: where to.
+        start: levels of epsilon, and iterations taken before.
     """
 
     # A processor has nothing else to do meanwhile.
@@ -147,7 +147,7 @@ class FewQuasiNewton:
         self._told[k] = [*decision.told, float(not decision.done)]
 
 
-# Differences that are remembered.
+# Differences that are remembered, also by `KernelVectors` of one problem and of small ones.
 MEMORY = 8
 
 # Newest vectors: the step, its residual difference and the residual, without means taken off.

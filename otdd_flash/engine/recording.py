@@ -4,6 +4,10 @@ Where passes are short, launching their kernels one by one from Python takes lon
 them. A graph launches all kernels of a step at once. A step changes tensors in place, and what
 changes from one step to the next, epsilon and every decision, stands in the device's memory: so one
 recording serves all levels of epsilon.
+
+`Repeated` is for a step that is taken again and again: of `quasi_newton_kernels`, and of the
+solver's conjugate gradients. `Recorded` is for all that a small solve launches, whose room outlives
+it: the next problem in that room replays the recording.
 """
 
 from __future__ import annotations
@@ -100,9 +104,11 @@ class RecordingPool:
 
 
 def run_branches(device: torch.device, *launches: Callable[[], T]) -> list[T]:
-    """What each of them returns; in a recording they run side by side, and end with the first.
+    """Return what each of some launches returns.
 
-    Elsewhere they run one after the other: streams of which one may be recording are for that.
+    In a recording each has a stream of its own, at most `STREAMS` of them, and the first one's
+    waits for all others. Outside of one they run one after another: those streams are for
+    recordings only, and another thread's may use them now.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return [launch() for launch in launches]

@@ -1,6 +1,7 @@
 """Operators: costs with masses, by how the cost is held and where passes over it run.
 
-All have the members of `base.Operator`; the solver sees no others.
+Operators proper have the members of `base.Operator`; a solver of one term sees no others. Around
+them are plans, the engine's problems and pools of small problems, in chapters of their own below.
 
 Between labelled clouds: a `comparison` has the datasets, checked, moved and transformed for the
 ground cost once, with class distances and epsilon. `build` chooses between `triton_operator`, with

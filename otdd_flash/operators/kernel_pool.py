@@ -1,5 +1,6 @@
 """Small problems in Triton: their scores, the segments of the engine, and terms for certificates.
 
+The pools of `score_pool` on a GPU, where one recorded graph serves all problems that fit the room.
 A pass reads scores or costs, so labels and the dimension of the points do not matter to it. What it
 may get wrong is about what `one_problem` says of a single problem: certificates measure it again.
 `matrix_pool` has segments of its own for a cost matrix that is given.

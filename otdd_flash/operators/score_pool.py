@@ -1,10 +1,11 @@
 """Scores between all points of B small problems, stored, and what is known of their three costs.
 
-A problem has two clouds, n points of x and m of y, in room for N and M of them: `points` of either
-side by side, L = N + M. Its scores are one matrix (L, L) of four blocks, those of the self terms on
-the diagonal and those of the cross term beside them, once for rows of x and once for rows of y.
-`kernel_pool` computes with them in Triton, `torch_pool` on a processor; `matrix_pool` is for a cost
-matrix that is given, of which nothing is stored.
+A pool is memory of fixed size for up to B problems, which `solver.small` makes once and fills with
+one batch after another. A problem has two clouds, n points of x and m of y, in room for N and M of
+them: `points` of either side by side, L = N + M. Its scores are one matrix (L, L) of four blocks,
+those of the self terms on the diagonal and those of the cross term beside them, once for rows of x
+and once for rows of y. `kernel_pool` computes with them in Triton, `torch_pool` on a processor;
+`matrix_pool` is for a cost matrix that is given, of which nothing is stored.
 
 In Triton everything is launched without asking the device anything: sizes, weights and epsilon are
 read from its memory, so that one recording serves all problems that fit the room.

@@ -1,4 +1,8 @@
-"""Costs of padded problems (S, n, m) a cache-sized tile at a time."""
+"""Cache-sized tiles of padded problems (S, n, m), and how problems move within their memory.
+
+Both are for `stored_segments` and `anchored_segments`, whose passes read costs tile by tile, and
+which move the problems that are not done to the front.
+"""
 
 from __future__ import annotations
 

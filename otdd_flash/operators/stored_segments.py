@@ -1,5 +1,9 @@
 """Transport problems of one padded shape whose costs are stored, in float64 and plain PyTorch.
 
+`labels.sinkhorn_pairs` solves the pairs of classes of one size by them, each of which is a segment
+of `engine.problems`. They iterate on `anchored_segments` first, which are faster, and then on their
+own costs.
+
 What a row of scores gives must not depend on where the row lies. So all reductions run along rows
 (a column's scores are copied into a row first), and the exponential is `exp`, which unlike `exp2`
 is the same function at the end of a tensor as in its middle. Below -700 it is cut off: there it is
@@ -8,8 +12,8 @@ slow, and adds nothing to a sum that contains 1.
 What a pass may get wrong, v = 2^-53, for d coordinates and n terms in a sum, each summed in any
 order: a cost, (2 d + 16) v (||x_i|| + ||y_j||)^2, of centring both points, of their product and of
 three additions; a sum, (n + 512) v, of the logarithm of the mass, of the exponential, of additions
-and of the cut, n e^-700. What the exponent is rounded by is the `TRIFLE` of
-`formulas.evidence`.
+and of the cut, n e^-700. Rounding an exponent costs less than `TRIFLE` of `formulas.evidence`, 32
+roundings, relative to the largest cost or potential.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Directions along which points move, and products of a plan with them, for parts of the points."""
+"""Directions along which points move, and products of a plan with them, for parts of the points.
+
+Products of a Hessian with directions (`curvature`) need them: `plan_points` multiplies all
+directions at once, `packed_plan_points` one by one.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Products of a plan with points and directions where an operator has packed the points.
 
 The points then take the memory of one copy in float32, directions that of another while they are
-multiplied, and results, which come for a few points at a time, none.
+multiplied, and results, which come for a few points at a time, none. `curvature` builds any plan
+with its points by `plan_points`, for second derivatives along directions of the points.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Values V are computed from the points of one side, block by block. So neither they nor a result as
 large as the points need be on the device at once: the result is assembled where its points are.
+`term_gradient` computes gradients by points in this way, `centred` images of points.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Whether a divergence is small enough for `pooled_solve`, and the terms that it then ends with."""
+"""Whether a divergence is small enough for `pooled_solve`, and the terms that it then ends with.
+
+`solver.solving` asks `is_small` and calls `solve_small`; if that returns None, `divergence` solves
+the problem. `matrix_route` solves a given matrix by `solve_single` too, and `batches` and `losses`
+choose by the same sizes.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +188,8 @@ def solve_single(
     Args:
         solve: with room for it.
         batch: the problem.
-        of_costs: what the host knows of the costs, as the pool takes it.
+        of_costs: three numbers for the pool: lambda_x, lambda_y and the number of classes of x,
+            or the mean, lowest and highest cost of a given matrix.
         epsilon: regularisation, in units of the cost.
         options: when to stop.
         known: facts of the costs; None where the solve learns them.
