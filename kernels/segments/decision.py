@@ -67,7 +67,7 @@ class SegmentState(NamedTuple):
 
 @cache
 def globals_of(module: str) -> dict[str, Any]:
-    """What functions of a module of formulas see where they are compiled, to begin with."""
+    """Return the first globals of the compiled functions of a module of formulas."""
     # The interpreter looks for the language among the globals.
     return {"__name__": module, "tl": tl}
 
@@ -230,12 +230,12 @@ def segmented_decision_kernel(
 
 
 def state_width(memory: int) -> int:
-    """Numbers of a state, with so many remembered differences."""
+    """Return how many numbers a state has with so many remembered differences."""
     return TRUST + 1 + 2 * memory * memory + memory
 
 
 def constants_of(memory: int, damping: float, symmetric: bool, block: int) -> dict[str, float]:
-    """What the kernel is compiled for; arguments as for `segmented_decision`."""
+    """Return the constants of the kernel; arguments as for `segmented_decision`."""
     return {
         "SELF": symmetric,
         "DAMPING": damping,

@@ -29,11 +29,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.formulas.decision import Form, Goal, Levels
-from otdd_flash.formulas.evidence import CostNumbers, Evaluation, PassErrors, Products
+from otdd_flash.formulas.evidence import CostNumbers, PassErrors
 from otdd_flash.formulas.operations import Numbers
-
-# Numbers of the columns in an evaluation, without those of remembered vectors.
-NUMBERS = 14
 
 
 class WeightedPoints(NamedTuple):
@@ -46,13 +43,6 @@ class WeightedPoints(NamedTuple):
 
     points: Tensor
     masses: Tensor
-
-
-def evaluation_of(rows: Tensor, columns: Tensor) -> Evaluation:
-    """Unpack numbers of rows (S, 2) and of columns (S, 14 + 4 memory) in order."""
-    numbers, products = columns[:, :NUMBERS], columns[:, NUMBERS:].chunk(4, 1)
-    remembered = [Products(*products[:2]), Products(*products[2:])]
-    return Evaluation(*rows.unbind(1), *numbers.unbind(1), *remembered)
 
 
 class Move(NamedTuple):

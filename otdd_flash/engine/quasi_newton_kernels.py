@@ -288,7 +288,7 @@ class KernelVectors:
         return self.columns.kept + self.columns.residual
 
     def evaluate(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Evaluate the candidates: numbers of rows and of columns, for `evaluation_of`."""
+        """Evaluate the candidates: numbers (S, 2) of rows and (S, 14 + 4 memory) of columns."""
         problems, g = self._problems, self.columns.candidate
         rows, own = problems.layouts[0], problems.layouts[-1]
         seen = None

@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+from kernel_evaluations import evaluation_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from otdd_flash.engine import quasi_newton_kernels
-from otdd_flash.engine.problems import Start, evaluation_of
+from otdd_flash.engine.problems import Start
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels

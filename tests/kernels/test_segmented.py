@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_evaluations import evaluation_of
 
-from otdd_flash.engine.problems import Move, WeightedPoints, evaluation_of
+from otdd_flash.engine.problems import Move, WeightedPoints
 from otdd_flash.engine.quasi_newton_kernels import KernelVectors
 from otdd_flash.kernels.adder import UNIT
 from otdd_flash.kernels.segments.softmin import blocks_of, segmented_softmin
