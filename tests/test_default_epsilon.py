@@ -75,7 +75,7 @@ def test_a_flow_keeps_the_epsilon_of_its_start():
 @pytest.mark.slow
 def test_a_cost_of_zero_has_epsilon_one(tmp_path):
     labels, settings = np.arange(4) % 2, {"labels": "none"}
-    for points in (np.ones((4, 2)), np.full((4, 2), 1e-170)):
+    for points in (np.ones((4, 2)), np.full((4, 2), 1e-170), np.full((4, 2), 0.3)):
         pair = (points, labels), (points[:3], labels[:3])
         assert otdd.dataset_distance(*pair, **settings).epsilon == 1
         assert otdd.pairwise_distances(pair, **settings).epsilon == 1

@@ -43,7 +43,8 @@ class Extent(NamedTuple):
     """The mean and the bounding box of a cloud.
 
     Attributes:
-        mean: sum_i a_i x_i (d,), float64.
+        mean: sum_i a_i x_i (d,), float64, within the ends however sums are rounded: so the costs of
+            equal points are 0.
         ends: the lowest and the highest value of every coordinate, (d,) each.
     """
 
@@ -124,7 +125,7 @@ def extent(points: Points, masses: Tensor) -> Extent:
         return points.recalled("extent", (masses,), partial(_extent_read, points, masses))
     if isinstance(points, FileFeatures):
         return _extent_read(points, masses)
-    return Extent(weighted_sum(points, masses), (points.amin(0), points.amax(0)))
+    return _extent_of(weighted_sum(points, masses), points.amin(0), points.amax(0))
 
 
 def centred(points: Points, centre: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,7 +143,11 @@ def _extent_read(points: Points, masses: Tensor) -> Extent:
         total.addmm_(masses[None, part], rows)
         torch.minimum(lowest, rows.amin(0), out=lowest)
         torch.maximum(highest, rows.amax(0), out=highest)
-    return Extent(total[0], (lowest, highest))
+    return _extent_of(total[0], lowest, highest)
+
+
+def _extent_of(mean: Tensor, lowest: Tensor, highest: Tensor) -> Extent:
+    return Extent(mean.clamp(lowest.double(), highest.double()), (lowest, highest))
 
 
 T = TypeVar("T")

@@ -35,7 +35,7 @@ from torch import Tensor
 from otdd_flash.arguments import Count, Ground, Progress, takes
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.cost.host_points import Streaming
-from otdd_flash.cost.points import points_of, squared_distances, weighted_mean
+from otdd_flash.cost.points import extent, points_of, squared_distances
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.devices import moved
 from otdd_flash.eager import computes
@@ -139,11 +139,12 @@ def _mean_square(datasets: Sequence[LabeledSamples], streaming: Streaming | None
     for samples in datasets:
         points = points_of(samples, streaming)
         masses = samples.masses.to(points.device)
-        centre = weighted_mean(points, masses)
+        centre = extent(points, masses).mean
         centres.append(centre.cpu())
         spreads.append((masses @ squared_distances(points, centre)).cpu())
-    mean = shares @ torch.stack(centres)
-    between = (torch.stack(centres) - mean).square().sum(1)
+    # Relative to one of them: equal means are apart by 0 however sums are rounded.
+    apart = torch.stack(centres) - centres[0]
+    between = (apart - shares @ apart).square().sum(1)
     return 2 * float(shares @ (torch.stack(spreads) + between))
 
 
