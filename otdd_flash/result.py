@@ -374,7 +374,7 @@ class DistanceResult:
         # The plan is of the points after the ground cost's transform; it is applied to the given
         # ones.
         points = self._prepared.points("xy")[0], self._prepared.given_points(1)
-        origin = origin_near([(points[1], operator.b)], operator.dtype)
+        origin = origin_near([(points[1], operator.b)], operator.passes.dtype)
         found = conditional_means(operator, f, g, self.epsilon, points, origin)
         return found.add_(origin.to(found.device))
 

@@ -77,6 +77,22 @@ class Marginals(NamedTuple):
     lost: float
 
 
+class Passes(NamedTuple):
+    """How the passes of an operator run; known before its `costs` are computed.
+
+    Attributes:
+        dtype: the type of their potentials, which is `CostFacts.dtype`.
+        backend: what runs them and what they read, for reports.
+        in_triton: whether they, and so the iterations, run in Triton.
+        recorded: whether steps are recorded as CUDA graphs: passes are about as short as a launch.
+    """
+
+    dtype: torch.dtype
+    backend: str
+    in_triton: bool = False
+    recorded: bool = False
+
+
 class Certifiable(Protocol):
     """A cost C (n, m) with masses a (n,) and b (m,), as the certificate of a cross term reads it.
 
@@ -152,29 +168,14 @@ class Operator(Certifiable, SelfCertifiable, Protocol):
     """A ground cost C (n, m) with masses a (n,) and b (m,)."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The type of the potentials, `costs.dtype`, known before `costs` are computed."""
+    def passes(self) -> Passes:
+        """How its passes run."""
         ...
 
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Compute the sums of `SelfCertifiable.marginals`."""
-        ...
-
-    @property
-    def backend(self) -> str:
-        """A description of how passes run and what they read, for reports."""
-        ...
-
-    @property
-    def in_triton(self) -> bool:
-        """Whether passes, and so the iterations, run in Triton."""
-        ...
-
-    @property
-    def recorded(self) -> bool:
-        """Whether steps are recorded as CUDA graphs: passes are about as short as a launch."""
         ...
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:

@@ -35,6 +35,7 @@ from otdd_flash.operators.base import (
     Make,
     Marginals,
     Operator,
+    Passes,
     PlanBlock,
 )
 from otdd_flash.operators.packed_blocks import DeviceBlock, PackedBlocks, Packing
@@ -173,9 +174,6 @@ class BlockSums(ABC):
         # By side and id of the block; blocks live as long as this object.
         self._masses: dict[tuple[int, int], tuple[Tensor, float]] = {}
 
-    # Passes are long, and wait for points that are streamed.
-    recorded = False
-
     @property
     @abstractmethod
     def first(self) -> BlockOperator:
@@ -184,11 +182,7 @@ class BlockSums(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The type of the potentials."""
-        return self.first.dtype
-
-    @property
-    def in_triton(self) -> bool:
-        return self.first.in_triton
+        return self.first.passes.dtype
 
     @property
     def packing(self) -> Packing | None:
@@ -481,13 +475,16 @@ class BlockedOperator(BlockSums):
             for there in self._there.stream(side, blocks, points=True):
                 _ = self.tile(self._first.beside(there, side)).operator.accurate_errors
 
-    @property
-    def backend(self) -> str:
+    @cached_property
+    def passes(self) -> Passes:
+        """How passes run: as those of the blocks, but never recorded, as they wait for points."""
+        of_one = self.first.passes
         height, width = (
             len(self.a[self._rows[0].rows]),
             len(self.b[self._columns[0].rows]),
         )
-        return f"{self.first.backend}, points streamed in blocks of {height:,} x {width:,}"
+        backend = f"{of_one.backend}, points streamed in blocks of {height:,} x {width:,}"
+        return of_one._replace(backend=backend, recorded=False)
 
     @cached_property
     def costs(self) -> CostFacts:

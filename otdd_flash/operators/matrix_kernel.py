@@ -26,7 +26,7 @@ from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS, Swept, matrix_sweep, row_weights
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
 from otdd_flash.kernels.segments.step import Sums
-from otdd_flash.operators.base import Epsilon, Marginals, Operator
+from otdd_flash.operators.base import Epsilon, Marginals, Operator, Passes
 from otdd_flash.operators.given_costs import GivenCosts, HeldCosts, exact_blocks
 from otdd_flash.operators.one_kernel_problem import OneKernelProblem
 from otdd_flash.operators.torch_operator import (
@@ -52,10 +52,8 @@ class MatrixKernelOperator:
     Attributes:
         lines: C, or its transpose, with contiguous rows.
         transposed: whether `lines` is the transpose.
-        recorded: whether steps are recorded as CUDA graphs.
+        passes: how passes run.
     """
-
-    backend, in_triton = "triton, costs given", True
 
     def __init__(self, tiles: TorchOperator[GivenCosts]) -> None:
         source = tiles.source.costs
@@ -63,11 +61,9 @@ class MatrixKernelOperator:
         self._tiles, self.a, self.b = tiles, tiles.a.contiguous(), tiles.b.contiguous()
         self.lines, self.transposed = row_contiguous(source.matrix)
         few = self.lines.numel() * self.lines.itemsize <= FEW_BYTES
-        self.recorded = self.a.is_cuda and few
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._tiles.dtype
+        self.passes = Passes(
+            tiles.dtype, "triton, costs given", in_triton=True, recorded=self.a.is_cuda and few
+        )
 
     @property
     def costs(self) -> CostFacts:

@@ -201,7 +201,7 @@ def softmin(
     """Compute the softmin of all rows (n,), or columns (m,), from the other side's potential."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=columns)
-    found = potential.new_empty(0, dtype=parts.representative.dtype)
+    found = potential.new_empty(0, dtype=parts.representative.passes.dtype)
     if part is not None:
         near = None if guess is None else guess[owned.of(ranks)]
         softmin = part.operator.softmin_columns if columns else part.operator.softmin_rows
@@ -229,7 +229,7 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
         # NaN marks rows out of reach; a NaN is never within it.
         within = (found - f[own]).abs() <= share.reach * epsilon
         found = torch.where(within, found, math.nan)
-    found = owned.gathered(ranks, found.to(parts.representative.dtype))
+    found = owned.gathered(ranks, found.to(parts.representative.passes.dtype))
     if math.isfinite(share.reach) and bool((missing := found.isnan()).any()):
         rows = torch.zeros_like(missing)
         rows[own] = missing[own]
@@ -294,7 +294,7 @@ def apply_plan(
     """Compute a product with the plan, of all rows, or with its transpose, of all columns."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=transposed)
-    own, dtype = owned.of(ranks), parts.representative.dtype
+    own, dtype = owned.of(ranks), parts.representative.passes.dtype
     rows: Rows = EVERY if transposed else own
     columns: Rows = own if transposed else EVERY
     if part is None:

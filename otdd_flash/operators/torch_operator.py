@@ -33,6 +33,7 @@ from otdd_flash.operators.base import (
     Factors,
     KeptPlan,
     Marginals,
+    Passes,
     Plan,
 )
 
@@ -141,7 +142,6 @@ class TorchOperator(Generic[S]):
         b: (m,) column masses, float64.
     """
 
-    in_triton, recorded = False, False
     # Points are not packed.
     packing = None
 
@@ -172,8 +172,9 @@ class TorchOperator(Generic[S]):
         return self.source.row_offset.device
 
     @property
-    def backend(self) -> str:
-        return self.source.backend
+    def passes(self) -> Passes:
+        """How passes run: in PyTorch, on what the source reads."""
+        return Passes(self.dtype, self.source.backend)
 
     @cached_property
     def costs(self) -> CostFacts:

@@ -507,7 +507,7 @@ class TermSolves:
         progress = None if self._progress is None else partial(self._progress, name)
         form = CROSS if name == "xy" else SELF
         term = solve(operator, self.epsilon, options, form, start=start, progress=progress)
-        self.backends[name] = operator.backend
+        self.backends[name] = operator.passes.backend
         self._cells[name] = len(operator.a) * len(operator.b)
         self._swept += term.passes * self._cells[name]
         self.iterations[name] += term.iterations

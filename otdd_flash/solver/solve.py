@@ -280,7 +280,8 @@ def draw_sample(operator: Operator) -> tuple[Tensor, Operator] | None:
     n, m = len(operator.a), len(operator.b)
     rows, columns = (min(size, max(FEWEST, size // POINTS_PER_SAMPLED)) for size in (n, m))
     # With forbidden pairs a sample may admit no plan.
-    if operator.costs.forbidden or operator.recorded or SCORES_PER_SAMPLED * rows * columns > n * m:
+    forbidden, recorded = operator.costs.forbidden, operator.passes.recorded
+    if forbidden or recorded or SCORES_PER_SAMPLED * rows * columns > n * m:
         return None
     draw = torch.Generator().manual_seed(0)
     of_rows, of_columns = _drawn(operator.a, rows, draw), _drawn(operator.b, columns, draw)

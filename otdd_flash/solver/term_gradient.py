@@ -106,7 +106,7 @@ class _Plan:
         self.points = comparison.points(name)
         # One origin near both clouds: r x - P y then does not cancel their distance from 0.
         clouds = zip(self.points, (operator.a, operator.b), strict=True)
-        self.origin = origin_near(clouds, operator.dtype)
+        self.origin = origin_near(clouds, operator.passes.dtype)
         sides = comparison.sides(name)
         self.labels = [class_indices(side).to(operator.a.device) for side in sides]
         self.class_distances = comparison.block(name)
@@ -198,7 +198,7 @@ class _Plan:
         if "classes" in names:
             classes = self.class_distances.shape[1]
             one_hot = torch.nn.functional.one_hot(self.labels[1][which], classes)
-            made["classes"] = one_hot.to(self.operator.dtype)
+            made["classes"] = one_hot.to(self.operator.passes.dtype)
         return list(made.values())
 
     def _scales(self, names: Sequence[str]) -> list[float]:

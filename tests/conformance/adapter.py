@@ -200,7 +200,7 @@ class Held:
         return Held(self._given, found, "high", self.exact, self.exact)
 
     def _in(self, potential: Tensor | None) -> Any:
-        return None if potential is None else potential.to(self._operator.dtype)
+        return None if potential is None else potential.to(self._operator.passes.dtype)
 
 
 def _double(values: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def _of_files(given: Problem, way: Way) -> Held:
         operator = _operator_of_points(given, options, Path(FOLDER.name))
     finally:
         comparison.ASSUMED_FREE = before
-    assert "points streamed in blocks" in operator.backend
+    assert "points streamed in blocks" in operator.passes.backend
     return Held(given, operator, way.precision, given.cost, given.cost)
 
 
@@ -358,7 +358,7 @@ def _asked(case: Case, way: Way, name: str, arguments: tuple[Any, ...]) -> Any:
     def work(ranks: Ranks) -> Any:
         problem = problem_of(case)
         operator = _operator_of_points(problem, options | {"group": ranks})
-        assert operator.backend.endswith("in a ring") == in_a_ring
+        assert operator.passes.backend.endswith("in a ring") == in_a_ring
         held = Held(problem, operator, way.precision, problem.cost, problem.cost)
         if name == "facts":
             return held.facts

@@ -51,7 +51,7 @@ def short_rows(operator: TorchOperator[GivenCosts]) -> Tensor:
     """Return rows (k,) int64 with more mass than the columns they may use; k = 0 if none."""
     a, b, facts = operator.a, operator.b, operator.costs
     epsilon = ABOVE_COSTS * (facts.spread or 1.0)
-    g = torch.zeros_like(b, dtype=operator.dtype)
+    g = torch.zeros_like(b, dtype=operator.passes.dtype)
     f = operator.softmin_rows(g, epsilon)
     for update in range(CHECKED_UPDATES[-1]):
         g = operator.softmin_columns(f, epsilon)

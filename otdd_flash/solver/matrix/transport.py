@@ -196,7 +196,7 @@ def _solved(
     operator = comparison.operator("xy")
     if solved is not None:
         solved("xy", operator, term)
-    backend = operator.backend
+    backend = operator.passes.backend
     return Divergence.of_terms({"xy": term}, options, comparison.offset, backend)
 
 
