@@ -66,6 +66,7 @@ class Marginals(NamedTuple):
         cost_rounding: relative error of a stored cost; 0 if costs are recomputed.
         relative_error: of each sum, relative to the sum of the computed entries.
         lost: bound on the underflow of an entry, over a_i b_j.
+        own_costs: C_ii (n,) float64, if f alone is on both sides of a self term; else None.
     """
 
     rows: Tensor
@@ -75,6 +76,7 @@ class Marginals(NamedTuple):
     cost_rounding: float
     relative_error: float
     lost: float
+    own_costs: Tensor | None = None
 
 
 class Passes(NamedTuple):
@@ -94,7 +96,7 @@ class Passes(NamedTuple):
 
 
 class Certifiable(Protocol):
-    """A cost C (n, m) with masses a (n,) and b (m,), as the certificate of a cross term reads it.
+    """A cost C (n, m) with masses a (n,) and b (m,), as certificates read it.
 
     For B costs with masses (B, n) and (B, m), all tensors have that leading dimension.
     """
@@ -111,13 +113,16 @@ class Certifiable(Protocol):
 
     @property
     def b(self) -> Tensor:
-        """Column masses (m,), float64, summing to 1."""
+        """Column masses (m,), float64, summing to 1; the row masses in a self term."""
         ...
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Compute row and column sums of the plan of f (n,) and g (m,), with error bounds.
+
+        Without `g`, f is on both sides of a self term. That plan is symmetric up to rounding, and
+        may be computed as a symmetric one.
 
         Potentials may be float32 or float64; those of points without mass are not read. The costs
         C' of the sums are the same in all calls with `accurate`, and the same in all without.
@@ -129,53 +134,12 @@ class Certifiable(Protocol):
         ...
 
 
-class SelfCertifiable(Protocol):
-    """The cost of a cloud with itself, as the certificate of a self term reads it.
-
-    For B costs with masses (B, n), all tensors have that leading dimension.
-    """
-
-    @property
-    def costs(self) -> CostFacts:
-        """Facts of C; computing them may take long."""
-        ...
-
-    @property
-    def a(self) -> Tensor:
-        """Masses (n,), float64, summing to 1."""
-        ...
-
-    @property
-    def b(self) -> Tensor:
-        """The same masses."""
-        ...
-
-    def marginals(
-        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
-    ) -> Marginals:
-        """Compute the sums of `Certifiable.marginals`; without `g`, for f on both sides.
-
-        That plan is symmetric up to rounding, and may be computed as a symmetric one.
-        """
-        ...
-
-    def own_costs(self) -> Tensor:
-        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
-        ...
-
-
-class Operator(Certifiable, SelfCertifiable, Protocol):
+class Operator(Certifiable, Protocol):
     """A ground cost C (n, m) with masses a (n,) and b (m,)."""
 
     @property
     def passes(self) -> Passes:
         """How its passes run."""
-        ...
-
-    def marginals(
-        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
-    ) -> Marginals:
-        """Compute the sums of `SelfCertifiable.marginals`."""
         ...
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:

@@ -337,11 +337,8 @@ class BlockSums(ABC):
             cost_rounding,
             relative_error + (self.additions + ROUNDINGS) * DOUBLE_UNIT,
             lost,
+            self.cost.own_costs() if once else None,
         )
-
-    def own_costs(self) -> Tensor:
-        """Return C_ii (n,) of the cost of a cloud with itself, float64: its class distances."""
-        return self.cost.own_costs()
 
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None

@@ -180,6 +180,7 @@ class FixedPoint:
             cost_rounding=0.0,
             relative_error=ADDITION_ERROR,
             lost=LEAST_ENTRY,
+            own_costs=cost.own_costs() if g is None else None,
         )
 
     @cached_property

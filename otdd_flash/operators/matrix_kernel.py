@@ -86,6 +86,7 @@ class MatrixKernelOperator:
     ) -> Marginals:
         """Compute row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
         tiles, level = self._tiles, on_device(epsilon, self.a.device)
+        source, own_costs = tiles.source, tiles.source.diagonal() if g is None else None
         f, g = present(self.a, f), present(self.b, f if g is None else g)
         if self.transposed:
             given = (g, f), (self.b, self.a)
@@ -94,7 +95,7 @@ class MatrixKernelOperator:
             given = (f, g), (self.a, self.b)
             rows, columns = matrix_sums(self.place, *given, level, LEAST_EXPONENT)
         sums = self.a * rows, self.b * columns
-        return measured(sums, (f, g), tiles.source.magnitudes, tiles.source.cost_errors, 0.0)
+        return measured(sums, (f, g), source.magnitudes, source.cost_errors, 0.0, own_costs)
 
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
@@ -108,10 +109,6 @@ class MatrixKernelOperator:
             return self._tiles.expected_costs(masses)
         # A copy: Triton compiles a kernel again for a vector whose address is not aligned.
         return matrix_row_facts(self.place, len(self.a), masses.clone()).products
-
-    def own_costs(self) -> Tensor:
-        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
-        return self._tiles.own_costs()
 
     def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
         """Return the cost between some rows and columns, with `masses` or those of the whole.

@@ -122,10 +122,10 @@ class MatrixTerm:
         self._magnitudes = x, y
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (1, N) and g (1, M), in float64 throughout."""
-        f, g = present(self.a, f), present(self.b, g)
+        f, g = present(self.a, f), present(self.b, f if g is None else g)
         level = torch.as_tensor(epsilon, dtype=torch.float64, device=f.device)
         given = (f[0], g[0]), (self.a[0], self.b[0])
         rows, columns = matrix_sums(self._pool.place, *given, level, LEAST_EXPONENT)

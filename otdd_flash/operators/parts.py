@@ -239,11 +239,13 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
 
 
 def marginals(
-    ranks: Ranks, number: int, f: Tensor, g: Tensor, epsilon: Epsilon, accurate: bool
+    ranks: Ranks, number: int, f: Tensor, g: Tensor | None, epsilon: Epsilon, accurate: bool
 ) -> Marginals:
-    """Compute the row and column sums of the plan of f (n,) and g (m,), of the P_r."""
+    """Compute the row and column sums of the plan of f (n,) and g (m,), or f, of the P_r."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=False)
+    own_costs = parts.cost.own_costs() if g is None else None
+    g = f if g is None else g
     numbers = (0.0, 0.0, 0.0)
     if part is None:
         of_rows = f.new_zeros((0, 2), dtype=torch.float64)
@@ -256,7 +258,8 @@ def marginals(
     rows, row_errors = owned.gathered(ranks, of_rows).unbind(1)
     every = ranks.all_gathered(of_columns)
     columns = added(every[:, 0])
-    return Marginals(rows, columns, row_errors, every[:, 1].amax(0), *_largest(ranks, numbers))
+    column_errors, numbers = every[:, 1].amax(0), _largest(ranks, numbers)
+    return Marginals(rows, columns, row_errors, column_errors, *numbers, own_costs)
 
 
 def marginals_self(
@@ -271,7 +274,7 @@ def marginals_self(
     found = torch.stack((added(every[..., 0]), every[..., 1].amax(0)), 1)
     sums, errors = owned.gathered(ranks, found).unbind(1)
     numbers = part.cost_rounding, part.relative_error, part.lost
-    return Marginals(sums, sums, errors, errors, *_largest(ranks, numbers))
+    return Marginals(sums, sums, errors, errors, *_largest(ranks, numbers), part.own_costs)
 
 
 def _largest(ranks: Ranks, numbers: tuple[float, float, float]) -> tuple[float, float, float]:

@@ -28,7 +28,7 @@ from otdd_flash.engine.recording import run_branches
 from otdd_flash.formulas.decision import Form, Goal, Levels
 from otdd_flash.formulas.evidence import PassErrors
 from otdd_flash.formulas.operations import Numbers, constant, where
-from otdd_flash.operators.base import Certifiable, SelfCertifiable
+from otdd_flash.operators.base import Certifiable
 from otdd_flash.operators.point_scores import KeptScores
 from otdd_flash.operators.torch_operator import TorchOperator
 
@@ -243,7 +243,7 @@ class Pool(ABC):
     """
 
     error_share, rounding = 0.0, 0.0
-    both_self_terms: SelfCertifiable | None = None
+    both_self_terms: Certifiable | None = None
 
     def __init__(self, room: Room) -> None:
         self.room = room

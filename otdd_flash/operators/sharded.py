@@ -118,7 +118,6 @@ class ShardedOperator:
         """Compute the row and column sums of the plan of f (n,) and g (m,)."""
         if g is None and self._by_pairs:
             return self.ranks.order(parts.marginals_self, self.number, f, epsilon, accurate)
-        g = f if g is None else g
         return self.ranks.order(parts.marginals, self.number, f, g, epsilon, accurate)
 
     def plan(
@@ -132,10 +131,6 @@ class ShardedOperator:
         if self._by_pairs:
             return self.cost.expected_costs(masses)
         return self.ranks.order(parts.expected_costs, self.number, masses)
-
-    def own_costs(self) -> Tensor:
-        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
-        return self.cost.own_costs()
 
 
 class SharedPlan(EvaluatedPlan):

@@ -212,14 +212,11 @@ class TorchOperator(Generic[S]):
         """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
         return self.source.expected_costs(masses)
 
-    def own_costs(self) -> Tensor:
-        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
-        return self.source.diagonal()
-
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Compute row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
+        own_costs = self.source.diagonal() if g is None else None
         g = f if g is None else g
         rows, columns = torch.empty_like(self.a), torch.zeros_like(self.b)
         for part, plan in self.exact_tiles(f, g, float(epsilon)):
@@ -228,7 +225,7 @@ class TorchOperator(Generic[S]):
         sums = self.a * rows, self.b * columns
         potentials, source = (present(self.a, f), present(self.b, g)), self.source
         given = source.magnitudes, source.cost_errors, source.cost_rounding
-        return measured(sums, potentials, *given)
+        return measured(sums, potentials, *given, own_costs)
 
     def exact_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
         """Yield ranges of rows and their exp((f_i + g_j - C_ij) / epsilon), in a reused buffer.
@@ -415,6 +412,7 @@ def measured(
     magnitudes: tuple[Tensor, Tensor],
     cost_errors: tuple[Tensor, Tensor],
     cost_rounding: float,
+    own_costs: Tensor | None = None,
 ) -> Marginals:
     """Build `Marginals` of sums computed in float64, with their error bounds, see `Source`."""
     # Rounding to float32 among subnormal numbers has an absolute error.
@@ -432,6 +430,7 @@ def measured(
         cost_rounding=cost_rounding,
         relative_error=(terms + EVALUATION) * DOUBLE_UNIT,
         lost=math.exp(LEAST_EXPONENT),
+        own_costs=own_costs,
     )
 
 

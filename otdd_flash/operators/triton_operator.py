@@ -205,10 +205,6 @@ class KernelOperator:
         """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
         return self.cost.expected_costs(masses)
 
-    def own_costs(self) -> Tensor:
-        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
-        return self.cost.own_costs()
-
     def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> KernelOperator:
         """Return the cost between some rows and columns, with `masses` or those of the whole.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from otdd_flash.cost.facts import CostFacts, larger, lesser
 from otdd_flash.errors import EpsilonOutOfRange
 from otdd_flash.formulas.evidence import dual_value, oscillation_bound
-from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator, SelfCertifiable
+from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator
 from otdd_flash.solver.evidence import (
     TINY,
     Filling,
@@ -112,7 +112,7 @@ def certify(
 
 
 def certify_self(
-    operator: SelfCertifiable, f: Tensor, epsilon: float, *, accurate: bool = False
+    operator: Certifiable, f: Tensor, epsilon: float, *, accurate: bool = False
 ) -> Certificate:
     """Certify a self term by its potential f (n,), in one pass, or two if points are lost.
 
@@ -290,12 +290,13 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
     return PlanEvidence(*returned, torch.stack(numbers, -1), sums, plan.passes)
 
 
-def self_evidence(operator: SelfCertifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
+def self_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
     """Compute the numbers of a self term from the plan of one potential, of mass 1."""
     a, sums, rows = operator.a, plan.sums, plan.sums.rows
     returned, held = plan.f.to(operator.costs.dtype), plan.f.masked_fill(plan.absent, 0)
     growth = _growth(plan, rows, plan.errors, held - returned, epsilon)
-    costs, errors = operator.own_costs(), plan.cost_errors
+    costs, errors = sums.own_costs, plan.cost_errors
+    assert costs is not None
     if sums.cost_rounding:
         errors = (errors + sums.cost_rounding * costs.abs()).masked_fill_(plan.absent, 0)
     diagonal = diagonal_of(a, held, costs, epsilon)
@@ -564,7 +565,7 @@ def cross_plan(
     return plan._replace(errors=errors, lost=find_lost(errors, epsilon))
 
 
-def self_plan(operator: SelfCertifiable, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
+def self_plan(operator: Certifiable, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
     """Evaluate the plan of f (n,) and f, made symmetric, and given mass 1 by a constant.
 
     A mass that is not far above the underflow bound stays as it is.
@@ -596,7 +597,7 @@ def errors_of(
 
 
 def _sizes(
-    operator: Certifiable | SelfCertifiable, f: Tensor, g: Tensor, rows: Tensor, epsilon: Epsilon
+    operator: Certifiable, f: Tensor, g: Tensor, rows: Tensor, epsilon: Epsilon
 ) -> tuple[Tensor, Tensor]:
     """Return (n,) and (m,) whose sums bound |C_ij| in a plan of these potentials and row sums.
 

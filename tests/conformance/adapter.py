@@ -145,8 +145,9 @@ class Held:
         return _double(self._operator.expected_costs(masses))
 
     def own_costs(self) -> Tensor:
-        """C_ii (n,)."""
-        return _double(self._operator.own_costs())
+        """C_ii (n,), which the marginals of one potential have with them."""
+        f = self._in(torch.zeros_like(self.a))
+        return _double(self._operator.marginals(f, None, self._given.epsilon).own_costs)
 
     def plans(self, f: Tensor, g: Tensor, epsilon: float) -> dict[str, Plan]:
         """The plan of f and g, by every kind of products that there is."""

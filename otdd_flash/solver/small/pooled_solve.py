@@ -28,7 +28,6 @@ from otdd_flash.devices import current
 from otdd_flash.engine.problems import Start
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels, first_level
-from otdd_flash.operators.base import SelfCertifiable
 from otdd_flash.operators.score_pool import (
     UNIT,
     AskedIterations,
@@ -258,7 +257,7 @@ class PooledSolve:
             assert operator is not None
             f = f.view(len(operator.a), -1)
         else:
-            operator = cast(SelfCertifiable, self.pool.term(term))
+            operator = self.pool.term(term)
             f = f.view(room.problems, -1)[:, room.sides[TERMS.index(term) - 1]]
         plan = self_plan(operator, f.double(), epsilon, accurate=True)
         evidence = self_evidence(operator, plan, epsilon)
