@@ -36,7 +36,7 @@ from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator
 from otdd_flash.operators.blocked import ROUNDINGS, BlockOperator
 from otdd_flash.operators.owned import Owned, Rows
-from otdd_flash.operators.self_share import SelfShare, merged
+from otdd_flash.operators.self_share import NearShare, SelfShare, merged
 
 # build(cost): builds the operator of a cost in one process.
 Build = Callable[[LabelledCost], Operator]
@@ -225,12 +225,12 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
     assert share is not None
     own = owned.of(ranks)
     found = merged(owned.exchanged(ranks, share.softmin(f, epsilon), math.inf), epsilon)
-    if math.isfinite(share.reach):
+    if isinstance(share, NearShare):
         # NaN marks rows out of reach; a NaN is never within it.
         within = (found - f[own]).abs() <= share.reach * epsilon
         found = torch.where(within, found, math.nan)
     found = owned.gathered(ranks, found.to(parts.representative.passes.dtype))
-    if math.isfinite(share.reach) and bool((missing := found.isnan()).any()):
+    if isinstance(share, NearShare) and bool((missing := found.isnan()).any()):
         rows = torch.zeros_like(missing)
         rows[own] = missing[own]
         again = torch.where(rows, share.repaired(f, epsilon, rows), found)

@@ -26,6 +26,7 @@ from otdd_flash.operators.blocked import BlockOperator, BlockSums, Build, Softmi
 from otdd_flash.operators.parts import EVERY, Part, Parts, sides_of
 from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut, refined_blocks
 from otdd_flash.operators.ring_pairs import RingPairs, RingShare
+from otdd_flash.operators.self_share import BlockShare
 
 NOTHING = slice(0, 0)
 
@@ -183,7 +184,11 @@ def ring_parts(
     if not cost.symmetric:
         return Parts(cost, sides, beginning, rows, part(columns=True))
     pairs = RingPairs(ranks, cost, x, beginning, build)
-    share = RingShare(pairs, rows.operator, sides[0].of(ranks))
+    # Blocks are packed for kernels, whose sums are relative to a potential near the result.
+    if pairs.packing is None:
+        share = BlockShare(pairs)
+    else:
+        share = RingShare(pairs, rows.operator, sides[0].of(ranks))
     return Parts(cost, sides, beginning, rows, None, share)
 
 
