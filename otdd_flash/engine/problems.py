@@ -224,7 +224,7 @@ class Iterations(Protocol):
 
     Attributes:
         active: (S,) bool, which are not done.
-        terms: (S, 8) float64, what is `Told` of each, of when it was active last.
+        terms: (S, 8) float64, the `run.SegmentReport` of each, of when it was active last.
         vectors: potentials and what else is remembered of each column.
         waits: whether to ask the device after every step, as one takes longer than to launch the
             next.

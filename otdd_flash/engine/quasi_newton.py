@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.problems import Costs, Move, Start, TorchProblems, numbers_of
-from otdd_flash.engine.run import Told
+from otdd_flash.engine.run import SegmentReport
 from otdd_flash.formulas.decision import (
     Decision,
     Form,
@@ -53,7 +53,7 @@ class QuasiNewton:
 
     Attributes:
         active: (S,) bool, which segments are not done.
-        terms: (S, 8) float64, what is `run.Told` of each, of when it was active last.
+        terms: (S, 8) float64, the `run.SegmentReport` of each, of when it was active last.
     """
 
     waits = False
@@ -65,9 +65,9 @@ class QuasiNewton:
         self._begin(goal, start)
 
     @property
-    def is_lost(self) -> bool:
+    def is_nan(self) -> bool:
         """Whether a marginal error is NaN, as costs that are not finite make it."""
-        return bool(self.terms[:, Told._fields.index("marginal_error")].isnan().any())
+        return bool(self.terms[:, SegmentReport._fields.index("marginal_error")].isnan().any())
 
     def begin(self, settings: Tensor, start: Start, candidate: Tensor) -> None:
         """Begin afresh with other problems, to a goal and two unit roundoffs (7,) float64."""
@@ -82,7 +82,7 @@ class QuasiNewton:
         self._memory = empty_memory(iterations, memory)
         self._slots = torch.arange(memory, device=iterations.device)[None]
         self.active = torch.ones_like(iterations, dtype=torch.bool)
-        self.terms = iterations.new_zeros((len(iterations), len(Told._fields)))
+        self.terms = iterations.new_zeros((len(iterations), len(SegmentReport._fields)))
 
     def step(self) -> None:
         """Evaluate the candidates and choose the next."""
@@ -100,8 +100,8 @@ class QuasiNewton:
         step = step._replace(weights=torch.cat(step.weights, 1))
         self.vectors.move(move_of(found, decision, slot, step), active)
         self._state, self.active = decision.state, active & ~decision.done
-        told = torch.stack((*decision.told, (~decision.done).double()), 1)
-        self.terms = torch.where(active[:, None], told, self.terms)
+        reports = torch.stack((*decision.reported, (~decision.done).double()), 1)
+        self.terms = torch.where(active[:, None], reports, self.terms)
 
     def advance(self) -> None:
         """Take one iteration, or eight on a GPU, where asking takes time."""

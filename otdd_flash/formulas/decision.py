@@ -216,7 +216,7 @@ class Decision(NamedTuple):
         done: whether the problem ends.
         extrapolation: as in `engine.problems.Move`.
         rounding: typical rounding error of a single softmin, in units of the cost.
-        told: the reported numbers, which are the fields of `engine.run.Told` but the last.
+        reported: numbers, which are the fields of `engine.run.SegmentReport` but the last.
         state: after the evaluation.
     """
 
@@ -226,7 +226,7 @@ class Decision(NamedTuple):
     done: Numbers
     extrapolation: Numbers
     rounding: Numbers
-    told: tuple[Numbers, ...]
+    reported: tuple[Numbers, ...]
     state: State
 
 

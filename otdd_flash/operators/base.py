@@ -53,9 +53,9 @@ class Applied(NamedTuple):
 class Marginals(NamedTuple):
     """Row and column sums of one plan of f and g, every entry of which was computed once.
 
-    Up to an underflow of `lost` a_i b_j the computed entries are a_i b_j exp((f_i + g_j - C'_ij) /
-    epsilon), with costs C' near C:
+    Entries are computed up to an underflow of at most `underflow` a_i b_j, for costs C' near C:
 
+        a_i b_j exp((f_i + g_j - C'_ij) / epsilon),
         |C'_ij - C_ij| <= row_errors_i + column_errors_j + cost_rounding |C_ij|.
 
     Attributes:
@@ -65,7 +65,7 @@ class Marginals(NamedTuple):
         column_errors: (m,) float64, in units of the cost.
         cost_rounding: relative error of a stored cost; 0 if costs are recomputed.
         relative_error: of each sum, relative to the sum of the computed entries.
-        lost: bound on the underflow of an entry, over a_i b_j.
+        underflow: bound on the underflow of an entry, over a_i b_j.
         own_costs: C_ii (n,) float64, if f alone is on both sides of a self term; else None.
     """
 
@@ -75,7 +75,7 @@ class Marginals(NamedTuple):
     column_errors: Tensor
     cost_rounding: float
     relative_error: float
-    lost: float
+    underflow: float
     own_costs: Tensor | None = None
 
 

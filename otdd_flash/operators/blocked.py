@@ -317,7 +317,7 @@ class BlockSums(ABC):
         columns, column_errors = torch.zeros_like(self.b), torch.zeros_like(self.b)
         if once := g is None:
             columns, column_errors = rows, row_errors
-        cost_rounding = relative_error = lost = 0.0
+        cost_rounding = relative_error = underflow = 0.0
         for tile in self.tiles(upper=once, points=True):
             here, there, mass = tile.rows, tile.columns, tile.mass
             found = tile.operator.marginals(*tile.some(f, g), epsilon, accurate=accurate)
@@ -328,7 +328,7 @@ class BlockSums(ABC):
                 columns[there] += mass * found.columns
             cost_rounding = max(cost_rounding, found.cost_rounding)
             relative_error = max(relative_error, found.relative_error)
-            lost = max(lost, found.lost)
+            underflow = max(underflow, found.underflow)
         return Marginals(
             rows,
             columns,
@@ -336,7 +336,7 @@ class BlockSums(ABC):
             column_errors,
             cost_rounding,
             relative_error + (self.additions + ROUNDINGS) * DOUBLE_UNIT,
-            lost,
+            underflow,
             self.cost.own_costs() if once else None,
         )
 

@@ -254,7 +254,7 @@ def marginals(
         found = part.operator.marginals(f[owned.of(ranks)], g, epsilon, accurate=accurate)
         of_rows = torch.stack((part.mass * found.rows, found.row_errors), 1)
         of_columns = torch.stack((part.mass * found.columns, found.column_errors))
-        numbers = found.cost_rounding, found.relative_error, found.lost
+        numbers = found.cost_rounding, found.relative_error, found.underflow
     rows, row_errors = owned.gathered(ranks, of_rows).unbind(1)
     every = ranks.all_gathered(of_columns)
     columns = added(every[:, 0])
@@ -273,14 +273,14 @@ def marginals_self(
     every = owned.exchanged(ranks, torch.stack((part.rows, part.row_errors), 1), 0.0)
     found = torch.stack((added(every[..., 0]), every[..., 1].amax(0)), 1)
     sums, errors = owned.gathered(ranks, found).unbind(1)
-    numbers = part.cost_rounding, part.relative_error, part.lost
+    numbers = part.cost_rounding, part.relative_error, part.underflow
     return Marginals(sums, sums, errors, errors, *_largest(ranks, numbers), part.own_costs)
 
 
 def _largest(ranks: Ranks, numbers: tuple[float, float, float]) -> tuple[float, float, float]:
     """Return the largest error numbers of any rank, with the rounding of sums over ranks."""
-    cost_rounding, relative_error, lost = ranks.largest(numbers)
-    return cost_rounding, relative_error + (ranks.size + ROUNDINGS) * DOUBLE_UNIT, lost
+    cost_rounding, relative_error, underflow = ranks.largest(numbers)
+    return cost_rounding, relative_error + (ranks.size + ROUNDINGS) * DOUBLE_UNIT, underflow
 
 
 def apply_plan(

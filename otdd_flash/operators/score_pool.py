@@ -197,7 +197,7 @@ class PooledIterations(Protocol):
 
     @property
     def terms(self) -> Tensor:
-        """What is `engine.run.Told` of each, of when it was active last (S, 8)."""
+        """The `engine.run.SegmentReport` of each, of when it was active last (S, 8)."""
         ...
 
     @property
@@ -218,7 +218,7 @@ class AskedIterations(PooledIterations, Protocol):
     """Iterations on a processor, where to ask takes no time."""
 
     @property
-    def is_lost(self) -> bool:
+    def is_nan(self) -> bool:
         """Whether a marginal error is NaN, as costs that are not finite make it."""
         ...
 

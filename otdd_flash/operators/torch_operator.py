@@ -429,7 +429,7 @@ def measured(
         of_columns,
         cost_rounding=cost_rounding,
         relative_error=(terms + EVALUATION) * DOUBLE_UNIT,
-        lost=math.exp(LEAST_EXPONENT),
+        underflow=math.exp(LEAST_EXPONENT),
         own_costs=own_costs,
     )
 

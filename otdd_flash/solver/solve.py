@@ -394,7 +394,7 @@ def certify_solved(
     last = problem.evaluated(iterations.vectors, budget.epsilon)
     certificate = certify_last(budget, problem, last, polished=False, refine=refine)
     missed = budget.settled and certificate.marginal_error > budget.tolerance
-    if missed and (refine or certificate.hidden > HIDDEN * budget.tolerance):
+    if missed and (refine or certificate.undetectable > HIDDEN * budget.tolerance):
         certificate = certify_last(budget, problem, last, polished=True, refine=refine)
     for _ in range(MOST_TRIES):
         if not budget.converged or certificate.marginal_error <= budget.tolerance:

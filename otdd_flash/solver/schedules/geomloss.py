@@ -92,7 +92,7 @@ def solve_by_schedule(
     else:
         f, g = _cross(refined, epsilons)
         certificate = certify(refined, f, g, epsilon)
-    check_usable(certificate.hidden, epsilon, certificate.f.dtype)
+    check_usable(certificate.undetectable, epsilon, certificate.f.dtype)
     iterations = len(epsilons) + 3
     if progress is not None:
         progress(iterations, certificate.marginal_error)

@@ -189,7 +189,7 @@ class PooledSolve:
                     each.step()
             if progress is not None:
                 self._report(progress, [moved for active in before for moved in active])
-            lost = any(cast(AskedIterations, each).is_lost for each in self._iterations)
+            lost = any(cast(AskedIterations, each).is_nan for each in self._iterations)
 
     def _in_range(self) -> bool:
         """Whether float32 holds all costs, with room for their sums."""

@@ -267,7 +267,7 @@ def _concluded(
             # Potentials of few iterations may be far larger than those of the solution.
             return None
         raise
-    if (certificate.marginal_error > tolerance and not exhausted) or numbers.lost > 0:
+    if (certificate.marginal_error > tolerance and not exhausted) or numbers.unresolved > 0:
         return None
     # The certificate of a cross term takes what its last iteration evaluated.
     iterations = int(read.iterations) + (name != "xy")

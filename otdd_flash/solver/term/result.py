@@ -93,7 +93,7 @@ class TransportTerm:
         Raises:
             InputError: the undetectable part of the marginal error is too large.
         """
-        check_usable(certificate.hidden, epsilon, certificate.f.dtype)
+        check_usable(certificate.undetectable, epsilon, certificate.f.dtype)
         converged = certificate.marginal_error <= tolerance
         reached: StoppedBy = "tolerance" if certificate.marginal_error <= asked else "rounding"
         return cls(

@@ -207,28 +207,28 @@ def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch
         )
 
 
-def check_usable(hidden: float, epsilon: float, dtype: torch.dtype) -> None:
-    """Refuse a plan whose undetectable marginal error `hidden` exceeds `LOOSEST_DEFAULT`.
+def check_usable(error: float, epsilon: float, dtype: torch.dtype) -> None:
+    """Refuse a plan whose undetectable marginal `error` exceeds `LOOSEST_DEFAULT`.
 
     Raises:
-        InputError: `hidden` does.
+        InputError: `error` does.
     """
-    if not hidden < float("inf"):
+    if not error < float("inf"):
         raise EpsilonOutOfRange(
             "some costs are too far above the mean at {given}: rounding alone decides about the "
             f"masses of their points; raise {{name}}{or_double(dtype)} or leave out points that "
             "are far from all others",
             epsilon,
         )
-    if hidden > LOOSEST_DEFAULT:
-        raise rounded_away(hidden, epsilon, dtype)
+    if error > LOOSEST_DEFAULT:
+        raise rounded_away(error, epsilon, dtype)
 
 
 def rounded_away(
-    hidden: float, epsilon: float, dtype: torch.dtype, enough: float = AMPLE
+    error: float, epsilon: float, dtype: torch.dtype, enough: float = AMPLE
 ) -> EpsilonOutOfRange:
-    """Return the error for marginals that rounding moves by `hidden`; by `enough` as advised."""
-    advised = epsilon * hidden / enough
+    """Return the error for marginals that rounding moves by `error`; by `enough` as advised."""
+    advised = epsilon * error / enough
     if not advised < float("inf"):
         return EpsilonOutOfRange(
             f"{{given}} is too small for {_name(dtype)}: rounding leaves nothing of the marginals; "
@@ -237,16 +237,16 @@ def rounded_away(
         )
     return EpsilonOutOfRange(
         f"{{given}} is too small for {_name(dtype)}: rounding alone moves the marginals by up to "
-        f"{hidden:.1e}; raise {{name}} to about {{advised}}{_or_double(hidden, enough, dtype)}",
+        f"{error:.1e}; raise {{name}} to about {{advised}}{_or_double(error, enough, dtype)}",
         epsilon,
         advised,
     )
 
 
-def _or_double(hidden: float, enough: float, dtype: torch.dtype) -> str:
+def _or_double(error: float, enough: float, dtype: torch.dtype) -> str:
     """Return the advice to use float64 where that would do, else ""."""
     gained = torch.finfo(torch.float64).eps / torch.finfo(dtype).eps
-    return " or set precision=double" if dtype != torch.float64 and hidden * gained < enough else ""
+    return " or set precision=double" if dtype != torch.float64 and error * gained < enough else ""
 
 
 def _name(dtype: torch.dtype) -> str:
