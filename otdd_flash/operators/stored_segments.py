@@ -33,6 +33,7 @@ shifts.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -65,7 +66,62 @@ MOST_SHIFT = 20.0
 LEAST_TOLERANCE_IN_FLOAT32 = 1e-5
 
 
-class StoredSegments:
+class PaddedSegments(ABC):
+    """S problems that are padded to one shape (n, m), with vectors in PyTorch; see `Segments`.
+
+    Attributes:
+        symmetric: whether they are clouds with themselves.
+        masses: of rows (S, n) and of columns (S, m), float64; one of clouds with themselves.
+    """
+
+    dtype = sum_dtype = torch.float64
+    symmetric: bool
+    masses: list[Tensor]
+    mean_cost: Tensor
+    cost_spread: Tensor
+    offset: Tensor
+    errors: PassErrors
+
+    @property
+    def row_masses(self) -> Tensor | None:
+        return None if self.symmetric else self.masses[0]
+
+    @property
+    def column_masses(self) -> Tensor:
+        return self.masses[-1]
+
+    @property
+    def first(self) -> Tensor:
+        """Potentials 0 (S, m)."""
+        return torch.zeros_like(self.column_masses)
+
+    def iterations(self, candidate: Tensor, goal: Goal, form: Form, start: Start) -> QuasiNewton:
+        return QuasiNewton(self, ManyVectors(self, candidate, MEMORY), goal, form, start)
+
+    @abstractmethod
+    def softmin(self, side: int, potential: Tensor, epsilon: Tensor) -> Tensor:
+        """Compute the softmin of rows (side 0) or columns (side 1) at the other potentials."""
+
+    def softmins(
+        self,
+        g: Tensor,
+        before: Tensor | None,
+        epsilon: Sequence[float] | Tensor,
+        active: Sequence[bool] | Tensor,
+    ) -> tuple[Tensor | None, Tensor]:
+        assert isinstance(epsilon, Tensor)
+        f = self.softmin(0, g, epsilon)
+        return (None, f) if before is None else (f, self.softmin(1, f, epsilon))
+
+    def keep(self, order: Tensor) -> None:
+        """Go on with some segments."""
+        self.masses = [values[order] for values in self.masses]
+        self.mean_cost, self.cost_spread = self.mean_cost[order], self.cost_spread[order]
+        self.offset = self.offset[order]
+        self.errors = PassErrors(*(numbers[order] for numbers in self.errors))
+
+
+class StoredSegments(PaddedSegments):
     """S problems of cost ||x - y||^2 in float64, padded to one shape (n, m); 8 S n m bytes.
 
     Args:
@@ -73,8 +129,6 @@ class StoredSegments:
             them for clouds with themselves.
         shape: (n, m), at least the sizes of any of them, multiples of `SIZE_STEP`.
     """
-
-    dtype = sum_dtype = torch.float64
 
     def __init__(
         self, sides: Sequence[tuple[WeightedPoints, WeightedPoints]], shape: tuple[int, int]
@@ -93,22 +147,6 @@ class StoredSegments:
             for side in ((0,) if self.symmetric else (0, 1))
         ]
 
-    @property
-    def row_masses(self) -> Tensor | None:
-        return None if self.symmetric else self.masses[0]
-
-    @property
-    def column_masses(self) -> Tensor:
-        return self.masses[-1]
-
-    @property
-    def first(self) -> Tensor:
-        """Potentials 0 (S, m)."""
-        return torch.zeros_like(self.column_masses)
-
-    def iterations(self, candidate: Tensor, goal: Goal, form: Form, start: Start) -> QuasiNewton:
-        return QuasiNewton(self, ManyVectors(self, candidate, MEMORY), goal, form, start)
-
     def coarse(self, tolerance: float) -> Segments:
         """The same problems with sums of stored exponentials."""
         return AnchoredSegments(self, tolerance)
@@ -116,19 +154,6 @@ class StoredSegments:
     def other(self, side: int) -> int:
         """The side whose potentials an update of `side` reads."""
         return 0 if self.symmetric else 1 - side
-
-    def softmins(
-        self,
-        g: Tensor,
-        before: Tensor | None,
-        epsilon: Sequence[float] | Tensor,
-        active: Sequence[bool] | Tensor,
-    ) -> tuple[Tensor | None, Tensor]:
-        assert isinstance(epsilon, Tensor)
-        if before is None:
-            return None, self._softmin(0, g, epsilon)
-        f = self._softmin(0, g, epsilon)
-        return f, self._softmin(1, f, epsilon)
 
     def shifted_scores(
         self, side: int, potential: Tensor, chosen: Tensor, epsilon: Tensor, highest: Tensor
@@ -162,13 +187,10 @@ class StoredSegments:
             yield segments, rows, scratch.sub_(top).clamp_min_(LEAST_EXPONENT).exp_()
 
     def keep(self, order: Tensor) -> None:
+        super().keep(order)
         self.costs = moved(self.costs, order)
-        self.masses = [values[order] for values in self.masses]
-        self.mean_cost, self.cost_spread = self.mean_cost[order], self.cost_spread[order]
-        self.offset = self.offset[order]
-        self.errors = PassErrors(*(numbers[order] for numbers in self.errors))
 
-    def _softmin(self, side: int, potential: Tensor, epsilon: Tensor) -> Tensor:
+    def softmin(self, side: int, potential: Tensor, epsilon: Tensor) -> Tensor:
         chosen = torch.arange(len(self.costs), device=self.costs.device)
         logs = torch.empty_like(self.masses[side])
         for segments, rows, scores in self.shifted_scores(side, potential, chosen, epsilon, logs):
@@ -202,13 +224,11 @@ def _padded(masses: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(masses, (0, size - len(masses)))
 
 
-class AnchoredSegments:
+class AnchoredSegments(PaddedSegments):
     """All problems of `StoredSegments` in a faster form; 8 or 16 S n m bytes more."""
 
-    dtype = torch.float64
-
     def __init__(self, stored: StoredSegments, tolerance: float) -> None:
-        self._stored, self.symmetric = stored, stored.symmetric
+        self.symmetric, self.masses = stored.symmetric, stored.masses
         self._index = torch.arange(len(stored.costs), device=stored.costs.device)
         self.mean_cost, self.cost_spread = stored.mean_cost, stored.cost_spread
         self.offset = stored.offset
@@ -219,37 +239,16 @@ class AnchoredSegments:
         self.errors = stored.errors._replace(sums=2 * unit)
         sides = range(len(stored.masses))
         self._anchors = [_Anchor(stored, side, self.sum_dtype) for side in sides]
-        self.row_masses, self.column_masses = stored.row_masses, stored.column_masses
-        self.first = stored.first
-
-    def iterations(self, candidate: Tensor, goal: Goal, form: Form, start: Start) -> QuasiNewton:
-        return QuasiNewton(self, ManyVectors(self, candidate, MEMORY), goal, form, start)
 
     def coarse(self, tolerance: float) -> None:
         return
 
-    def softmins(
-        self,
-        g: Tensor,
-        before: Tensor | None,
-        epsilon: Sequence[float] | Tensor,
-        active: Sequence[bool] | Tensor,
-    ) -> tuple[Tensor | None, Tensor]:
-        assert isinstance(epsilon, Tensor)
-        if before is None:
-            return None, self._anchors[0].softmin(g, self._index, epsilon)
-        f = self._anchors[0].softmin(g, self._index, epsilon)
-        return f, self._anchors[1].softmin(f, self._index, epsilon)
+    def softmin(self, side: int, potential: Tensor, epsilon: Tensor) -> Tensor:
+        return self._anchors[side].softmin(potential, self._index, epsilon)
 
     def keep(self, order: Tensor) -> None:
-        """Go on with some segments."""
+        super().keep(order)
         self._index = self._index[order]
-        self.column_masses = self.column_masses[order]
-        if self.row_masses is not None:
-            self.row_masses = self.row_masses[order]
-        self.mean_cost, self.cost_spread = self.mean_cost[order], self.cost_spread[order]
-        self.offset = self.offset[order]
-        self.errors = PassErrors(*(numbers[order] for numbers in self.errors))
         for anchor in self._anchors:
             anchor.keep(order)
 
