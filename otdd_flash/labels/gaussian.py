@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Progress
+from otdd_flash.derivatives.known_gradient import OnceDifferentiable
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.moments import (
     class_means,
@@ -36,7 +37,6 @@ from otdd_flash.labels.moments import (
     standard_deviations,
 )
 from otdd_flash.labels.pairs import PairDistances, chunk_size, equal_chunks, used_classes
-from otdd_flash.solver.known_gradient import OnceDifferentiable
 
 
 class ClassMoments(NamedTuple):

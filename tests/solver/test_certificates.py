@@ -157,7 +157,7 @@ def test_self_terms_side_by_side_say_where_a_point_is_unresolved() -> None:
     assert (error - 2 * unresolved).tolist() == [0.25 + 2.0**-9] * 2
 
 
-def test_points_are_lost_whose_errors_of_costs_exceed_half_of_epsilon() -> None:
+def test_points_are_unresolved_whose_errors_of_costs_exceed_half_of_epsilon() -> None:
     """A sum of which as much may be hidden: those above, not those at it or without an error."""
     operator, a, f, epsilon = one_potential(3)
     plan = self_plan(operator, f, epsilon, accurate=True)

@@ -18,7 +18,7 @@ from otdd_flash.solver.small.route import padded, solve_single
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 
 if TYPE_CHECKING:
-    from otdd_flash.solver.matrix.comparison import MatrixComparison
+    from otdd_flash.solver.matrix_comparison import MatrixComparison
 
 
 def is_recorded_matrix(comparison: MatrixComparison, options: Converged) -> bool:
