@@ -30,7 +30,7 @@ from experiments.certified_solves import load_pair
 from experiments.environment import environment, write_result
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.point_scores import KeptScores
+from otdd_flash.operators.point_scores import StoredScores
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.divergence import Divergence
@@ -111,7 +111,7 @@ def newton(operator: Operator, g: torch.Tensor, epsilon: float) -> torch.Tensor:
     """
     assert isinstance(operator, TorchOperator)
     source = operator.source
-    assert isinstance(source, KeptScores), "so many samples need their scores streamed"
+    assert isinstance(source, StoredScores), "so many samples need their scores streamed"
     a, b, scores = operator.a, operator.b, source.scores
 
     def dual(g: torch.Tensor) -> float:

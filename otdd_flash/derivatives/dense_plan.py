@@ -6,11 +6,11 @@ from torch import Tensor
 
 from otdd_flash.derivatives.direct import is_small
 from otdd_flash.memory import holds, stated_budget
-from otdd_flash.operators.base import KeptPlan
+from otdd_flash.operators.base import StoredPlan
 from otdd_flash.operators.comparison import Comparison
 
 
-def dense_plan(comparison: Comparison, name: str, f: Tensor, g: Tensor | None) -> KeptPlan | None:
+def dense_plan(comparison: Comparison, name: str, f: Tensor, g: Tensor | None) -> StoredPlan | None:
     """The plan of f (n,) and g (m,) of a term, of the original points in float64, on any backend.
 
     No operator is built for it, which takes longer than the plan. None where the problem is not
@@ -30,4 +30,4 @@ def dense_plan(comparison: Comparison, name: str, f: Tensor, g: Tensor | None) -
     if short or not holds(2 * entries + points, None, device):
         return None
     g = f if g is None else g
-    return KeptPlan(comparison.cost(name).plan_entries(f, g, comparison.epsilon))
+    return StoredPlan(comparison.cost(name).plan_entries(f, g, comparison.epsilon))

@@ -39,7 +39,7 @@ from otdd_flash.derivatives.conjugate_gradients import (
 from otdd_flash.derivatives.direct import Direct, OfRows, is_decomposed, of_columns, of_self
 from otdd_flash.derivatives.low_rank import LowRank, low_rank, rank_for
 from otdd_flash.engine.run import LateReader
-from otdd_flash.operators.base import KeptPlan, Products
+from otdd_flash.operators.base import Products, StoredPlan
 
 if TYPE_CHECKING:
     # These need Triton.
@@ -229,7 +229,7 @@ class SelfSystem:
 
 def _decomposed(plan: Products) -> Tensor | None:
     """Return the entries of a stored plan that is small enough to factorize, else None."""
-    return plan.entries if isinstance(plan, KeptPlan) and is_decomposed(plan.entries) else None
+    return plan.entries if isinstance(plan, StoredPlan) and is_decomposed(plan.entries) else None
 
 
 class Solution(NamedTuple):

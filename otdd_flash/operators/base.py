@@ -10,7 +10,7 @@ Notation: f (n,) and g (m,) are potentials in units of the cost and
     P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon),      r = P 1,  c = P^T 1.
 
 `Operator.plan` returns an `EvaluatedPlan`, whose entries are computed again in every product; its
-`prepared` form is for many products, and may hold the entries (`KeptPlan`; in Triton see
+`prepared` form is for many products, and may hold the entries (`StoredPlan`; in Triton see
 `triton_plans`). Gradients, Hessians and maps read these. A change must keep that row and column
 sums are those of the very numbers that are multiplied, after any rounding.
 """
@@ -377,8 +377,8 @@ class EvaluatedPlan(ABC):
         return found.values.to(self.dtype)
 
 
-class KeptPlan:
-    """A plan held as a matrix P (n, m), float64.
+class StoredPlan:
+    """A plan stored as a matrix P (n, m), float64.
 
     Args:
         entries: P.

@@ -29,7 +29,7 @@ from otdd_flash.formulas.decision import Form, Goal, Levels
 from otdd_flash.formulas.evidence import PassErrors
 from otdd_flash.formulas.operations import Numbers, constant, where
 from otdd_flash.operators.base import Certifiable
-from otdd_flash.operators.point_scores import KeptScores
+from otdd_flash.operators.point_scores import StoredScores
 from otdd_flash.operators.torch_operator import TorchOperator
 
 # What terms of a pool tell of their costs: the facts themselves are in `Pool.cross` and `Pool.own`.
@@ -381,13 +381,13 @@ class ScorePool(Pool):
 
     def operator(
         self, term: str, sizes: tuple[int, int], costs: CostFacts
-    ) -> TorchOperator[KeptScores]:
+    ) -> TorchOperator[StoredScores]:
         """The cost of a term of the first problem, of so many points, of which so much is known."""
         starts, (one, two) = (0, self.room.n), SIDES[term]
         rows, columns = (slice(starts[k], starts[k] + sizes[k]) for k in (one, two))
         magnitudes = (self.own_magnitudes if one == two else self.cross_magnitudes)[0]
         both = magnitudes[rows], magnitudes[columns]
-        scores = KeptScores(
+        scores = StoredScores(
             self.block(one, two)[0, : sizes[one], : sizes[two]],
             costs,
             magnitudes=both,

@@ -31,10 +31,10 @@ from otdd_flash.operators.base import (
     Epsilon,
     EvaluatedPlan,
     Factors,
-    KeptPlan,
     Marginals,
     Passes,
     Plan,
+    StoredPlan,
 )
 
 LOG2_E = math.log2(math.e)
@@ -377,7 +377,7 @@ class TiledPlan(EvaluatedPlan):
         operator = self._operator
         needed = 8 * math.prod(operator.shape)
         if operator.source.holds_plans and holds(needed, self._most, operator.device):
-            return KeptPlan(operator.plan_entries(*self._at))
+            return StoredPlan(operator.plan_entries(*self._at))
         return self
 
     def applied(

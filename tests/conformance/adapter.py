@@ -40,7 +40,7 @@ from otdd_flash.operators import (
     torch_operator,
     triton_operator,
 )
-from otdd_flash.operators.base import EvaluatedPlan, KeptPlan, Marginals
+from otdd_flash.operators.base import EvaluatedPlan, Marginals, StoredPlan
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
@@ -166,7 +166,7 @@ class Held:
 
     def _plan(self, products: Any) -> Plan:
         match products:
-            case KeptPlan():
+            case StoredPlan():
                 return Plan(products, self.exact, self.precision)
             case EvaluatedPlan():
                 return Plan(products, self.cost, self.precision)

@@ -13,7 +13,7 @@ from otdd_flash import memory
 from otdd_flash.derivatives import low_rank, schur
 from otdd_flash.derivatives.low_rank import LowRank
 from otdd_flash.derivatives.schur import CGOptions, SchurSystem, Solver
-from otdd_flash.operators.base import KeptPlan
+from otdd_flash.operators.base import StoredPlan
 
 pytestmark = pytest.mark.usefixtures("iterations_alone")
 
@@ -57,7 +57,7 @@ def right_sides(system: SchurSystem, count: int = 3, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("damping", [0.0, 1e-3])
 def test_what_is_left_is_well_conditioned(damping: float) -> None:
     """Symmetric and positive, and as good up to a factor as the inverse; masses are not."""
-    system = SchurSystem(KeptPlan(plan(tail=1.5)), damping)
+    system = SchurSystem(StoredPlan(plan(tail=1.5)), damping)
     found, one = system.preconditioner(), torch.eye(M, dtype=torch.float64)
     assert found is not None
     for preconditioner, good in ((found, True), (LowRank(system.metric.inverse[:, :0]), False)):
@@ -75,7 +75,7 @@ def test_slow_iterations_are_preconditioned_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         SchurSystem, "preconditioner", lambda self: calls.append(self) or made(self)
     )
-    system = SchurSystem(KeptPlan(plan()))
+    system = SchurSystem(StoredPlan(plan()))
     right = right_sides(system)
     alone = Solver(system, system, options)
     alone._patience = None
@@ -111,7 +111,7 @@ def test_columns_that_rounding_empties_are_solved_too(monkeypatch: pytest.Monkey
     exact[:, ::5] *= 1e-9
     rounded = exact.clone()
     rounded[:, ::5] = 0
-    system, near = SchurSystem(KeptPlan(exact)), SchurSystem(KeptPlan(rounded))
+    system, near = SchurSystem(StoredPlan(exact)), SchurSystem(StoredPlan(rounded))
     for found in (
         Solver(system, near, CGOptions(1e-6)).solve(right_sides(system)),
         Solver(system, system, CGOptions(1e-6)).solve(right_sides(system)),

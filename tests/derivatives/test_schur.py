@@ -16,7 +16,7 @@ from otdd_flash.derivatives import direct
 from otdd_flash.derivatives.conjugate_gradients import Metric
 from otdd_flash.derivatives.direct import Cholesky
 from otdd_flash.derivatives.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver, solve
-from otdd_flash.operators.base import KeptPlan
+from otdd_flash.operators.base import StoredPlan
 
 by_iterations = pytest.mark.usefixtures("iterations_alone")
 
@@ -27,7 +27,7 @@ def plan(n: int, m: int, *, spread: float = 2.0) -> Tensor:
 
 
 def system_of(entries: Tensor) -> SchurSystem:
-    return SchurSystem(KeptPlan(entries))
+    return SchurSystem(StoredPlan(entries))
 
 
 def dense_schur(entries: Tensor, damping: float = 0.0) -> Tensor:
@@ -40,7 +40,7 @@ def right_sides(matrix: Tensor, count: int = 3) -> Tensor:
 
 
 def solved(entries: Tensor, right: Tensor, cg: CGOptions = ONE, *, own: bool = False) -> Solution:
-    system: Any = (SelfSystem if own else SchurSystem)(KeptPlan(entries), cg.damping)
+    system: Any = (SelfSystem if own else SchurSystem)(StoredPlan(entries), cg.damping)
     return solve(system, system, right, cg)
 
 
@@ -62,7 +62,7 @@ def test_pivots_of_rounding_size_leave_it_to_iterations(
     entries, own = UNDECIDED[name]
     matrix = entries.sum(1).diag() + entries if own else dense_schur(entries)
     right, cg = right_sides(matrix), CGOptions(1e-10)
-    system: Any = (SelfSystem if own else SchurSystem)(KeptPlan(entries))
+    system: Any = (SelfSystem if own else SchurSystem)(StoredPlan(entries))
     assert system.direct is not None
     assert not bool(system.direct.sound)
     found = solved(entries, right, cg, own=own)
