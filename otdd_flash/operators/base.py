@@ -96,14 +96,14 @@ class Passes(NamedTuple):
 
 
 class Certifiable(Protocol):
-    """A cost C (n, m) with masses a (n,) and b (m,), as certificates read it.
+    """A cost C (n, m) with masses a (n,) and b (m,), as the evidence of certificates reads it.
 
     For B costs with masses (B, n) and (B, m), all tensors have that leading dimension.
     """
 
     @property
-    def costs(self) -> CostFacts:
-        """Facts of C; computing them may take long."""
+    def passes(self) -> Passes:
+        """How its passes run."""
         ...
 
     @property
@@ -138,8 +138,8 @@ class Operator(Certifiable, Protocol):
     """A ground cost C (n, m) with masses a (n,) and b (m,)."""
 
     @property
-    def passes(self) -> Passes:
-        """How its passes run."""
+    def costs(self) -> CostFacts:
+        """Facts of C; computing them may take long."""
         ...
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:

@@ -29,10 +29,9 @@ from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.kernels.stored.plan import signed_plan, stored_plan, stored_product
 from otdd_flash.kernels.stored.scores import stored_scores
 from otdd_flash.kernels.stored.step import stored_programs, stored_step
-from otdd_flash.operators.base import Epsilon, Marginals
+from otdd_flash.operators.base import Epsilon, Marginals, Passes
 from otdd_flash.operators.score_pool import (
     PRODUCTS,
-    UNKNOWN,
     Pool,
     PooledSegments,
     Room,
@@ -176,7 +175,7 @@ class PooledTerm:
         term: "xy", "xx" or "yy".
     """
 
-    costs = UNKNOWN
+    passes = Passes(torch.float32, "triton, scores kept", in_triton=True, recorded=True)
 
     def __init__(self, pool: KernelPool, term: str) -> None:
         self._pool, (one, two) = pool, SIDES[term]

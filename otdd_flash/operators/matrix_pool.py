@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.facts import CostFacts
 from otdd_flash.engine.problems import Evaluated, Vectors
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.place import Place
@@ -20,9 +19,9 @@ from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.matrix.sweep import matrix_sweep, row_weights
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
 from otdd_flash.kernels.segments.step import Sums
-from otdd_flash.operators.base import Epsilon, Marginals
+from otdd_flash.operators.base import Epsilon, Marginals, Passes
 from otdd_flash.operators.kernel_pool import PooledKernelSegments
-from otdd_flash.operators.score_pool import UNKNOWN, Pool, Room
+from otdd_flash.operators.score_pool import Pool, Room
 from otdd_flash.operators.torch_operator import LEAST_EXPONENT, measured, present
 
 
@@ -113,7 +112,7 @@ class MatrixTerm:
         pool: after `prepare`.
     """
 
-    costs: CostFacts = UNKNOWN
+    passes = Passes(torch.float32, "triton, costs given", in_triton=True, recorded=True)
 
     def __init__(self, pool: MatrixPool) -> None:
         self._pool, room = pool, pool.room

@@ -32,9 +32,6 @@ from otdd_flash.operators.base import Certifiable
 from otdd_flash.operators.point_scores import StoredScores
 from otdd_flash.operators.torch_operator import TorchOperator
 
-# What terms of a pool tell of their costs: the facts themselves are in `Pool.cross` and `Pool.own`.
-UNKNOWN = CostFacts(torch.float32, 0.0, 0.0, 0.0, 0.0)
-
 # Unit roundoff of what is stored.
 UNIT = torch.finfo(torch.float32).eps / 2
 

@@ -26,11 +26,10 @@ from otdd_flash.engine.few_problems import MEMORY, FewQuasiNewton, FewVectors
 from otdd_flash.engine.problems import Evaluated, Start, Vectors
 from otdd_flash.engine.quasi_newton import ManyVectors, QuasiNewton
 from otdd_flash.formulas.decision import Form
-from otdd_flash.operators.base import Epsilon, Marginals
+from otdd_flash.operators.base import Epsilon, Marginals, Passes
 from otdd_flash.operators.one_problem import Scalars
 from otdd_flash.operators.score_pool import (
     UNIT,
-    UNKNOWN,
     PooledIterations,
     PooledSegments,
     Room,
@@ -367,7 +366,7 @@ class TorchTerm:
         own: whether rows are columns, and scores symmetric.
     """
 
-    costs = UNKNOWN
+    passes = Passes(torch.float32, "torch, scores kept")
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ def certify(
 
 
 def certify_self(
-    operator: Certifiable, f: Tensor, epsilon: float, *, accurate: bool = False
+    operator: Operator, f: Tensor, epsilon: float, *, accurate: bool = False
 ) -> Certificate:
     """Certify a self term by its potential f (n,), in one pass, or two if points are unresolved.
 
@@ -220,7 +220,7 @@ def lowered_plan(
 
     `updated` is T'(f); columns without mass take it.
     """
-    unit = torch.finfo(operator.costs.dtype).eps / 2
+    unit = torch.finfo(operator.passes.dtype).eps / 2
     g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
     g = torch.sub(g, g.abs(), alpha=MARGIN * unit).double()
     return cross_plan(operator, f.double(), g, epsilon, accurate=accurate)
@@ -247,7 +247,7 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
     factors, updated_rows = row_update(operator, plan)
     shift = epsilon * factors.log()
     f, g = plan.f + shift, plan.g
-    returned = f.to(operator.costs.dtype), g.to(operator.costs.dtype)
+    returned = f.to(operator.passes.dtype), g.to(operator.passes.dtype)
     both = torch.cat((sums.rows, sums.columns), -1)
     held = torch.cat((plan.f, g), -1).masked_fill_(plan.absent, 0)
     linear_before = dot(both, held)
@@ -293,7 +293,7 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
 def self_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
     """Compute the numbers of a self term from the plan of one potential, of mass 1."""
     a, sums, rows = operator.a, plan.sums, plan.sums.rows
-    returned, held = plan.f.to(operator.costs.dtype), plan.f.masked_fill(plan.absent, 0)
+    returned, held = plan.f.to(operator.passes.dtype), plan.f.masked_fill(plan.absent, 0)
     growth = _growth(plan, rows, plan.errors, held - returned, epsilon)
     costs, errors = sums.own_costs, plan.cost_errors
     assert costs is not None
