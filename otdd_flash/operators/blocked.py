@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,11 @@ Build = Callable[[LabelledCost], "BlockOperator"]
 
 class BlockOperator(Operator, Protocol):
     """An operator of a pair of blocks, with error bounds by point and the packing of points."""
+
+    @property
+    def refined(self) -> BlockOperator:
+        """The same cost at the full accuracy of the potentials; itself if it has that already."""
+        ...
 
     @property
     def accurate_errors(self) -> tuple[Tensor, Tensor]:
@@ -220,7 +225,7 @@ class BlockSums(ABC):
         part.b, column_mass = self._normalised(0 if diagonal else 1, y.block, part.b)
         operator = self._build(part)
         if self._coarse is not None:
-            operator = cast(BlockOperator, operator.refined)
+            operator = operator.refined
         return Tile(sides, operator, (row_mass, column_mass), diagonal)
 
     def _normalised(self, side: int, block: Block, masses: Tensor) -> tuple[Tensor, float]:
