@@ -44,6 +44,10 @@ STREAMED_SHARE, HELD_SHARE = 0.6, 0.5
 # Least epsilon over the largest cost that float64 can solve.
 WITHIN_DOUBLE = 1e-12
 
+# The largest effect on the marginals that the rounding of costs in float64 may have: as large as
+# the default tolerance.
+MOST_GROWTH = 1e-3
+
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
@@ -186,7 +190,8 @@ class Comparison:
         """Return the comparison at an epsilon, in units of the cost.
 
         Raises:
-            EpsilonOutOfRange: it over- or underflows in the type of the scores.
+            EpsilonOutOfRange: it over- or underflows in the type of the scores, or the error of
+                costs alone moves the marginals by `MOST_GROWTH`.
         """
         compute = self.compute
         if epsilon > torch.finfo(compute.dtype).max / 4:
@@ -205,6 +210,14 @@ class Comparison:
                 f"{{name}}{', scale' if in_double else ' or scale'} the features up"
                 f"{' or set precision=double' if in_double else ''}",
                 epsilon,
+            )
+        if self.cost_error > MOST_GROWTH * epsilon:
+            raise EpsilonOutOfRange(
+                f"{{given}} is too small for ground={self.ground.ground}, whose costs are off by "
+                f"up to {self.cost_error:.2g}: rounding alone moves the marginals by more than "
+                f"{MOST_GROWTH:g}; centre the features, or raise {{name}} to about {{advised}}",
+                epsilon,
+                1.1 * self.cost_error / MOST_GROWTH,
             )
         return replace(self, epsilon=epsilon)
 
@@ -320,6 +333,24 @@ class Comparison:
     def cost_error(self) -> float:
         """Bound on the error of the cost by that of transformed points, in units of the cost."""
         return self.ground.error(self.transformed[0].dim)
+
+    @property
+    def diameter(self) -> float:
+        """The diagonal of the smallest box around the first and the last dataset.
+
+        Raises:
+            InputError: it is 0.
+        """
+        x, y = self.transformed[0].features, self.transformed[-1].features
+        lowest = torch.minimum(x.amin(0), y.amin(0)).double()
+        highest = torch.maximum(x.amax(0), y.amax(0)).double()
+        diagonal = float(torch.linalg.vector_norm(highest - lowest))
+        if diagonal == 0:
+            raise InputError(
+                "solver.schedule=geomloss starts at the diameter of the features, which is 0 as "
+                "all points are one; set solver.diameter"
+            )
+        return diagonal
 
     @property
     def identical(self) -> bool:
