@@ -135,8 +135,19 @@ class Levels(NamedTuple):
     descended: Numbers
 
     @classmethod
-    def trying(cls, epsilon: float | Tensor, top: Tensor) -> Levels:
-        """Try the final epsilon first, if there are levels (S,) from `top` on to fall back to."""
+    def trying(
+        cls, epsilon: float | Tensor, mean_cost: Tensor, at_once: Tensor | None = None
+    ) -> Levels:
+        """Try the final epsilon first, and fall back to the levels from `first_level` on.
+
+        Args:
+            epsilon: the final one.
+            mean_cost: (S,), above the lowest cost if that is negative.
+            at_once: (S,) or () bool, whether there are no levels to fall back to.
+        """
+        top = first_level(epsilon, mean_cost)
+        if at_once is not None:
+            top = torch.where(at_once, epsilon, top)
         _, ratio = torch.frexp(top / epsilon)
         allowed = ITERATIONS_PER_LEVEL * (ratio - 1).double()
         zero = torch.zeros_like(top)

@@ -4,9 +4,9 @@
 their bounds are narrow, and combines them; `shortfall` words the message where that stops early.
 `schedules` has the options of each way to solve a term: `converged` iterates to a tolerance, and
 `geomloss` runs the fixed updates of that library, for comparisons. `solve` takes one term from its
-initial potential to its `certificate`; `term` has its tolerance and its result. The iterations are
-those of `engine`, and `segmented` runs them for many problems at once. `small` solves all terms of
-a small problem at once, on stored scores; `matrix` solves for given costs.
+initial potential to its `certificate`, or many side by side; `term` has its tolerance and its
+result. The iterations are those of `engine`. `small` solves all terms of a small problem at once,
+on stored scores; `matrix` has given costs.
 
 First derivatives in closed form: `term_gradient` of a solved term, `gradient` of the divergence.
 What needs the linear system of `schur`: `curvature` and `hessian` are second derivatives, `adjoint`

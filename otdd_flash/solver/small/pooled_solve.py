@@ -27,7 +27,7 @@ from otdd_flash.cost.facts import TERMS, CostFacts
 from otdd_flash.devices import current
 from otdd_flash.engine.problems import Start
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
-from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels, first_level
+from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
 from otdd_flash.operators.base import SelfCertifiable
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import (
@@ -151,8 +151,8 @@ class PooledSolve:
         epsilon, started = inputs.cross[0], inputs.started > 0
         of_cross, *of_own = self._starts
         cross = self._segments[0]
-        top = torch.where(started[0], epsilon, first_level(epsilon, cross.mean_cost))
-        start = Start(Levels.trying(epsilon, top), torch.zeros_like(top))
+        levels = Levels.trying(epsilon, cross.mean_cost, started[0])
+        start = Start(levels, torch.zeros_like(levels.top))
         first = torch.where(started[0], of_cross, 0).view(-1)
         cross.begin(self._iterations[0], first, inputs.cross, start)
         for own, iterations in zip(self._segments[1:], self._iterations[1:], strict=True):
