@@ -22,7 +22,8 @@ from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress,
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
-from otdd_flash.distributed.ranks import shared_since, sharing_from_here
+from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.distributed.shared import ALONE
 from otdd_flash.eager import computes
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.labels import (
@@ -128,7 +129,8 @@ def dataset_distance(
     unchanged = Unchanged.of(source, target)
 
     # The result reports how ranks shared the work from here on.
-    before, started = sharing_from_here(compute.group), time.perf_counter()
+    ranks, started = compute.group, time.perf_counter()
+    before = ranks.sharing_from_here() if isinstance(ranks, Ranks) else ALONE
     if class_statistics is not None:
         one, other = class_statistics
         # Moved to the device and transformed as the ground cost takes points, as both datasets are.
@@ -136,12 +138,15 @@ def dataset_distance(
     x, y = comparison.transformed
     # Only a Sinkhorn metric without an epsilon of its own changes: it gets one here.
     metric = settled_metric(metric, epsilon, class_statistics or (x, y), comparison.streaming)
+    measure = metric
+    # Points that are streamed are in the memory of this process alone, which then measures without
+    # the other ranks.
+    if ranks is not None and comparison.streaming is None:
+        measure = measured_by_ranks(metric, ranks)
     table = measure_classes(
         x,
         y,
-        # Points that are streamed are in the memory of this process alone, which then measures
-        # without the other ranks.
-        measured_by_ranks(metric, None if comparison.streaming else compute.group),
+        measure,
         statistics=class_statistics,
         cache_dir=cache_dir,
         progress=class_progress,
@@ -170,7 +175,7 @@ def dataset_distance(
         labels_epsilon=getattr(metric, "epsilon", None),
         seconds=seconds,
         comparison=replace(comparison, compute=compute.alone),
-        shared=shared_since(before, compute.group),
+        shared=ranks.shared_since(before) if isinstance(ranks, Ranks) else ALONE,
         streamed=None if streaming is None else streaming.tally.summary(seconds["solve"]),
         unchanged=unchanged,
         required=options.require_convergence,

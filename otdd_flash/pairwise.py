@@ -37,7 +37,7 @@ from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import Pair
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples
-from otdd_flash.distributed.ranks import Ranks, balanced, ranks_of, restored, saved
+from otdd_flash.distributed.ranks import Ranks, balanced, restored, saved
 from otdd_flash.eager import computes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.files.atomic import json_content, write_json
@@ -146,7 +146,9 @@ def pairwise_distances(
     started = time.perf_counter()
     if class_distances is None:
         metric = settled_metric(metric, epsilon, comparison.transformed, comparison.streaming)
-        measure = measured_by_ranks(metric, None if comparison.streaming else compute.group)
+        measure = metric
+        if compute.group is not None and comparison.streaming is None:
+            measure = measured_by_ranks(metric, compute.group)
         table = measure_all(
             comparison.transformed, measure, cache_dir=cache_dir, progress=class_progress
         )
@@ -241,7 +243,7 @@ def _terms(
     pairs: Sequence[Pair],
 ) -> Iterator[Divergence | None]:
     """Yield the terms of pairs, solved by this process or distributed over ranks by size."""
-    if (ranks := ranks_of(comparison.compute.group)) is None:
+    if not isinstance(ranks := comparison.compute.group, Ranks):
         yield from (_term(comparison, table, options, pair) for pair in pairs)
         return
     sizes = [len(side) for side in comparison.transformed]

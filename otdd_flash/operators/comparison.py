@@ -23,7 +23,7 @@ from otdd_flash.cost.host_points import Streaming
 from otdd_flash.cost.points import LabelledCost, Points, forget_cloud, points_of
 from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.dimensions import check_same_dimension
-from otdd_flash.distributed.ranks import ranks_of
+from otdd_flash.distributed.ranks import Ranks, ranks_of
 from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import Mark, mark_of, mark_of_tensors
@@ -302,7 +302,7 @@ class Comparison:
         Raises:
             InputError: the precision cannot hold the costs, or there is not enough memory.
         """
-        if (ranks := ranks_of(self.compute.group)) is not None:
+        if isinstance(ranks := self.compute.group, Ranks):
             from otdd_flash.operators.sharing import shared_operator
 
             return shared_operator(self, term, ranks, keep_scores=keep_scores)
@@ -394,8 +394,9 @@ def _moved(
     """
     given = {side: side.to(device) for side in dict.fromkeys(datasets)}
     points = {side: one if transformed else ground.transform(one) for side, one in given.items()}
-    for cloud in points.values():
-        forget_cloud(cloud)
+    if device.type != "cpu":
+        for cloud in points.values():
+            forget_cloud(cloud)
     return tuple(given[side] for side in datasets), tuple(points[side] for side in datasets)
 
 
@@ -457,9 +458,9 @@ def _check_streamed(
 
 def _check_group(compute: ComputeOptions, device: torch.device) -> None:
     """Raise an `InputError` for a group whose shards were not combined, or the wrong device."""
-    ranks = ranks_of(compute.group)
-    if ranks is None:
+    if compute.group is None:
         return
+    ranks = ranks_of(compute.group)
     if compute.group is not ranks:
         raise InputError(
             "shards of a compute.group are put together by dataset_distance alone; lead other work "
