@@ -47,7 +47,7 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term.result import SolverProgress
-from otdd_flash.solver.term.tolerance import refuse_both, regularised
+from otdd_flash.solver.term.tolerance import epsilon_of_datasets, refuse_both, resolve_epsilon
 
 
 # `computes` keeps PyTorch's surrounding modes (autocast, inference, compilation) out,
@@ -154,7 +154,8 @@ def dataset_distance(
     measured = time.perf_counter()
     comparison = comparison.with_classes(table.full)
     mean, scale = comparison.mean_cost, cost.standardized(source.dim)
-    with regularised(epsilon, epsilon_relative, mean, scale) as used:
+    name, given, used = resolve_epsilon(epsilon, epsilon_relative, mean)
+    with epsilon_of_datasets(name, given, used, mean, scale):
         comparison = comparison.at(used)
         divergence = solve(comparison, options, progress=progress)
     report_convergence(divergence, options)

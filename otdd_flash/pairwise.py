@@ -71,7 +71,7 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term.result import largest_tolerance
-from otdd_flash.solver.term.tolerance import refuse_both, regularised
+from otdd_flash.solver.term.tolerance import epsilon_of_datasets, refuse_both, resolve_epsilon
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -156,7 +156,8 @@ def pairwise_distances(
         table = class_distances.named_for(sides)
     measured = time.perf_counter()
     mean, scale = _mean_cost(comparison, table), cost.standardized(sides[0].dim)
-    with regularised(epsilon, epsilon_relative, lambda: mean, scale) as used:
+    name, given, used = resolve_epsilon(epsilon, epsilon_relative, lambda: mean)
+    with epsilon_of_datasets(name, given, used, lambda: mean, scale):
         found = _solve_all(comparison.at(used), table, options, progress)
     solved = time.perf_counter()
     labels_epsilon = getattr(metric, "epsilon", None) if class_distances is None else None

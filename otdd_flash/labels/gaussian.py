@@ -35,7 +35,7 @@ from otdd_flash.labels.moments import (
     squared_gaps,
     standard_deviations,
 )
-from otdd_flash.labels.pairs import PairDistances, chunk_size, equal_chunks, used_classes
+from otdd_flash.labels.pairs import chunk_size, equal_chunks, used_classes
 from otdd_flash.solver.known_gradient import OnceDifferentiable
 
 
@@ -53,38 +53,23 @@ class ClassMoments(NamedTuple):
     trace: Tensor
 
 
-def gaussian_distances(
-    clouds: Sequence[ClassCloud],
-    pairs: Tensor,
-    *,
-    unbiased: bool = True,
-    progress: Progress | None = None,
-) -> PairDistances:
-    """Compute the Bures-Wasserstein distances of pairs of classes.
-
-    Args:
-        clouds: V classes.
-        pairs: (P, 2) int64, indices of the classes of each pair.
-        unbiased: whether covariances divide by n - 1 (for weights: by 1 - sum w^2) or by n.
-        progress: called with the number of pairs of classes done and their total.
-
-    Returns:
-        P distances; the bits of each are independent of the other pairs.
-    """
-    with torch.no_grad():
-        return PairDistances.exactly(gaussian_table(clouds, pairs, unbiased, progress))
-
-
 def gaussian_table(
     clouds: Sequence[ClassCloud],
     pairs: Tensor,
     unbiased: bool = True,
     progress: Progress | None = None,
 ) -> Tensor:
-    """Return the values of `gaussian_distances`, (P,), differentiable in the classes' points.
+    """Compute Bures-Wasserstein distances (P,) of pairs, differentiable in the classes' points.
 
-    The distance can have a kink where a covariance or a product of two is singular. The gradient
-    there is finite and leaves the null directions out.
+    The bits of each are independent of the other pairs. The distance can have a kink where a
+    covariance or a product of two is singular. The gradient there is finite and leaves the null
+    directions out.
+
+    Args:
+        clouds: V classes.
+        pairs: (P, 2) int64, indices of the classes of each pair.
+        unbiased: whether covariances divide by n - 1 (for weights: by 1 - sum w^2) or by n.
+        progress: called with the number of pairs of classes done and their total.
     """
     clouds, pairs = used_classes(clouds, pairs)
     return moments_table(class_moments(clouds, unbiased), pairs, progress)

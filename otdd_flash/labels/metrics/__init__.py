@@ -38,7 +38,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.importing import user_code
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.exact import exact_distances, exact_parts
-from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_distances
+from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table
 from otdd_flash.labels.metrics.base import LabelMetric, Measured
 from otdd_flash.labels.moments import mean_table, upper_bound_table
 from otdd_flash.labels.pairs import PairDistances
@@ -70,7 +70,7 @@ class Gaussian(LabelMetric):
         """Measure pairs of classes; see `LabelMetric.measure`."""
         if self.diagonal:
             return PairDistances.exactly(diagonal_gaussian_table(clouds, pairs, self.unbiased))
-        return gaussian_distances(clouds, pairs, unbiased=self.unbiased, progress=progress)
+        return PairDistances.exactly(gaussian_table(clouds, pairs, self.unbiased, progress))
 
     def recipe(self, device: torch.device) -> str | None:
         """Return the cache key, with the device; None for diagonal covariances: no cache."""

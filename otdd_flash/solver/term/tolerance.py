@@ -107,22 +107,6 @@ def epsilon_given_as(name: str, given: float, epsilon: float) -> Iterator[None]:
 
 
 @contextmanager
-def regularised(
-    epsilon: float | None,
-    relative: float | None,
-    mean_cost: Callable[[], float],
-    standardized: float,
-) -> Iterator[float]:
-    """Resolve the epsilon of datasets, and name it in errors of the block as it was given.
-
-    Arguments and errors as for `resolve_epsilon` and `epsilon_of_datasets`.
-    """
-    name, given, used = resolve_epsilon(epsilon, relative, mean_cost)
-    with epsilon_of_datasets(name, given, used, mean_cost, standardized):
-        yield used
-
-
-@contextmanager
 def epsilon_of_datasets(
     name: str, given: float, epsilon: float, mean_cost: Callable[[], float], standardized: float
 ) -> Iterator[None]:

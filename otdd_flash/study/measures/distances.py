@@ -32,7 +32,7 @@ from torch import Tensor
 from otdd_flash.errors import DataNotice, NotConvergedWarning
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.gaussian import gaussian_distances
+from otdd_flash.labels.gaussian import gaussian_table
 from otdd_flash.labels.measuring import class_block
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.result import DistanceResult
@@ -504,7 +504,7 @@ def frechet_distance(source: LabeledSamples, target: LabeledSamples) -> float:
     if same_content(source, target):
         return 0.0
     clouds = [_whole(source), _whole(target)]
-    return float(gaussian_distances(clouds, torch.tensor([[0, 1]])).values)
+    return float(gaussian_table(clouds, torch.tensor([[0, 1]])))
 
 
 def _whole(samples: LabeledSamples) -> ClassCloud:
