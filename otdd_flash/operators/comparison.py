@@ -22,7 +22,6 @@ from otdd_flash.cost.ground import NO_OFFSET, GroundCost, Offset
 from otdd_flash.cost.host_points import Streaming
 from otdd_flash.cost.points import LabelledCost, Points, forget_cloud, points_of
 from otdd_flash.devices import check_one_device, resolve_device
-from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.distributed.ranks import Ranks, ranks_of
 from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.features.file_features import FileFeatures
@@ -36,7 +35,13 @@ from otdd_flash.memory import (
 )
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostSize, build_operator, operator_bytes
-from otdd_flash.samples import LabeledSamples, check_squares, largest_entry, same_content
+from otdd_flash.samples import (
+    LabeledSamples,
+    check_same_dimension,
+    check_squares,
+    largest_entry,
+    same_content,
+)
 
 # Shares of free memory: of the device for streamed points, and of the host for their packed form.
 STREAMED_SHARE, HELD_SHARE = 0.6, 0.5

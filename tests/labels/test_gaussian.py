@@ -22,10 +22,8 @@ from otdd_flash.labels.gaussian import (
     NEGLIGIBLE,
     diagonal_gaussian_table,
     gaussian_table,
-    nuclear_norms,
-)
-from otdd_flash.labels.moments import (
     mean_table,
+    nuclear_norms,
     upper_bound_table,
 )
 from otdd_flash.labels.pairs import all_pairs
