@@ -39,11 +39,11 @@ from experiments.timing import extra_mib, milliseconds
 from otdd_flash import Converged, NotConvergedWarning, sinkhorn_loss
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
+from otdd_flash.derivatives.gradient import DivergenceGradient
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.solving import solve
 
 SIZES = ((60_000, 784), (60_000, 512), (20_000, 512), (5_000, 64), (2_000, 64), (1_000, 64))

@@ -41,9 +41,9 @@ import otdd_flash as otdd
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from otdd_flash.cost.ground import GroundCost
+from otdd_flash.derivatives.hessian import DivergenceCurvature
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.hessian import DivergenceCurvature
 
 SIZES, DIMENSIONS = (5_000, 10_000, 50_000), (4, 64, 512)
 RELATIVE_EPSILON, TOLERANCE, WORST = 0.1, 1e-4, 0.01

@@ -30,7 +30,7 @@ import otdd_flash as otdd
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import graphed
-from otdd_flash.solver.matrix.comparison import MatrixComparison
+from otdd_flash.solver.matrix_comparison import MatrixComparison
 
 SIZES = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (256, 512, 1024, 2048, 4096, 8192, 16_384)}
 EPSILONS = (0.1, 0.01, 0.001)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from experiments.environment import RESULTS, environment, write_result
-from otdd_flash.solver import direct
+from otdd_flash.derivatives import direct
 
 POINTS, DIM, DIRECTIONS, EPSILONS, TAU = 512, 4, 10, (0.1, 0.25, 0.5), 1e-5
 DECOMPOSED = "decomposed"

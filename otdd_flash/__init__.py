@@ -61,6 +61,12 @@ if TYPE_CHECKING:
     from otdd_flash.cost.ground import GroundCost
     from otdd_flash.cost.matrix import CostBlocks
     from otdd_flash.data.registry import load
+    from otdd_flash.derivatives.hessian import HessianProduct, SinkhornHessian, sinkhorn_hessian
+    from otdd_flash.derivatives.loss import sinkhorn_loss
+    from otdd_flash.derivatives.losses import sinkhorn_losses
+    from otdd_flash.derivatives.potentials import sinkhorn_potentials
+    from otdd_flash.derivatives.schur import CGOptions
+    from otdd_flash.derivatives.transport_map import transport_map
     from otdd_flash.distributed.ranks import led
     from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
     from otdd_flash.extractors import embed
@@ -79,18 +85,12 @@ if TYPE_CHECKING:
     from otdd_flash.sliced.distances import sliced_distances
     from otdd_flash.sliced.result import SlicedResult
     from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
-    from otdd_flash.solver.hessian import HessianProduct, SinkhornHessian, sinkhorn_hessian
-    from otdd_flash.solver.loss import sinkhorn_loss
-    from otdd_flash.solver.losses import sinkhorn_losses
     from otdd_flash.solver.matrix.loss import matrix_loss
     from otdd_flash.solver.matrix.plan import matrix_plan
     from otdd_flash.solver.matrix.result import MatrixTransport
     from otdd_flash.solver.matrix.transport import matrix_transport
-    from otdd_flash.solver.potentials import sinkhorn_potentials
     from otdd_flash.solver.schedules.converged import Converged
     from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
-    from otdd_flash.solver.schur import CGOptions
-    from otdd_flash.solver.transport_map import transport_map
     from otdd_flash.study.networks import Transfer
     from otdd_flash.study.result import StudyResult
     from otdd_flash.study.study import Study
@@ -159,7 +159,7 @@ _HOMES = {
     "Callbacks": "otdd_flash.flows.flow",
     "Checkpoints": "otdd_flash.flows.checkpoint",
     "ClassDistances": "otdd_flash.labels",
-    "CGOptions": "otdd_flash.solver.schur",
+    "CGOptions": "otdd_flash.derivatives.schur",
     "ComputeOptions": "otdd_flash.cost.compute",
     "CostBlocks": "otdd_flash.cost.matrix",
     "Converged": "otdd_flash.solver.schedules.converged",
@@ -170,7 +170,7 @@ _HOMES = {
     "FlowResult": "otdd_flash.flows.result",
     "GeomlossSchedule": "otdd_flash.solver.schedules.geomloss",
     "GroundCost": "otdd_flash.cost.ground",
-    "HessianProduct": "otdd_flash.solver.hessian",
+    "HessianProduct": "otdd_flash.derivatives.hessian",
     "InputError": "otdd_flash.errors",
     "JointClassDistances": "otdd_flash.labels",
     "LabeledSamples": "otdd_flash.samples",
@@ -183,7 +183,7 @@ _HOMES = {
     "Study": "otdd_flash.study.study",
     "StudyResult": "otdd_flash.study.result",
     "Transfer": "otdd_flash.study.networks",
-    "SinkhornHessian": "otdd_flash.solver.hessian",
+    "SinkhornHessian": "otdd_flash.derivatives.hessian",
     "SlicedResult": "otdd_flash.sliced.result",
     "SmallPlans": "otdd_flash.batched.plans",
     "SubsampleInterval": "otdd_flash.sampling",
@@ -201,14 +201,14 @@ _HOMES = {
     "pairwise_distances": "otdd_flash.pairwise",
     "sinkhorn": "otdd_flash.solver.clouds",
     "sinkhorn_divergence": "otdd_flash.solver.clouds",
-    "sinkhorn_hessian": "otdd_flash.solver.hessian",
-    "sinkhorn_loss": "otdd_flash.solver.loss",
-    "sinkhorn_losses": "otdd_flash.solver.losses",
+    "sinkhorn_hessian": "otdd_flash.derivatives.hessian",
+    "sinkhorn_loss": "otdd_flash.derivatives.loss",
+    "sinkhorn_losses": "otdd_flash.derivatives.losses",
     "sinkhorn_plans": "otdd_flash.batched.plans",
-    "sinkhorn_potentials": "otdd_flash.solver.potentials",
+    "sinkhorn_potentials": "otdd_flash.derivatives.potentials",
     "sliced_distances": "otdd_flash.sliced.distances",
     "subsample_interval": "otdd_flash.sampling",
-    "transport_map": "otdd_flash.solver.transport_map",
+    "transport_map": "otdd_flash.derivatives.transport_map",
 }
 _MODULES = ("extractors", "labels")
 

@@ -9,7 +9,7 @@ declared beside it: `@takes(x=tensor("(n, d)"))`. A new kind of argument is a ch
 `ACCEPTED`; `checks` holds the checks of single values.
 
 Some seventy modules use this one. Public functions are decorated with `takes` (`otdd`, `pairwise`,
-`flows.run`, `solver.loss`, ...), classes of options call `check_fields` (`cost.compute`,
+`flows.run`, `derivatives.loss`, ...), classes of options call `check_fields` (`cost.compute`,
 `flows.flow`, `commands.settings`, ...), and `data.registry` calls `checks_of` for the options of
 data sources.
 
@@ -120,7 +120,7 @@ OBJECTS = {
         "be otdd.Converged() or another schedule",
         "otdd_flash.solver.schedules.base.Schedule",
     ),
-    "CGOptions": ("be otdd.CGOptions()", "otdd_flash.solver.schur.CGOptions"),
+    "CGOptions": ("be otdd.CGOptions()", "otdd_flash.derivatives.schur.CGOptions"),
     "Flow": ("be an otdd.Flow", "otdd_flash.flows.flow.Flow"),
     "Stepping": ("be a Stepping", "otdd_flash.flows.stepping.Stepping"),
     "Callbacks": ("be otdd.Callbacks", "otdd_flash.flows.flow.Callbacks"),

@@ -15,8 +15,8 @@ addition the moments of a row's class move with its mass, and with them the clas
 where z = 1, or z = 1 - sum w_i^2, which is differentiated too, for unbiased covariances.
 
 `DistanceResult.contributions` (`result`) computes them and `commands.compare` reports them; the
-gradient itself is `solver.gradient`. A metric of class distances whose values move with the masses
-must be treated here, or its contributions count W as fixed.
+gradient itself is `derivatives.gradient`. A metric of class distances whose values move with the
+masses must be treated here, or its contributions count W as fixed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.points import mass_per_class
+from otdd_flash.derivatives.gradient import DivergenceGradient
+from otdd_flash.derivatives.groups import Groups
+from otdd_flash.derivatives.term_gradient import Needs
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table, mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.gradient import DivergenceGradient
-from otdd_flash.solver.groups import Groups
-from otdd_flash.solver.term_gradient import Needs
 
 # Largest difference, relative to the largest entry, between the given class distances and those of
 # these rows: they may have been measured elsewhere, or read from a file.
@@ -108,8 +108,8 @@ def _slopes(source: LabeledSamples, gradient: Tensor, groups: Groups | None) -> 
     A class c as a whole has s_c = (sum of a_i g_i / a_c over its rows - sum_j a_j g_j) / (1 - a_c),
     at the class's mass a_c: the slope of S as c grows and all other classes shrink in proportion.
     If groups of points exchange almost no mass, f_xy is determined within groups alone
-    (`solver.groups`). As epsilon falls S then has a kink there as a function of the masses: its
-    slopes to both sides are the least and the most s_c over all equally good offsets between
+    (`derivatives.groups`). As epsilon falls S then has a kink there as a function of the masses:
+    its slopes to both sides are the least and the most s_c over all equally good offsets between
     groups.
     """
     masses = source.masses.cpu()

@@ -28,6 +28,8 @@ from otdd_flash.contributions import Contributions, contributions_of
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import SIDES
 from otdd_flash.cost.ground import GroundCost
+from otdd_flash.derivatives.centred import conditional_means, origin_near
+from otdd_flash.derivatives.groups import report_groups, settled_points
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.eager import computes
@@ -42,9 +44,7 @@ from otdd_flash.raw_labels import frame_of
 from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
-from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.groups import report_groups, settled_points
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.version import __version__
 

@@ -54,7 +54,7 @@ def _quicker_interpreter() -> None:
 @pytest.fixture
 def iterations_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear systems of few points are solved as those of many are, by conjugate gradients."""
-    from otdd_flash.solver import direct
+    from otdd_flash.derivatives import direct
 
     monkeypatch.setattr(direct, "MOST_POINTS", 0)
 

@@ -25,7 +25,7 @@ def test_the_script_prints_figures_and_names() -> None:
         return
     head, distance, loss, modules, *_ = run.stdout.splitlines()
     assert head.split() == ["files", "functions", "depth"]
-    for line, file in ((distance, "otdd_flash/otdd.py"), (loss, "otdd_flash/solver/loss.py")):
+    for line, file in ((distance, "otdd_flash/otdd.py"), (loss, "otdd_flash/derivatives/loss.py")):
         files, functions, depth = map(int, line.split()[-3:])
         assert depth < files < functions
         assert file in run.stdout

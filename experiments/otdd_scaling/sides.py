@@ -26,8 +26,8 @@ from torch import Tensor
 
 from experiments.bench_divergence import marginal_error
 from otdd_flash import ComputeOptions, Converged, LabeledSamples
+from otdd_flash.derivatives.gradient import DivergenceGradient
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.solving import solve
 
 ITERATIONS = 10

@@ -1,8 +1,8 @@
 """Begin, correct and resume a solve by conjugate gradients, in one launch each.
 
-What is done is said where it is done in PyTorch, `solver.conjugate_gradients`; a program owns a
-direction, as in `cg_step`. All three end with new iterations from the residual that is kept, whose
-first direction they leave as halves, or as 0 to `cg_turn`.
+What is done is said where it is done in PyTorch, `derivatives.conjugate_gradients`; a program owns
+a direction, as in `cg_step`. All three end with new iterations from the residual that is kept,
+whose first direction they leave as halves, or as 0 to `cg_turn`.
 
 Shapes: vectors (m, s), those of a solve with columns of stride m; masses (m,); numbers (s,).
 """

@@ -1,8 +1,8 @@
 """One step of conjugate gradients for several right-hand sides, in one launch.
 
-What a step does is said where it is done in PyTorch, `solver.conjugate_gradients`; here a program
-owns a direction: its vectors lie in the cache, and its sums are added in the same order whatever
-other directions there are. It takes the image as the last product of a plan leaves it,
+What a step does is said where it is done in PyTorch, `derivatives.conjugate_gradients`; here a
+program owns a direction: its vectors lie in the cache, and its sums are added in the same order
+whatever other directions there are. It takes the image as the last product of a plan leaves it,
 
     image = diagonal direction + weights found / scale,
 

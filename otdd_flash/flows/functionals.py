@@ -40,11 +40,11 @@ from torch import Tensor
 from otdd_flash.checks import path
 from otdd_flash.data.arrays import read_npy
 from otdd_flash.data.request import reading
+from otdd_flash.derivatives.known_gradient import KnownGradient
 from otdd_flash.errors import InputError, choose, prefixed
 from otdd_flash.importing import import_callable, user_code
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
-from otdd_flash.solver.known_gradient import KnownGradient
 
 # function(points (n, d), labels (n,) int64 or None, masses (n,) float64, of sum 1): a 0-dim tensor,
 # differentiable in the points by autograd.

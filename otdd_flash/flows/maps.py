@@ -24,12 +24,12 @@ from torch import Tensor
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.cost.points import less_origin
+from otdd_flash.derivatives.centred import conditional_means, origin_near
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.centred import conditional_means, origin_near
 
 
 class FlowMap(Protocol):

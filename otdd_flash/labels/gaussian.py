@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Progress
+from otdd_flash.derivatives.known_gradient import OnceDifferentiable
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.pairs import chunk_size, equal_chunks, used_classes
-from otdd_flash.solver.known_gradient import OnceDifferentiable
 
 
 class ClassMoments(NamedTuple):

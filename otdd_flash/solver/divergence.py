@@ -30,7 +30,7 @@ from otdd_flash.formulas.decision import CROSS, SELF, Form
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.real_numbers import real_tensor
-from otdd_flash.solver.matrix.comparison import MatrixComparison
+from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, solve_by_schedule

@@ -94,7 +94,7 @@ def test_contributions_that_masses_leave_open_warn_or_are_code_3(command, read, 
     assert {*read("run/result.json")["contribution_slopes"]} == {"near", "far"}
     # JSON has no infinity for an end that nothing limits.
     with monkeypatch.context() as patched:
-        patched.setattr("otdd_flash.solver.groups.most_along", lambda *_: float("inf"))
+        patched.setattr("otdd_flash.derivatives.groups.most_along", lambda *_: float("inf"))
         assert command(*settings).code == 0
     assert read("run/result.json")["contribution_slopes"]["near"] == [None, None]
     ended = command(*settings, "solver.require_convergence=true")

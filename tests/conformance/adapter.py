@@ -45,7 +45,7 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.matrix.comparison import MatrixComparison
+from otdd_flash.solver.matrix_comparison import MatrixComparison
 
 # Of the points that are read from files.
 FOLDER = TemporaryDirectory()

@@ -18,7 +18,7 @@ from problems import DELTA, DEVICE, Case, Problem, problem_of
 from ring_package import shown_module
 
 import otdd_flash as otdd
-from otdd_flash.solver.matrix.comparison import MatrixComparison
+from otdd_flash.solver.matrix_comparison import MatrixComparison
 
 WAY = "the Huber cost of the page"
 # Asked of clouds with themselves, which a cost between two sides is not.

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from otdd_flash.derivatives.conjugate_gradients import Iterates, Limits, Near, System, inverse
+from otdd_flash.derivatives.conjugate_gradients_kernels import KernelIterates
+from otdd_flash.derivatives.low_rank import LowRank
+from otdd_flash.derivatives.schur import SchurSystem, SelfSystem
 from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward, row_sums
 from otdd_flash.kernels.passes.block_sums import add_halves
 from otdd_flash.kernels.points.packed_points import arrange
 from otdd_flash.operators.base import KeptPlan, Products
 from otdd_flash.operators.triton_plans import HeldPlan
-from otdd_flash.solver.conjugate_gradients import Iterates, Limits, Near, System, inverse
-from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
-from otdd_flash.solver.low_rank import LowRank
-from otdd_flash.solver.schur import SchurSystem, SelfSystem
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -14,8 +14,8 @@ import otdd_flash as otdd
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.kernels.matrix import sweep
 from otdd_flash.solver import solving
-from otdd_flash.solver.matrix.comparison import MatrixComparison
 from otdd_flash.solver.matrix.transport import solve_matrix
+from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small import forget, route
 from otdd_flash.solver.term.result import TransportTerm

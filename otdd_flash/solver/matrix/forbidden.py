@@ -25,13 +25,13 @@ import math
 import torch
 from torch import Tensor
 
+from otdd_flash.derivatives.adjoint import MOST_HELD
+from otdd_flash.derivatives.conjugate_gradients import inverse
+from otdd_flash.derivatives.schur import CGOptions, SchurSystem, solve
 from otdd_flash.operators.base import SUM_UNITS, Operator, Products
 from otdd_flash.operators.given_costs import GivenCosts, exact_blocks
 from otdd_flash.operators.torch_operator import TorchOperator
-from otdd_flash.solver.adjoint import MOST_HELD
-from otdd_flash.solver.conjugate_gradients import inverse
 from otdd_flash.solver.evidence import DOUBLE_UNIT, widen_bounds
-from otdd_flash.solver.schur import CGOptions, SchurSystem, solve
 from otdd_flash.solver.tensors import MASS_TOLERANCE
 from otdd_flash.solver.term.result import TransportTerm
 

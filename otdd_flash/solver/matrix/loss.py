@@ -25,16 +25,16 @@ from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, sequence, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.cost.matrix import CostBlocks
+from otdd_flash.derivatives.groups import Groups, report_groups, settled_matrix
+from otdd_flash.derivatives.solved_gradient import Inputs, Solved
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.divergence import Potentials, report_convergence
-from otdd_flash.solver.groups import Groups, report_groups, settled_matrix
-from otdd_flash.solver.matrix.comparison import MatrixComparison
 from otdd_flash.solver.matrix.transport import report_infeasible, solve_matrix
+from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.term.result import TransportTerm
 
 # The term of each cost, the terms that each side's masses enter, and the weights of terms.

@@ -20,19 +20,19 @@ from torch import Tensor
 from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, tensor
 from otdd_flash.cost.compute import Compute
+from otdd_flash.derivatives.adjoint import Entries, held_plan
+from otdd_flash.derivatives.groups import report_groups, settled_matrix
+from otdd_flash.derivatives.schur import DEFAULTS, CGOptions, largest
+from otdd_flash.derivatives.solved_gradient import Inputs, Solved
 from otdd_flash.eager import computes
 from otdd_flash.operators.given_costs import GivenCosts, matrix_operator
 from otdd_flash.operators.torch_operator import TorchOperator
-from otdd_flash.solver.adjoint import Entries, held_plan
 from otdd_flash.solver.divergence import Potentials, report_convergence
-from otdd_flash.solver.groups import report_groups, settled_matrix
-from otdd_flash.solver.matrix.comparison import MatrixComparison
 from otdd_flash.solver.matrix.loss import check_gradient_type
 from otdd_flash.solver.matrix.transport import check_one_epsilon, report_infeasible, solve_matrix
+from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schur import DEFAULTS, CGOptions, largest
-from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.term.result import TransportTerm
 
 # Masses of a side, or 1 for all; and a function that iterates over rows and their entries.

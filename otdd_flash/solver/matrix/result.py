@@ -15,6 +15,7 @@ from torch import Tensor
 from otdd_flash.arguments import takes
 from otdd_flash.checks import array, shown
 from otdd_flash.cost.compute import Compute
+from otdd_flash.derivatives.groups import report_groups, settled_matrix
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
@@ -22,8 +23,7 @@ from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.operators.given_costs import CostSource, exact_blocks
 from otdd_flash.real_numbers import in_one_row, real_tensor
 from otdd_flash.shown import bounded, convergence_text
-from otdd_flash.solver.groups import report_groups, settled_matrix
-from otdd_flash.solver.matrix.comparison import Costs, MatrixComparison
+from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison
 from otdd_flash.solver.term.result import StoppedBy, TransportTerm
 
 

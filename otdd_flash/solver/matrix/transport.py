@@ -25,9 +25,9 @@ from otdd_flash.solver.divergence import (
     checked_start,
     report_convergence,
 )
-from otdd_flash.solver.matrix.comparison import Costs, MatrixComparison, relative_to_mean
 from otdd_flash.solver.matrix.forbidden import short_rows, upper_bound
 from otdd_flash.solver.matrix.result import MatrixTransport
+from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison, relative_to_mean
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve

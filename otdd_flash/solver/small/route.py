@@ -28,7 +28,7 @@ from otdd_flash.solver.divergence import (
     Solved,
 )
 from otdd_flash.solver.evidence import rounding_floor
-from otdd_flash.solver.matrix.comparison import MatrixComparison
+from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.pooled_solve import (
     Batch,

@@ -1,0 +1,303 @@
+"""Potentials of points that exchange almost no mass: balanced, and reported where masses do not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.derivatives import group_flows
+from otdd_flash.derivatives.groups import spreads
+from tests import reference
+
+STRICT = otdd.Converged(require_convergence=True)
+OPEN = "not determined"
+
+# x = {0, 10} and y = {1, 10}: by symmetry f1 - f2 = 5 at every epsilon, and once the exchange of
+# exp(-45 / epsilon) is below rounding, any f1 - f2 in [-40, 50] is optimal.
+X, Y = torch.tensor([[0.0], [10.0]]).double(), torch.tensor([[1.0], [10.0]]).double()
+COSTS = torch.cdist(X, Y).square() / 2
+
+
+def by_masses(loss) -> Tensor:
+    masses = torch.full((2,), 0.5, dtype=torch.float64, requires_grad=True)
+    (found,) = torch.autograd.grad(loss(masses), masses)
+    return found
+
+
+def compared(epsilon: float, options=None, *, debias: bool = False) -> otdd.DistanceResult:
+    source, target = (X, np.array([0, 1])), (Y, np.array([0, 1]))
+    return otdd.dataset_distance(
+        source, target, epsilon=epsilon, labels="none", debias=debias, solver=options
+    )
+
+
+# What has the potentials' difference in it: functions of epsilon and options.
+ASKED = {
+    "potentials": lambda e, o: otdd.sinkhorn_potentials(X, Y, epsilon=e, options=o)[0],
+    "loss": lambda e, o: by_masses(lambda a: otdd.sinkhorn_loss(X, Y, a, epsilon=e, options=o)),
+    "losses": lambda e, o: by_masses(
+        lambda a: otdd.sinkhorn_losses(X[None], Y[None], a[None], epsilon=e, options=o).sum()
+    ),
+    "undebiased": lambda e, o: by_masses(
+        lambda a: otdd.sinkhorn_loss(X, Y, a, epsilon=e, options=o, debias=False)
+    ),
+    "matrix loss": lambda e, o: by_masses(
+        lambda a: otdd.matrix_loss(COSTS, a, epsilon=e, options=o)
+    ),
+    "matrix": lambda e, o: otdd.matrix_transport(COSTS, epsilon=e, options=o).f,
+    "result": lambda e, o: compared(e, o).potentials[0],
+    "contributions": lambda e, o: compared(e, o).contributions().values / 2,
+    "debiased": lambda e, o: compared(e, o, debias=True).contributions().values / 2,
+}
+
+
+@pytest.mark.slow(after=5)
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED.keys())
+def test_two_points_have_the_closed_form_at_every_epsilon(ask) -> None:
+    f = ask(10.0, None)
+    assert float(f[0] - f[1]) == pytest.approx(5, abs=1e-2)
+    with pytest.warns(otdd.NotConvergedWarning, match=OPEN) as told:
+        f = ask(0.5, None)
+    assert len(told) == 1
+    assert "may move by anything in [-45, 45]" in str(told[0].message)
+    assert float(f[0] - f[1]) == pytest.approx(5, abs=1e-3)
+    with pytest.raises(otdd.ConvergenceError, match=OPEN):
+        ask(0.5, STRICT)
+
+
+def test_what_does_not_depend_on_potentials_says_nothing() -> None:
+    """Values, plans, maps and gradients by points."""
+    x = X.clone().requires_grad_()
+    otdd.sinkhorn_loss(x, Y, epsilon=0.1).backward()
+    found = otdd.matrix_transport(COSTS, epsilon=0.1, options=STRICT)
+    assert repr(found)
+    torch.testing.assert_close(found.plan(), torch.eye(2).double() / 2)
+    result = compared(0.1, STRICT)
+    torch.testing.assert_close(result.apply_plan(torch.eye(2)), torch.eye(2) / 2, rtol=0, atol=1e-4)
+    otdd.transport_map(x, Y, epsilon=0.1).sum().backward()
+
+
+def test_the_plan_s_gradients_by_masses_are_reported() -> None:
+    for function in (
+        lambda a: otdd.transport_map(X, Y, a, epsilon=0.1),
+        lambda a: otdd.matrix_plan(COSTS, a, epsilon=0.1),
+    ):
+        with pytest.warns(otdd.NotConvergedWarning, match=OPEN):
+            function(torch.full((2,), 0.5, dtype=torch.float64, requires_grad=True))
+
+
+def clusters(
+    sizes: tuple[tuple[int, int], ...], apart: float, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Costs of clusters on a line, with so many rows and columns, and both sides' clusters."""
+    draw = torch.Generator().manual_seed(seed)
+    rows, columns = (
+        torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor([size[k] for size in sizes]))
+        for k in (0, 1)
+    )
+    x, y = (torch.randn(len(side), 2, generator=draw).double() for side in (rows, columns))
+    x[:, 0] += apart * rows
+    y[:, 0] += 1.3 * apart * columns
+    return torch.cdist(x, y).square() / 2, rows, columns
+
+
+def uniform(count: int) -> Tensor:
+    return torch.full((count,), 1 / count, dtype=torch.float64)
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize(
+    ("sizes", "apart", "epsilon"),
+    [
+        # Equal masses with little exchange, a shift of which is all that the exchange fixes.
+        (((6, 12), (5, 10)), 4.5, 0.5),
+        (((7, 7), (6, 6), (9, 9)), 4.5, 0.7),
+        # Unequal masses, which must flow, however small epsilon is.
+        (((8, 6), (6, 8)), 9.0, 0.3),
+    ],
+)
+def test_balanced_potentials_are_those_of_the_dense_optimum(sizes, apart, epsilon) -> None:
+    costs, rows, _ = clusters(sizes, apart, 3)
+    a, b = uniform(costs.shape[0]), uniform(costs.shape[1])
+    _, f, _ = reference.entropic_transport(costs, a, b, epsilon, tolerance=1e-13)
+    found = otdd.matrix_transport(costs, epsilon=epsilon).f
+
+    def means(potential: Tensor) -> Tensor:
+        return torch.stack([potential[rows == k].mean() for k in range(len(sizes))])
+
+    expected = means(f)
+    torch.testing.assert_close(
+        means(found).diff(), expected.diff(), rtol=0, atol=0.05 * epsilon, msg=str(sizes)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.1, 0.01])
+def test_real_images_raise_no_alarm(share) -> None:
+    """Digits: rows that hardly exchange mass with others get the potentials of a tight solve."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    pixels = torch.from_numpy(datasets.load_digits().data / 16)
+    costs = torch.cdist(pixels[:150], pixels[900:1050]).square() / 2
+    epsilon = share * float(costs.mean())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        f = otdd.matrix_transport(costs, epsilon=epsilon).f
+        tight = otdd.matrix_transport(costs, epsilon=epsilon, options=otdd.Converged(1e-9)).term.f
+    error = (f - f.mean()) - (tight - tight.mean())
+    assert float(error.abs().max()) < 0.25 * epsilon
+
+
+def optimal_face(costs: Tensor, direction: Tensor) -> tuple[float, float]:
+    """Least and most <direction, f> over the dual optima at epsilon = 0, uniform masses."""
+    n, m = costs.shape
+    pairs = np.array(list(itertools.product(range(n), range(m))))
+    sums = np.zeros((n * m, n + m))
+    sums[np.arange(n * m), pairs[:, 0]] = 1
+    sums[np.arange(n * m), n + pairs[:, 1]] = 1
+    value = np.concatenate((np.full(n, 1 / n), np.full(m, 1 / m)))
+    bounds = [(None, None)] * (n + m)
+    best = linprog(-value, sums, costs.numpy().ravel(), bounds=bounds)
+    face = np.vstack((sums, -value)), np.append(costs.numpy().ravel(), best.fun + 1e-9)
+    aim = np.concatenate((direction.numpy(), np.zeros(m)))
+    low, high = (linprog(sign * aim, *face, bounds=bounds).fun for sign in (1, -1))
+    return low, -high
+
+
+@pytest.mark.slow
+def test_slopes_are_the_ends_of_the_optimal_face() -> None:
+    """Four clusters of equal masses; classes are whole clusters, two of them, and halves."""
+    costs, rows, columns = clusters(((4, 4), (4, 4), (3, 3), (5, 5)), 12.0, 5)
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(16, 2, generator=draw).double() + 12 * rows[:, None]
+    y = torch.randn(16, 2, generator=draw).double() + 14 * columns[:, None]
+    costs = torch.cdist(x, y).square() / 2
+    labels = torch.tensor([0] * 4 + [1, 1, 2, 2] + [0] * 3 + [3] * 5)
+    result = otdd.dataset_distance(
+        (x, labels),
+        (y, torch.zeros(16).long()),
+        epsilon=1e-3 * float(costs.mean()),
+        labels="none",
+        debias=False,
+        compute=otdd.ComputeOptions("cpu", precision="double"),
+    )
+    with pytest.warns(otdd.NotConvergedWarning, match=r"of class '\d'") as told:
+        found = result.contributions()
+    assert len(told) == 1
+    assert found.slopes.shape == (2, 4)
+    values = found.values
+    for c in range(4):
+        mine = labels == c
+        share = float(mine.double().mean())
+        direction = (mine / mine.sum() - 1 / 16) / (1 - share)
+        expected = optimal_face(costs, direction)
+        size = expected[1] - expected[0]
+        assert size > 1
+        assert found.slopes[:, c].tolist() == pytest.approx(expected, abs=0.01 * size)
+        inside = float(values[mine].mean()) * (15 / 16) / (1 - share)
+        assert found.slopes[0, c] <= inside <= found.slopes[1, c]
+
+
+def test_forbidden_pairs_leave_blocks_open_at_every_epsilon() -> None:
+    draw = torch.Generator().manual_seed(3)
+    costs = torch.full((9, 9), math.inf, dtype=torch.float64)
+    for part in (slice(0, 4), slice(4, 9)):
+        costs[part, part] = torch.rand(
+            part.stop - part.start, part.stop - part.start, generator=draw
+        )
+    found = otdd.matrix_transport(costs, epsilon=1.0)
+    with pytest.warns(otdd.NotConvergedWarning, match=r"\[-inf, inf\].*allow more pairs"):
+        _ = found.f
+    # Said once for both sides.
+    _ = found.g
+    # Pairs of one way alone cannot be used either: what goes there does not come back.
+    costs[0, 8] = 0.5
+    with pytest.warns(otdd.NotConvergedWarning, match="allow more pairs"):
+        _ = otdd.matrix_transport(costs, epsilon=1.0).f
+
+
+@pytest.mark.slow
+def test_classes_that_labels_hold_apart() -> None:
+    """Equal class counts and a class table that outweighs epsilon, as in many datasets."""
+    draw = torch.Generator().manual_seed(4)
+    x, y = (torch.randn(24, 3, generator=draw) for _ in range(2))
+    labels = torch.arange(24) % 3
+    table = 200.0 * (1 - torch.eye(3)).repeat(2, 2)
+    masses = uniform(24).requires_grad_()
+    sides = {"labels_x": labels, "labels_y": labels, "class_table": table}
+    with pytest.warns(otdd.NotConvergedWarning, match="8 rows of class '1'"):
+        otdd.sinkhorn_loss(x, y, masses, epsilon=1.0, class_totals=(3, 3), **sides)
+    otdd.sinkhorn_loss(x, y, masses, epsilon=20.0, class_totals=(3, 3), **sides)
+    # More rows of two classes, and mass must pass from them to the third.
+    sides["labels_x"] = labels.clone()
+    sides["labels_x"][[0, 3]] = torch.tensor([1, 2])
+    otdd.sinkhorn_loss(x, y, masses, epsilon=1.0, class_totals=(3, 3), **sides)
+
+
+def test_points_without_mass_follow_their_group() -> None:
+    """Their potentials are softmins of the balanced ones."""
+    x, y = torch.cat((X, torch.tensor([[9.0], [1.0]]))), torch.cat((Y, torch.tensor([[2.0]])))
+    a, b = torch.tensor([0.5, 0.5, 0, 0]).double(), torch.tensor([0.5, 0.5, 0]).double()
+    costs, epsilon = torch.cdist(x, y).square() / 2, 5.0
+    for f, g in (
+        otdd.sinkhorn_potentials(x, y, a, b, epsilon=epsilon),
+        (lambda found: (found.f, found.g))(otdd.matrix_transport(costs, a, b, epsilon=epsilon)),
+    ):
+        assert float(f[0] - f[1]) == pytest.approx(5, abs=5e-3)
+        expected = reference.softmin_rows(costs, b, g, epsilon)
+        torch.testing.assert_close(f[2:], expected[2:], rtol=0, atol=1e-6)
+        expected = reference.softmin_rows(costs.T, a, f, epsilon)
+        torch.testing.assert_close(g[2:], expected[2:], rtol=0, atol=1e-6)
+
+
+def test_a_cloud_and_itself_are_determined() -> None:
+    """Every group is its own mirror image, and gradients are 0."""
+    masses = torch.full((2,), 0.5, dtype=torch.float64, requires_grad=True)
+    otdd.sinkhorn_loss(X, X.clone(), masses, masses.detach(), epsilon=0.1).backward()
+    torch.testing.assert_close(masses.grad, torch.zeros(2).double())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [100, 1100])
+def test_a_permutation(count) -> None:
+    """Groups that are all alike: f is what rows add to the costs; of too many it is only open."""
+    draw = torch.Generator().manual_seed(6)
+    u, v = torch.rand(2, count, generator=draw, dtype=torch.float64) * 5
+    costs = u[:, None] + v + 60
+    costs[torch.arange(count), torch.randperm(count, generator=draw)] -= 60
+    found = otdd.matrix_transport(costs, epsilon=1.0)
+    with pytest.warns(otdd.NotConvergedWarning, match="further groups"):
+        f = found.f
+    if count == 100:
+        torch.testing.assert_close(f - f.mean(), u - u.mean(), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize(("flow", "moves"), [(2e-9, True), (5e-10, False)])
+def test_a_direction_that_larger_flows_may_hide_is_left_to_the_cuts(
+    flow: float, moves: bool
+) -> None:
+    """Two pairs of groups exchange 1 within and little between: their eigenvalue is that flow."""
+    shares = np.zeros((4, 4))
+    shares[0, 1] = shares[2, 3] = 0.5
+    shares[1, 2] = flow / 2
+    with np.errstate(divide="ignore"):
+        logs = np.log(shares + shares.T)
+    step = group_flows._newton(logs, 1e-10 * np.array([1.0, 0.0, 0.0, -1.0]))
+    assert step[0] - step[3] == pytest.approx(1e-10 / flow if moves else 0.0, rel=1e-3, abs=1e-9)
+
+
+def test_a_light_point_ties_no_two_heavy_ones() -> None:
+    """The quick test of one group must not see a bridge where all but 0.3% of a mass stays."""
+    light = 1e-3
+    masses = torch.tensor([(1 - light) / 2, light, (1 - light) / 2], dtype=torch.float64)
+    shares = torch.tensor([[1, light, 0], [1, 1, 1], [0, light, 1]])
+    best = torch.tensor([0, 1, 2])
+    assert not spreads(shares, best, masses, masses)
+    assert spreads(shares + 0.1, best, masses, masses)
