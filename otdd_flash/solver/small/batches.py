@@ -106,7 +106,7 @@ def _solve(
             ]
             # What is hopeless ends nowhere, and is refused when it is solved alone.
             done = found.done or any(bool(read.hopeless.any()) for read in reads)
-        apart, largest = found.asymmetry().split(2, 1)  # type: ignore[no-untyped-call]
+        apart, largest = found.asymmetry.split(2, 1)  # type: ignore[no-untyped-call]
         proved = torch.ones(problems, dtype=torch.bool)
         if debias:
             proved = (apart <= ROUNDING * largest).all(1)

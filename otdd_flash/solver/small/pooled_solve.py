@@ -210,7 +210,8 @@ class PooledSolve:
         self._ending.run(self._certify)
         found = self._found.cpu()
         done = not found[0]
-        read = Read(done, found[1:].view(self.room.problems, -1), self._evidence)
+        numbers = found[1:].view(self.room.problems, -1)
+        read = Read(done, numbers[:, :4], numbers[:, 4:], self._evidence)
         most = max(int(term.iterations.max()) for term in read.terms())
         # A replay in which nothing is active takes less time than to certify in vain.
         self._replays = -(-most // STEPS) + 1 if done else 1
@@ -387,15 +388,12 @@ class Batch(NamedTuple):
     @classmethod
     def of_one(cls, comparison: Comparison) -> Batch:
         x, y = comparison.transformed
-        ground = comparison.ground
-
-        def first(part: Tensor | None) -> Tensor | None:
-            return None if part is None else part[None]
-
+        ground, parts = comparison.ground, (x.weights, y.weights, x.labels, y.labels)
+        a, b, *labels = (None if part is None else part[None] for part in parts)
         return cls(
             (x.features[None], y.features[None]),
-            (first(x.weights), first(y.weights)),
-            (first(x.labels), first(y.labels)),
+            (a, b),
+            (labels[0], labels[1]),
             (x.class_total, y.class_total),
             comparison.classes.given,
             (ground.squared.lambda_x, ground.lambda_y),
@@ -541,23 +539,21 @@ class Read(NamedTuple):
 
     Attributes:
         done: whether all iterations are.
-        numbers: (B, .) float64 on the host, `Pool.asymmetry` and then those of every term.
+        asymmetry: `Pool.asymmetry` (B, 4).
+        numbers: (B, .) float64 on the host, those of every term.
         evidence: what they are of, by term.
     """
 
     done: bool
+    asymmetry: Tensor
     numbers: Tensor
     evidence: list[PlanEvidence]
-
-    def asymmetry(self) -> Tensor:
-        """`Pool.asymmetry` (B, 4)."""
-        return self.numbers[:, :4]
 
     def terms(self, problem: int | None = None) -> list[TermRead]:
         """Unpack the terms in the order of `PooledSolve.terms`, of one problem or of all."""
         numbers = self.numbers
         rest = list(numbers.unbind(1)) if problem is None else numbers[problem].tolist()
-        reads, first = [], 4
+        reads, first = [], 0
         for term, evidence in zip(TERMS, self.evidence, strict=False):
             last = first + 2 + len(PooledCosts._fields) + evidence.numbers.shape[-1]
             reads.append(TermRead.of(rest[first:last], cross=term == "xy"))

@@ -96,33 +96,21 @@ def _lines(compared: MatrixComparison) -> tuple[Tensor, bool]:
 
 
 def suits(room: Room, compute: ComputeOptions) -> bool:
-    """Whether stored scores of a problem take less time than others, and are meant to be there."""
+    """Whether stored scores of a problem take less time than others, and memory is meant for them.
+
+    On a processor that is where its terms are side by side.
+    """
+    scores = max(room.n, room.m) ** 2
+    products = scores * room.dim
     if room.device.type == "cuda":
-        return room.in_triton and pays(room)
-    on_processor = room.device.type == "cpu" and not room.in_triton
-    return on_processor and is_quick(room) and fits(room, compute)
-
-
-def is_quick(room: Room) -> bool:
-    """Whether a problem on a processor takes less time with its terms side by side."""
-    most = max(room.n, room.m)
-    return most <= MOST_POINTS and most**2 * room.dim <= MOST_ON_PROCESSOR
-
-
-def fits(room: Room, compute: ComputeOptions) -> bool:
-    """Whether a room on a processor is within what stored scores may take."""
-    if compute.memory_budget == "auto" and room.bytes <= ASSUMED_FREE:
-        return True
-    return room.bytes <= budget_in_bytes(compute.memory_budget, room.device)
-
-
-def pays(room: Room) -> bool:
-    """Whether stored scores of a problem take less time than others."""
-    most = max(room.n, room.m) ** 2
-    fast = room.device.type == "cuda" and (
-        torch.cuda.get_device_capability(room.device) in FAST_IN_DOUBLE
-    )
-    return most <= MOST_SCORES and most * room.dim <= MOST_PRODUCTS[0 if fast else 1]
+        fast = torch.cuda.get_device_capability(room.device) in FAST_IN_DOUBLE
+        few = scores <= MOST_SCORES and products <= MOST_PRODUCTS[0 if fast else 1]
+        return room.in_triton and few
+    few = scores <= MOST_POINTS**2 and products <= MOST_ON_PROCESSOR
+    if room.device.type != "cpu" or room.in_triton or not few:
+        return False
+    free = compute.memory_budget == "auto" and room.bytes <= ASSUMED_FREE
+    return free or room.bytes <= budget_in_bytes(compute.memory_budget, room.device)
 
 
 def _has_memory(room: Room) -> bool:
@@ -266,7 +254,7 @@ def solve_single(
                 progress(name, int(read.iterations), read.error)
         # Costs that are not finite end nowhere.
         done = found.done or any(math.isnan(read.error) for read in reads.values())
-    apart, largest = found.asymmetry()[0].view(2, 2)
+    apart, largest = found.asymmetry[0].view(2, 2)
     if len(reads) > 1 and bool((apart > ROUNDING * largest).any()):
         return None
     f, *others = solve.potentials(batch.sizes)
