@@ -46,8 +46,7 @@ from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.result import SolverProgress
-from otdd_flash.solver.term.tolerance import epsilon_of_datasets, refuse_both, resolve_epsilon
+from otdd_flash.solver.term import SolverProgress, epsilon_of_datasets, refuse_both, resolve_epsilon
 
 
 # `computes` keeps PyTorch's surrounding modes (autocast, inference, compilation) out,

@@ -70,8 +70,12 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.result import largest_tolerance
-from otdd_flash.solver.term.tolerance import epsilon_of_datasets, refuse_both, resolve_epsilon
+from otdd_flash.solver.term import (
+    epsilon_of_datasets,
+    largest_tolerance,
+    refuse_both,
+    resolve_epsilon,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

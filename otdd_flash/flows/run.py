@@ -75,7 +75,7 @@ from otdd_flash.samples import LabeledSamples, all_finite
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
-from otdd_flash.solver.term.tolerance import epsilon_of_datasets, refuse_both, resolve_epsilon
+from otdd_flash.solver.term import epsilon_of_datasets, refuse_both, resolve_epsilon
 
 logger = logging.getLogger(__name__)
 

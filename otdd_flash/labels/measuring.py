@@ -56,7 +56,7 @@ from otdd_flash.labels.table import ClassDistances, JointClassDistances, class_n
 from otdd_flash.plugins import blamed_on
 from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples, check_squares
 from otdd_flash.shown import display, listing
-from otdd_flash.solver.term.tolerance import DEFAULT_RELATIVE
+from otdd_flash.solver.term import DEFAULT_RELATIVE
 
 
 # `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes, such

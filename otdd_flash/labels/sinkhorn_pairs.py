@@ -43,7 +43,7 @@ from otdd_flash.operators.point_scores import streamed_operator
 from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_segments, solve_term
-from otdd_flash.solver.term.tolerance import epsilon_given_as, rounded_away
+from otdd_flash.solver.term import epsilon_given_as, rounded_away
 
 if TYPE_CHECKING:
     from otdd_flash.operators.class_pool import ClassPool
@@ -167,7 +167,7 @@ def _warn_of_late(
     """
     pairs, rounding = (torch.cat(parts) for parts in zip(*late, strict=True))
     tolerance = options.asked_tolerance
-    # Rounding counts twice, as in `check_reachable` of `solver.term.tolerance`: it is part of the
+    # Rounding counts twice, as in `check_reachable` of `solver.term`: it is part of the
     # reported error, and the measured rest cannot fall below it.
     by_rounding = 2 * rounding > tolerance
     for which, limit in (

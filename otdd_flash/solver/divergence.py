@@ -36,7 +36,7 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, solve_by_schedule
 from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.solve import solve_term
-from otdd_flash.solver.term.result import (
+from otdd_flash.solver.term import (
     SolverProgress,
     StoppedBy,
     TermProgress,

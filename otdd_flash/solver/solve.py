@@ -54,8 +54,14 @@ from otdd_flash.operators.one_problem import OneProblem, problem_of
 from otdd_flash.solver.certificate import Certificate, certify, certify_self
 from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.result import StoppedBy, TermProgress, TransportTerm
-from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of, reachable_tolerance
+from otdd_flash.solver.term import (
+    LOOSEST_DEFAULT,
+    StoppedBy,
+    TermProgress,
+    TransportTerm,
+    goal_of,
+    reachable_tolerance,
+)
 
 # If costs of rounded points are off by at most this times epsilon and the tolerance, iterations end
 # with them: marginal errors grow by less than that, and of many points one is off by some five

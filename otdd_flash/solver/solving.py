@@ -23,7 +23,7 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 from otdd_flash.solver.small.route import is_small, solve_small
-from otdd_flash.solver.term.result import SolverProgress
+from otdd_flash.solver.term import SolverProgress
 
 
 def solve(

@@ -18,7 +18,7 @@ from otdd_flash.solver.matrix.transport import solve_matrix
 from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small import forget, route
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_TRITON = ComputeOptions(device=DEVICE, backend="triton")

@@ -22,7 +22,7 @@ from otdd_flash.operators.score_pool import Room
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small import forget, pooled_solve, route
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_TRITON = ComputeOptions(device=DEVICE, backend="triton")

@@ -31,8 +31,7 @@ from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison, relativ
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.result import SolverProgress
-from otdd_flash.solver.term.tolerance import epsilon_given_as, refuse_both
+from otdd_flash.solver.term import SolverProgress, epsilon_given_as, refuse_both
 
 # Most iterations for masses that admit no plan, and most rows that a message names.
 INFEASIBLE_ITERATIONS, NAMED = 1, 5

@@ -32,8 +32,7 @@ from otdd_flash.formulas.decision import Form
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.term.result import TermProgress, TransportTerm
-from otdd_flash.solver.term.tolerance import check_usable
+from otdd_flash.solver.term import TermProgress, TransportTerm, check_usable
 
 
 @dataclass(frozen=True)

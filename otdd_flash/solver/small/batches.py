@@ -16,7 +16,7 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.pooled_solve import Batch, TermRead, kept
 from otdd_flash.solver.small.route import facts_of
 from otdd_flash.solver.solve import TOLERANCE_AIM
-from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of
+from otdd_flash.solver.term import LOOSEST_DEFAULT, goal_of
 
 # Bytes of the problems that are solved at once, on a GPU and on a processor, whose cache they
 # should not exceed by much; and how many they are: kernels have a program for each along an axis

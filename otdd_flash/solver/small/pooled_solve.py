@@ -50,7 +50,7 @@ from otdd_flash.solver.certificate import (
     self_plan,
 )
 from otdd_flash.solver.solve import BEFORE_LAST_UPDATE
-from otdd_flash.solver.term.result import SolverProgress
+from otdd_flash.solver.term import SolverProgress
 
 # Iterations of one replay.
 STEPS = 4

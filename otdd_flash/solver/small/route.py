@@ -39,8 +39,7 @@ from otdd_flash.solver.small.pooled_solve import (
     kept,
 )
 from otdd_flash.solver.solve import TOLERANCE_AIM
-from otdd_flash.solver.term.result import SolverProgress, TransportTerm
-from otdd_flash.solver.term.tolerance import goal_of, reachable_tolerance
+from otdd_flash.solver.term import SolverProgress, TransportTerm, goal_of, reachable_tolerance
 
 # Points of a side, and products of coordinates, up to which it pays on a processor.
 MOST_POINTS, MOST_ON_PROCESSOR = 1 << 10, 1 << 28

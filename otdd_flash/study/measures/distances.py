@@ -43,7 +43,7 @@ from otdd_flash.sampling.subsampling import MOST_EXCESS, subsample_sizes
 from otdd_flash.sliced.distances import chunk_distances, chunks_of, draw_chunk, draws_in, prepare
 from otdd_flash.sliced.result import SlicedResult, rows_excess
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.tolerance import DEFAULT_RELATIVE, epsilon_of_datasets, resolve_epsilon
+from otdd_flash.solver.term import DEFAULT_RELATIVE, epsilon_of_datasets, resolve_epsilon
 from otdd_flash.study.measures.base import (
     Measure,
     Pair,
