@@ -200,6 +200,9 @@ def test_rooms_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("lost")
     with pooled_solve.kept(rooms[0], True):
         assert len(made) == 8
+    # Classes take next to no memory.
+    assert pooled_solve.is_kept(rooms[0]._replace(classes=32))
+    assert not pooled_solve.is_kept(rooms[1])
 
 
 class Asked(TorchDispatchMode):

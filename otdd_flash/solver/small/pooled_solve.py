@@ -612,7 +612,7 @@ def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
 
 def is_kept(room: Room) -> bool:
     """Whether there is a solve with this room, whatever its classes."""
-    return any(key[0]._replace(classes=1) == room for key in list(_kept))
+    return any(key[0]._replace(classes=room.classes) == room for key in list(_kept))
 
 
 def forget() -> None:
