@@ -35,7 +35,7 @@ from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 PAIRS = (("mnist", "usps"), ("mnist", "fashion_mnist"))
 # Multiples of the mean cost; None is epsilon = 0.1.

@@ -34,8 +34,7 @@ from otdd_flash.derivatives.gradient import DivergenceGradient
 from otdd_flash.derivatives.groups import Groups
 from otdd_flash.derivatives.term_gradient import Needs
 from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table
-from otdd_flash.labels.moments import mean_table
+from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table, mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples

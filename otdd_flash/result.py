@@ -45,7 +45,7 @@ from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:

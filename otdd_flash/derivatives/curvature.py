@@ -56,7 +56,7 @@ from otdd_flash.derivatives.directions import Directions, dot, inner
 from otdd_flash.derivatives.packed_plan_points import plan_points
 from otdd_flash.derivatives.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # Coordinates of directions, over all points, that are processed at once.
 ELEMENTS = 1 << 25

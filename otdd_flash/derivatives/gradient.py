@@ -25,7 +25,7 @@ from otdd_flash.derivatives.term_gradient import (
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import GradientCallbacks
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # Inputs that all terms of a divergence share.
 SHARED: Needs = frozenset({"classes", "lambda_x", "lambda_y"})

@@ -55,7 +55,7 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.given_costs import CostSource
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.matrix_comparison import MatrixComparison
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # A link is an entry of at least this share of its row's largest, or of the next share if that
 # leaves more than MOST_CONTRACTED groups; the last is still above the rounding of the masses. Of

@@ -40,7 +40,7 @@ from otdd_flash.derivatives.centred import origin_near
 from otdd_flash.derivatives.plan_blocks import Assembled, blocks_of
 from otdd_flash.operators.base import Operator, PlanBlock
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 Input = Literal["x", "y", "a", "b", "classes", "lambda_x", "lambda_y"]
 Needs = frozenset[Input]

@@ -17,7 +17,6 @@ from torch import Tensor
 from otdd_flash.engine.problems import Costs, Move, Start, TorchProblems, numbers_of
 from otdd_flash.engine.run import SegmentReport
 from otdd_flash.formulas.decision import (
-    Decision,
     Form,
     Goal,
     Levels,
@@ -26,11 +25,11 @@ from otdd_flash.formulas.decision import (
     Trust,
     decide,
     evaluated_level,
+    restarted,
     started,
 )
-from otdd_flash.formulas.differences import Memory, Step, advance, empty_memory
+from otdd_flash.formulas.differences import Memory, advance, empty_memory
 from otdd_flash.formulas.evidence import Evaluation, Products
-from otdd_flash.formulas.operations import Numbers, constant
 
 
 class Problems(Costs, Protocol):
@@ -72,7 +71,7 @@ class QuasiNewton:
     def begin(self, settings: Tensor, start: Start, candidate: Tensor) -> None:
         """Begin afresh with other problems, to a goal and two unit roundoffs (7,) float64."""
         self.vectors.begin(candidate)
-        self._begin(goal_of(settings), start)
+        self._begin(Goal.told(settings), start)
 
     def _begin(self, goal: Goal, start: Start) -> None:
         problems, self._goal = self._problems, goal
@@ -98,7 +97,7 @@ class QuasiNewton:
             self._memory, self._slots, found, begun, plain, rounding, form.damping
         )
         step = step._replace(weights=torch.cat(step.weights, 1))
-        self.vectors.move(move_of(found, decision, slot, step), active)
+        self.vectors.move(Move.after(found, decision, slot, step), active)
         self._state, self.active = decision.state, active & ~decision.done
         reports = torch.stack((*decision.reported, (~decision.done).double()), 1)
         self.terms = torch.where(active[:, None], reports, self.terms)
@@ -127,34 +126,6 @@ class QuasiNewton:
             Progress(*(numbers[order] for numbers in progress)),
         )
         self._memory = Memory(*(part[order] for part in self._memory))
-
-
-def restarted(state: State, epsilon: float) -> State:
-    """Go on at the final epsilon; only the iterations taken so far count."""
-    iterations = state.iterations
-    return started(iterations, Levels.descending(constant(iterations, epsilon)))
-
-
-def move_of(found: Evaluation, decision: Decision, slot: Numbers, step: Step) -> Move:
-    """Return the move after an evaluation, whose differences go into a slot."""
-    return Move(
-        decision.kept,
-        step.learnt,
-        slot,
-        found.mean_step,
-        found.mean_difference,
-        step.scale,
-        step.shift,
-        decision.changes,
-        decision.extrapolation,
-        step.weights,
-    )
-
-
-def goal_of(settings: Tensor) -> Goal:
-    """Return the goal at the head of the numbers (7,) of `QuasiNewton.begin`."""
-    epsilon, tolerance, loosest, most, aim, *_ = settings.tolist()
-    return Goal(epsilon, tolerance, loosest, int(most), aim)
 
 
 class ManyVectors:

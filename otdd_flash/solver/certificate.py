@@ -44,7 +44,7 @@ from otdd_flash.solver.evidence import (
     updated_gap,
     widen_bounds,
 )
-from otdd_flash.solver.term.tolerance import or_double
+from otdd_flash.solver.term import or_double
 
 # A plan is accepted without another evaluation if kappa differs from 1 by at most this share of the
 # missing mass, plus so many units of roundoff.

@@ -116,7 +116,7 @@ def test_pairs_are_solved_side_by_side(
 ) -> None:
     # Two rooms: of two pairs and of one.
     given = batch_of(clouds(0), clouds(1, side=1))
-    one = batches.room_of(given, 1, in_triton=backend == "triton").bytes
+    one = given.room(1, in_triton=backend == "triton").bytes
     monkeypatch.setattr(batches, "MOST_BYTES", 2 * one)
     monkeypatch.setattr(batches, "MOST_BYTES_CPU", 2 * one)
     assert_the_same(options | {"options": otdd.Converged(tolerance=2e-4)}, 1e-5, backend)
@@ -124,7 +124,7 @@ def test_pairs_are_solved_side_by_side(
 
 def batch_of(x: list[Tensor], y: list[Tensor]) -> Any:
     padded = tuple(torch.nn.utils.rnn.pad_sequence(side, batch_first=True) for side in (x, y))
-    return batches.Batch(padded, (None, None), (None, None), (1, 1), None)
+    return batches.Batch(padded, (None, None), (None, None), (1, 1), None, (0.5, 0.5))
 
 
 @pytest.mark.slow

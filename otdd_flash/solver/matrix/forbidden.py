@@ -33,7 +33,7 @@ from otdd_flash.operators.given_costs import GivenCosts, exact_blocks
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.evidence import DOUBLE_UNIT, widen_bounds
 from otdd_flash.solver.tensors import MASS_TOLERANCE
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # An epsilon, over the range of the costs, so large that only the allowed pairs matter, not their
 # costs.

@@ -24,7 +24,7 @@ from otdd_flash.operators.given_costs import CostSource, exact_blocks
 from otdd_flash.real_numbers import in_one_row, real_tensor
 from otdd_flash.shown import bounded, convergence_text
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison
-from otdd_flash.solver.term.result import StoppedBy, TransportTerm
+from otdd_flash.solver.term import StoppedBy, TransportTerm
 
 
 @dataclass(frozen=True, eq=False, repr=False)

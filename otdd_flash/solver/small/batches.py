@@ -14,9 +14,9 @@ from otdd_flash.solver.certificate import conclude_many
 from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.pooled_solve import Batch, TermRead, kept
-from otdd_flash.solver.small.route import facts_of, padded
+from otdd_flash.solver.small.route import facts_of
 from otdd_flash.solver.solve import TOLERANCE_AIM
-from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of
+from otdd_flash.solver.term import LOOSEST_DEFAULT, goal_of
 
 # Bytes of the problems that are solved at once, on a GPU and on a processor, whose cache they
 # should not exceed by much; and how many they are: kernels have a program for each along an axis
@@ -42,7 +42,6 @@ class BatchSolved(NamedTuple):
 
 def solve_batch(
     batch: Batch,
-    weights: tuple[float, float],
     epsilon: float,
     options: Converged,
     *,
@@ -55,7 +54,6 @@ def solve_batch(
 
     Args:
         batch: float32 points.
-        weights: lambda_x and lambda_y.
         epsilon: regularisation, in units of the cost.
         options: when to stop, without limits of time and width.
         debias: whether there are self terms.
@@ -64,7 +62,7 @@ def solve_batch(
         budget: bytes of the problems that a processor solves at once, if fewer are wanted.
     """
     problems = len(batch.points[0])
-    one = room_of(batch, 1, in_triton=in_triton)
+    one = batch.room(1, in_triton=in_triton)
     most = MOST_BYTES if in_triton else min(MOST_BYTES_CPU, budget or MOST_BYTES_CPU)
     at_once = max(1, min(MOST_PROBLEMS, most // one.bytes))
     parts = -(-problems // at_once)
@@ -73,7 +71,6 @@ def solve_batch(
         _solve(
             batch.part(slice(first, first + size)),
             one,
-            weights,
             epsilon,
             options,
             debias,
@@ -86,18 +83,9 @@ def solve_batch(
     return BatchSolved(torch.cat(values), torch.cat(proved), by_side)
 
 
-def room_of(batch: Batch, problems: int, *, in_triton: bool) -> Room:
-    """A room for so many problems of a batch."""
-    points, (n, m), size = batch.points[0], batch.sizes, padded if in_triton else int
-    classes = 1 if batch.table is None else size(len(batch.table))
-    sizes = size(n), size(m), points.shape[2]
-    return Room(problems, *sizes, classes, points.dtype, points.device, in_triton)
-
-
 def _solve(
     batch: Batch,
     room: Room,
-    weights: tuple[float, float],
     epsilon: float,
     options: Converged,
     debias: bool,
@@ -107,7 +95,7 @@ def _solve(
     # As for a single problem.
     goal = goal_of(options, epsilon, TOLERANCE_AIM)
     with kept(room._replace(problems=problems), debias) as solve:
-        solve.begin(batch, (*weights, batch.class_totals[0]), goal, {})
+        solve.begin(batch, goal, {})
         done = False
         while not done:
             solve.iterate()
@@ -118,7 +106,7 @@ def _solve(
             ]
             # What is hopeless ends nowhere, and is refused when it is solved alone.
             done = found.done or any(bool(read.hopeless.any()) for read in reads)
-        apart, largest = found.asymmetry().split(2, 1)  # type: ignore[no-untyped-call]
+        apart, largest = found.asymmetry.split(2, 1)  # type: ignore[no-untyped-call]
         proved = torch.ones(problems, dtype=torch.bool)
         if debias:
             proved = (apart <= ROUNDING * largest).all(1)
