@@ -14,9 +14,9 @@ from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.derivatives.curvature import Along, CrossCurvature, SelfCurvature, in_parts
 from otdd_flash.derivatives.gradient import DivergenceGradient
-from otdd_flash.derivatives.schur import DEFAULTS, CGOptions, largest
+from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, largest, report_unsolved
 from otdd_flash.eager import computes
-from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
+from otdd_flash.errors import InputError
 from otdd_flash.fingerprint import Mark
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import all_finite
@@ -182,7 +182,8 @@ class SinkhornHessian:
             with comparison.within_memory():
                 found = self._curvature.along(directions, None)
         way_out = f"raise cg.tolerance or cg.max_iterations{or_in_double(comparison.compute)}"
-        report_residual(found, self._options, way_out)
+        required = self._options.require_convergence
+        report_unsolved(found.residual, found.converged, way_out, required=required)
         values = found.x.to(v)
         facts = found.curvature, found.iterations, found.residual, found.converged
         return HessianProduct(
@@ -289,29 +290,6 @@ def check_unchanged(comparison: Comparison, mark: Mark) -> None:
             "an input was changed in place after the loss was computed, and its second "
             "derivative needs it as it was; clone it before"
         )
-
-
-def report_residual(found: Along, options: Schedule, way_out: str) -> None:
-    """Warn, or raise if convergence is required, where a linear system was not solved.
-
-    Args:
-        found: derivatives with the residuals of their systems.
-        options: whether convergence is required.
-        way_out: the advice that ends the message.
-
-    Raises:
-        ConvergenceError: convergence is required and was missed.
-    """
-    if bool(found.converged.all()):
-        return
-    missed = int((~found.converged).sum())
-    message = (
-        f"conjugate gradients left a relative residual of {float(found.residual.max()):.1e} in "
-        f"{missed} of {len(found.converged)} directions; {way_out}"
-    )
-    if options.require_convergence:
-        raise ConvergenceError(message)
-    warn(message, NotConvergedWarning)
 
 
 def or_in_double(compute: ComputeOptions) -> str:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from otdd_flash.derivatives.centred import origin_near
-from otdd_flash.derivatives.dense_plan import dense_plan
 from otdd_flash.derivatives.directions import Directions, Part, Points, Rows
 from otdd_flash.derivatives.plan_points import PlanPoints
+from otdd_flash.derivatives.plan_system import dense_plan
 from otdd_flash.operators.base import Plan
 from otdd_flash.operators.comparison import Comparison
 

@@ -12,9 +12,8 @@ from otdd_flash.derivatives.hessian import (
     DivergenceCurvature,
     check_unchanged,
     or_in_double,
-    report_residual,
 )
-from otdd_flash.derivatives.schur import DEFAULTS, CGOptions
+from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, report_unsolved
 from otdd_flash.derivatives.term_gradient import Input
 from otdd_flash.errors import InputError
 from otdd_flash.operators.comparison import Comparison
@@ -85,6 +84,7 @@ class SecondDerivatives:
             found = curvature.along(a, b)
         way_out = "otdd.sinkhorn_hessian takes a larger cg.tolerance"
         way_out += or_in_double(self._comparison.compute)
-        report_residual(found, self._options, way_out)
+        required = self._options.require_convergence
+        report_unsolved(found.residual, found.converged, way_out, required=required)
         changes = {"x": found.x} if found.y is None else {"x": found.x, "y": found.y}
         return [changes[key][0] for key in self._keys]

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from otdd_flash.derivatives.known_gradient import OnceDifferentiable
-from otdd_flash.derivatives.schur import Solution
 from otdd_flash.eager import check_transforms, own_settings
-from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
+from otdd_flash.errors import InputError
 from otdd_flash.fingerprint import mark_of_tensors
-from otdd_flash.solver.schedules.base import Schedule
 
 
 class Inputs:
@@ -108,21 +106,3 @@ class _Once(OnceDifferentiable):
             f"{ctx.name} is differentiable once, and its gradient was to be differentiated; detach "
             "the gradient, or take differences of gradients at inputs nearby"
         )
-
-
-def report_system(solution: Solution, options: Schedule) -> None:
-    """Warn, or raise if convergence is required, where the linear system was not solved.
-
-    Raises:
-        ConvergenceError: convergence is required and was missed.
-    """
-    if bool(solution.converged.all()):
-        return
-    message = (
-        f"conjugate gradients left a relative residual of {float(solution.residual.max()):.1e} in "
-        "the system of the gradient; raise cg.tolerance or cg.max_iterations, or set "
-        "precision=double"
-    )
-    if options.require_convergence:
-        raise ConvergenceError(message)
-    warn(message, NotConvergedWarning)

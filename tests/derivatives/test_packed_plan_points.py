@@ -12,7 +12,7 @@ import otdd_flash as otdd
 from otdd_flash.cost import points as cost_points
 from otdd_flash.derivatives import directions
 from otdd_flash.derivatives.packed_plan_points import PackedPlanPoints
-from otdd_flash.derivatives.schur import CGOptions
+from otdd_flash.derivatives.plan_system import CGOptions
 from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.operators import triton_plans
 
