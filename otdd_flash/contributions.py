@@ -99,7 +99,7 @@ def contributions_of(
     found = torch.where(masses > 0, found, 0.0)
     values = (found - masses @ found) / (1 - masses)
     values[masses == 0] = torch.nan
-    slopes = _slopes(comparison.given[0], found.cpu(), gradient.groups)
+    slopes = _slopes(comparison.given[0], found.cpu(), gradient.groups.get("xy"))
     return Contributions(values.cpu(), through is not None, slopes)
 
 

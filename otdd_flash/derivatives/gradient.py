@@ -12,9 +12,10 @@ from functools import partial
 
 from torch import Tensor
 
+from otdd_flash.cost.facts import SIDES
 from otdd_flash.cost.ground import SHARES
 from otdd_flash.cost.points import squared_norms
-from otdd_flash.derivatives.groups import Groups, report_groups, settled_points
+from otdd_flash.derivatives.groups import Groups, report_groups, settled
 from otdd_flash.derivatives.term_gradient import (
     Gradient,
     Input,
@@ -47,14 +48,14 @@ class DivergenceGradient:
 
     Attributes:
         total: the sum over the terms solved so far; complete after the solve.
-        groups: groups between which derivatives by masses are undetermined, once the cross term is
-            solved.
+        groups: by term, once it is solved, groups between which derivatives by masses are
+            undetermined; none if these are not asked for.
     """
 
     def __init__(self, comparison: Comparison, needs: Needs) -> None:
         self._comparison, self._needs = comparison, needs
         self.total: Gradient = {}
-        self.groups: Groups | None = None
+        self.groups: dict[str, Groups | None] = {}
 
     def __call__(self, name: str, operator: Operator, term: TransportTerm) -> None:
         """Add the derivatives of the term "xy", "xx" or "yy"."""
@@ -64,7 +65,7 @@ class DivergenceGradient:
             # and subtracted at once.
             if self._needs & {*MASSES} and not (comparison.debias and comparison.identical):
                 # Other derivatives depend on the plan alone, which offsets do not change.
-                term, self.groups = settled_points(comparison, term)
+                term, self.groups[name] = settled(comparison, term)
             gradient = cross_gradient(operator, term, comparison, self._needs)
             self._add(name, self._by_given(gradient, name), 1.0)
             return
@@ -74,6 +75,8 @@ class DivergenceGradient:
         needs = (self._needs & SHARED) | {own[key] for key in self._needs & own.keys()}
         if not needs:
             return
+        if "a" in needs:
+            term, self.groups[name] = settled(comparison, term, name)
         gradient = self_gradient(operator, term, comparison, name, needs)
         here: dict[Input, Input] = {seen: key for key, seen in own.items()}
         gradient = {here.get(key, key): part for key, part in gradient.items()}
@@ -85,7 +88,9 @@ class DivergenceGradient:
         Raises:
             ConvergenceError: they are undetermined, and `required`.
         """
-        report_groups(self.groups, what, self._comparison.given[0], required=required)
+        for name, groups in self.groups.items():
+            rows = self._comparison.given[SIDES[name][0]]
+            report_groups(groups, what, rows, required=required)
 
     @property
     def callbacks(self) -> GradientCallbacks | None:

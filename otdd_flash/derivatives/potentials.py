@@ -33,7 +33,7 @@ from otdd_flash.derivatives.adjoint import (
     cost_gradient,
     potentials_everywhere,
 )
-from otdd_flash.derivatives.groups import report_groups, settled_points
+from otdd_flash.derivatives.groups import report_groups, settled
 from otdd_flash.derivatives.loss import plain_number
 from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, largest
 from otdd_flash.derivatives.solved_gradient import Inputs, Solved
@@ -124,7 +124,7 @@ def sinkhorn_potentials(
         divergence = solve(comparison, options, start=checked_start(comparison, start))
         report_convergence(divergence, options)
         with comparison.within_memory():
-            term, groups = settled_points(comparison, divergence.xy)
+            term, groups = settled(comparison, divergence.xy)
         required = options.require_convergence
         report_groups(groups, "potentials", comparison.given[0], required=required)
         with comparison.within_memory():

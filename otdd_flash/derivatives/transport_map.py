@@ -40,7 +40,7 @@ from otdd_flash.derivatives.adjoint import (
     potentials_everywhere,
 )
 from otdd_flash.derivatives.centred import mean_near
-from otdd_flash.derivatives.groups import report_groups, settled_points
+from otdd_flash.derivatives.groups import report_groups, settled, settled_images
 from otdd_flash.derivatives.loss import plain_number
 from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, dense_plan, largest
 from otdd_flash.derivatives.solved_gradient import Inputs, Solved
@@ -111,11 +111,12 @@ def transport_map(
         InputError: as `sinkhorn_loss`; values of another length, type or device than y, or not
             finite; an epsilon that is far below the rounding of costs of points of little or no
             mass; in the backward pass an input that was changed in place; a second derivative.
-        ConvergenceError: `options.require_convergence` is set and the solve stopped early, or, in
-            the backward pass, the linear system was not solved.
+        ConvergenceError: `options.require_convergence` is set and the solve stopped early, or
+            leaves gradients by masses or images of points without mass undetermined, or, in the
+            backward pass, the linear system was not solved.
 
     Warns:
-        NotConvergedWarning: one of both.
+        NotConvergedWarning: one of these.
     """
     weights = GroundCost(plain_number("lambda_x", lambda_x), plain_number("lambda_y", lambda_y))
     sides = (x, a, labels_x), (y, b, labels_y)
@@ -131,12 +132,13 @@ def transport_map(
     with torch.no_grad():
         divergence = solve(comparison, options, start=checked_start(comparison, start))
         report_convergence(divergence, options)
-        term = divergence.xy
+        term, rows, required = divergence.xy, comparison.given[0], options.require_convergence
+        with comparison.within_memory():
+            term = settled_images(comparison, term, required=required)
         if inputs.tensors.keys() & {"a", "b"}:
             with comparison.within_memory():
-                term, groups = settled_points(comparison, term)
-            what, required = "gradients by masses", options.require_convergence
-            report_groups(groups, what, comparison.given[0], required=required)
+                term, groups = settled(comparison, term)
+            report_groups(groups, "gradients by masses", rows, required=required)
         with comparison.within_memory():
             potentials = potentials_everywhere(comparison, term.f, term.g)
             gradient = MapGradient(comparison, potentials, images, options, cg)

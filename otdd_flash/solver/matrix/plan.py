@@ -21,7 +21,7 @@ from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.derivatives.adjoint import Density
-from otdd_flash.derivatives.groups import report_groups, settled_matrix
+from otdd_flash.derivatives.groups import report_groups, settled
 from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, held_plan, largest
 from otdd_flash.derivatives.solved_gradient import Inputs, Solved
 from otdd_flash.eager import computes
@@ -99,7 +99,7 @@ def matrix_plan(
             report_convergence(divergence, options)
         term = divergence.xy
         if inputs.tensors.keys() & {"a", "b"}:
-            term, groups = settled_matrix(comparison, term)
+            term, groups = settled(comparison, term)
             what, required = "gradients by masses", options.require_convergence
             report_groups(groups, what, required=required)
         dtype = torch.promote_types(comparison.source.dtype, torch.float32)
