@@ -34,7 +34,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from scipy.sparse.csgraph import shortest_path
-from scipy.special import logsumexp
 from torch import Tensor
 
 from otdd_flash.cost.facts import SIDES
@@ -73,8 +72,9 @@ LINKS, MOST_CONTRACTED, MOST_BALANCED = (0.05, 1e-5, 1e-11), 1024, 128
 FIRST_ROWS, ELEMENTS_CPU, ELEMENTS_GPU = 64, 1 << 21, 1 << 26
 
 # The most entries of a plan for Newton's method, the most steps, the first step in units of epsilon
-# from which it pays, and the least eigenvalue that float64 distinguishes from 0.
-MOST_POLISHED, NEWTON_STEPS, SMALL_STEP, LEAST_SEEN = 1 << 18, 60, 0.01, 1e-12
+# from which it pays, the least eigenvalue that float64 distinguishes from 0, and the least pivot of
+# a factorization whose eigenvalues are all far above that.
+MOST_POLISHED, NEWTON_STEPS, SMALL_STEP, LEAST_SEEN, CLEAR_PIVOT = 1 << 18, 60, 0.01, 1e-12, 1e-3
 
 # Groups and rows that a message names.
 NAMED_GROUPS, NAMED_CLASSES, NAMED_ROWS, NAME_LENGTH = 4, 6, 5, 40
@@ -338,35 +338,50 @@ def _polished(plan: _Plan) -> _Plan:
     is small is returned as it is. It resolves what groups cannot: several weak links between the
     same groups, and points lighter than the marginal error.
     """
-    device = plan.f.device
     rows, columns = ((mass > 0).nonzero().squeeze(1) for mass in (plan.a, plan.b))
-    costs = plan.entries.costs(rows, columns).double().cpu().numpy() / plan.epsilon
-    a, b = plan.a[rows].cpu().numpy(), plan.b[columns].cpu().numpy()
-    logs = np.log(a)[:, None] + np.log(b) - costs
-    f, g = plan.f[rows].cpu().numpy(), plan.g[columns].cpu().numpy()
+    costs = plan.entries.costs(rows, columns).double().cpu() / plan.epsilon
+    a, b = plan.a[rows].cpu(), plan.b[columns].cpu()
+    logs = costs.neg_().add_(a.log()[:, None]).add_(b.log())
+    f, g = plan.f[rows].cpu(), plan.g[columns].cpu()
     for step in range(NEWTON_STEPS):
-        before, g = g, np.log(b) - logsumexp(logs + f[:, None], axis=0)
-        shares = np.exp(logs + f[:, None] + g)
+        shares = logs + f[:, None]
+        highest = shares.amax(0)
+        shares.sub_(highest).exp_()
+        totals = shares.sum(0)
+        before, g = g, b.log() - highest - totals.log()
+        shares.mul_(b / totals)
         sums = shares.sum(1)
-        if not (np.isfinite(shares).all() and (sums > 0).all()):
+        if not bool(((sums > 0) & sums.isfinite()).all()):
             # No plan has these masses, or the solve stopped far from the optimum.
             return plan
-        per_row = 1 / np.sqrt(sums)
-        system = np.diag(sums) - (shares / b) @ shares.T
-        values, vectors = np.linalg.eigh(per_row[:, None] * system * per_row)
-        kept = values > LEAST_SEEN
-        pulled = vectors.T @ (per_row * (a - sums))
-        move = per_row * (vectors[:, kept] @ (pulled[kept] / values[kept]))
-        largest = float(np.abs(move).max())
-        if step == 0 and max(largest, np.abs(g - before).max()) <= SMALL_STEP:
+        per_row = sums.rsqrt()
+        shares.mul_(per_row[:, None])
+        system = torch.eye(len(sums), dtype=sums.dtype).addmm_(shares / b, shares.T, alpha=-1)
+        move = per_row * _without_constants(system, sums, per_row * (a - sums))
+        largest = float(move.abs().max())
+        if step == 0 and max(largest, float((g - before).abs().max())) <= SMALL_STEP:
             return plan
         f += move / max(1.0, largest)
         if largest <= SETTLED:
             whole_f, whole_g = plan.f.clone(), plan.g.clone()
-            whole_f[rows] = torch.from_numpy(f).to(device)
-            whole_g[columns] = torch.from_numpy(g).to(device)
+            whole_f[rows], whole_g[columns] = f.to(whole_f), g.to(whole_g)
             return plan._replace(f=whole_f, g=whole_g)
     return plan
+
+
+def _without_constants(system: Tensor, sums: Tensor, right: Tensor) -> Tensor:
+    """Solve a system (n, n) scaled by row sums (n,), with constants and what is unseen left out.
+
+    Where all of its other eigenvalues are clear of 0, a Cholesky factorization does, which takes a
+    tenth of the time of a decomposition.
+    """
+    constant = (sums / sums.sum()).sqrt_()
+    factor, failed = torch.linalg.cholesky_ex(torch.addr(system, constant, constant))
+    if int(failed) == 0 and float(factor.diagonal().amin()) > CLEAR_PIVOT:
+        return torch.cholesky_solve(right[:, None], factor)[:, 0]
+    values, vectors = torch.linalg.eigh(system)
+    kept = values > LEAST_SEEN
+    return vectors[:, kept] @ ((vectors.T @ right)[kept] / values[kept])
 
 
 def connected(plan: _Plan) -> _Linked | None:
