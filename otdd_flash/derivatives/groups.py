@@ -42,6 +42,7 @@ from otdd_flash.derivatives.group_flows import (
     MASS_ROUNDING,
     OPEN,
     SETTLED,
+    TIED,
     Array,
     Flows,
     Labels,
@@ -69,7 +70,10 @@ Compared = Comparison | MatrixComparison
 LINKS, MOST_CONTRACTED, MOST_BALANCED = (0.05, 1e-5, 1e-11), 1024, 128
 
 # Rows of the first sample, and entries in memory at once.
-FIRST_ROWS, ELEMENTS_CPU, ELEMENTS_GPU = 64, 1 << 21, 1 << 26
+FIRST_ROWS, ELEMENTS_CPU, ELEMENTS_GPU = 64, 1 << 21, 1 << 25
+
+# Rounds in which a group may take in all others. Two are enough where one link in fifty is strong.
+SPREAD_ROUNDS = 6
 
 # The most entries of a plan for Newton's method, the most steps, the first step in units of epsilon
 # from which it pays, the least eigenvalue that float64 distinguishes from 0, and the least pivot of
@@ -411,6 +415,13 @@ def _linked(plan: _Plan, threshold: float) -> _Linked | None:
         most, best[rows] = logs.max(1)
         peaks[rows] = most.double()
         linked = logs >= (most - threshold)[:, None]
+        if spreads(
+            torch.where(linked, logs - most[:, None], -torch.inf).exp_(),
+            best[rows],
+            plan.a[rows] / plan.a[rows].sum(),
+            plan.b,
+        ):
+            return None
         # Rows that are not all within the largest group so far may join others.
         beside = groups != groups[present].mode().values
         chosen = (linked & beside).any(1) & with_mass[rows]
@@ -440,6 +451,30 @@ def _linked(plan: _Plan, threshold: float) -> _Linked | None:
         labels[n:],
         peaks + plan.f - plan.b.log()[best] - plan.entries.offsets / plan.epsilon,
     )
+
+
+def spreads(shares: Tensor, best: Tensor, a: Tensor, b: Tensor) -> bool:
+    """Return whether a group that starts at one column takes in all columns within a few rounds.
+
+    A column joins as in `group_flows.well_tied`: links that carry `TIED` of the lighter mass tie it
+    to the group. False says nothing. All rounds run on the device, which is asked once.
+
+    Args:
+        shares: (k, m) links of some rows, over their row's largest; 0 for none.
+        best: (k,) int64, the column of that largest.
+        a: (k,) masses of the rows, which sum to 1.
+        b: (m,) masses of the columns; those of mass 0 belong to no group.
+    """
+    weights, masses = a.to(shares), b.to(shares)
+    group = torch.zeros_like(masses)
+    group[torch.zeros_like(masses).index_add_(0, best, weights).argmax()] = 1
+    for _ in range(SPREAD_ROUNDS):
+        inside = group[best]
+        ties = (weights * inside) @ shares
+        ties.index_add_(0, best, weights * (1 - inside) * (shares @ group))
+        ties -= TIED * torch.minimum(masses, group @ masses)
+        group = torch.maximum(group, (ties >= 0).to(group))
+    return bool(((group > 0) | (b == 0)).all())
 
 
 def _even_parts(n: int, m: int, device: torch.device) -> Iterator[slice]:

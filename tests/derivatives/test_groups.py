@@ -15,6 +15,7 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.derivatives import group_flows
+from otdd_flash.derivatives.groups import spreads
 from tests import reference
 
 STRICT = otdd.Converged(require_convergence=True)
@@ -408,3 +409,13 @@ def test_a_direction_that_larger_flows_may_hide_is_left_to_the_cuts(
         logs = np.log(shares + shares.T)
     step = group_flows._newton(logs, 1e-10 * np.array([1.0, 0.0, 0.0, -1.0]))
     assert step[0] - step[3] == pytest.approx(1e-10 / flow if moves else 0.0, rel=1e-3, abs=1e-9)
+
+
+def test_a_light_point_ties_no_two_heavy_ones() -> None:
+    """The quick test of one group must not see a bridge where all but 0.3% of a mass stays."""
+    light = 1e-3
+    masses = torch.tensor([(1 - light) / 2, light, (1 - light) / 2], dtype=torch.float64)
+    shares = torch.tensor([[1, light, 0], [1, 1, 1], [0, light, 1]])
+    best = torch.tensor([0, 1, 2])
+    assert not spreads(shares, best, masses, masses)
+    assert spreads(shares + 0.1, best, masses, masses)
