@@ -385,7 +385,8 @@ def _without_constants(system: Tensor, sums: Tensor, right: Tensor) -> Tensor:
         return torch.cholesky_solve(right[:, None], factor)[:, 0]
     values, vectors = torch.linalg.eigh(system)
     kept = values > LEAST_SEEN
-    return vectors[:, kept] @ ((vectors.T @ right)[kept] / values[kept])
+    found: Tensor = vectors[:, kept] @ ((vectors.T @ right)[kept] / values[kept])
+    return found
 
 
 def connected(plan: _Plan) -> _Linked | None:
