@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.points import mass_per_class
-from otdd_flash.derivatives.gradient import DivergenceGradient
+from otdd_flash.derivatives.gradient import DivergenceGradient, Needs
 from otdd_flash.derivatives.groups import Groups
-from otdd_flash.derivatives.term_gradient import Needs
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table
 from otdd_flash.labels.moments import mean_table

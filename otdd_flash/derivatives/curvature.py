@@ -52,8 +52,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.derivatives.directions import Directions, dot, inner
-from otdd_flash.derivatives.packed_plan_points import plan_points
+from otdd_flash.derivatives.plan_points import Directions, dot, inner, plan_points
 from otdd_flash.derivatives.plan_system import CGOptions, PlanSystem, Solution
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.term.result import TransportTerm

@@ -33,10 +33,10 @@ from otdd_flash.derivatives.adjoint import (
     cost_gradient,
     potentials_everywhere,
 )
+from otdd_flash.derivatives.autograd import Inputs, Solved
 from otdd_flash.derivatives.groups import report_groups, settled
 from otdd_flash.derivatives.loss import plain_number
 from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, largest
-from otdd_flash.derivatives.solved_gradient import Inputs, Solved
 from otdd_flash.eager import computes
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Potentials, checked_start, report_convergence

@@ -39,11 +39,11 @@ from otdd_flash.derivatives.adjoint import (
     cost_gradient,
     potentials_everywhere,
 )
+from otdd_flash.derivatives.autograd import Inputs, Solved
 from otdd_flash.derivatives.centred import mean_near
 from otdd_flash.derivatives.groups import report_groups, settled, settled_images
 from otdd_flash.derivatives.loss import plain_number
 from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, dense_plan, largest
-from otdd_flash.derivatives.solved_gradient import Inputs, Solved
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Factors, Plan

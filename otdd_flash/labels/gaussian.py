@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Progress
-from otdd_flash.derivatives.known_gradient import OnceDifferentiable
+from otdd_flash.derivatives.autograd import ONCE, LastDerivative
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.moments import (
     class_means,
@@ -274,7 +274,7 @@ class _Fidelities(torch.autograd.Function):
         # With create_graph=True: raise if the gradient is differentiated again.
         if torch.is_grad_enabled():
             by_left, by_right = (
-                cast(Tensor, OnceDifferentiable.apply(part, gradient, left, right))
+                cast(Tensor, LastDerivative.apply(ONCE, part, gradient, left, right))
                 for part in (by_left, by_right)
             )
         return by_left, by_right, None, None, None
@@ -411,7 +411,7 @@ class _Triangle(torch.autograd.Function):
         by_matrix = q @ gradient.detach()
         # With create_graph=True: raise if the gradient is differentiated again.
         if torch.is_grad_enabled():
-            by_matrix = cast(Tensor, OnceDifferentiable.apply(by_matrix, gradient, matrix))
+            by_matrix = cast(Tensor, LastDerivative.apply(ONCE, by_matrix, gradient, matrix))
         return by_matrix, None
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
-from otdd_flash.derivatives import curvature, plan_points, plan_system, second_derivatives
+from otdd_flash.derivatives import curvature, plan_points, plan_system
 from otdd_flash.derivatives.hessian import DivergenceCurvature
 from otdd_flash.errors import ConvergenceError
 from otdd_flash.operators import triton_plans
@@ -200,7 +200,7 @@ def test_a_missed_tolerance_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConvergenceError, match=r"^conjugate gradients left a relative residual"):
         hessian(options=strict, cg=CGOptions(1e-12, 1)).product(V)
     # With a way out that those who call for a loss have, which takes no `cg`.
-    monkeypatch.setattr(second_derivatives, "TIGHT", 1e-100)
+    monkeypatch.setattr("otdd_flash.derivatives.hessian.TIGHT", 1e-100)
     x = X.clone().requires_grad_()
     loss = otdd.sinkhorn_loss(x, Y, epsilon=EPSILON)
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)

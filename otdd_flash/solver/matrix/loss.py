@@ -25,8 +25,8 @@ from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, sequence, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.cost.matrix import CostBlocks
+from otdd_flash.derivatives.autograd import Inputs, Solved
 from otdd_flash.derivatives.groups import Groups, report_groups, settled
-from otdd_flash.derivatives.solved_gradient import Inputs, Solved
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator

@@ -21,9 +21,9 @@ from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.derivatives.adjoint import Density
+from otdd_flash.derivatives.autograd import Inputs, Solved
 from otdd_flash.derivatives.groups import report_groups, settled
 from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, held_plan, largest
-from otdd_flash.derivatives.solved_gradient import Inputs, Solved
 from otdd_flash.eager import computes
 from otdd_flash.operators.given_costs import GivenCosts, matrix_operator
 from otdd_flash.operators.torch_operator import TorchOperator
