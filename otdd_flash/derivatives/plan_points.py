@@ -378,7 +378,7 @@ class PackedPlanPoints(PlanPoints):
         """Yield P A and P q, or P^T A and P^T q."""
         assert isinstance(a, PackedDirections)
         for k, given in enumerate(numbers):
-            found = self._products.times(a.packed(k), None, given, transposed=transposed)
+            found = self._products.times(a.packed(k), given, transposed=transposed)
             for some, points, of_numbers in found:
                 assert of_numbers is not None
                 yield Part(slice(k, k + 1), some, points[None]), self.here(of_numbers)[None]
@@ -403,17 +403,12 @@ class PackedPlanPoints(PlanPoints):
         transposed: bool = False,
     ) -> Iterator[Part]:
         """Yield (P o W) y, or (P o W)^T x, in one pass a direction."""
-        from otdd_flash.kernels.passes.block_product import Weights
-
         assert isinstance(a, PackedDirections)
         assert b is None or isinstance(b, PackedDirections)
         x, y = self._products.points
         for k, numbers in enumerate(zip(rows, columns, strict=True)):
             pairs = [(a.packed(k), y)] if b is None else [(a.packed(k), y), (x, b.packed(k))]
-            if transposed:
-                pairs = [(right, left) for left, right in pairs]
-            weights, values = Weights(pairs, self.factor, numbers), x if transposed else y
-            found = self._products.times(values, weights, transposed=transposed)
+            found = self._products.weighted(pairs, self.factor, numbers, transposed=transposed)
             for some, points, _ in found:
                 yield Part(slice(k, k + 1), some, points[None])
                 del points

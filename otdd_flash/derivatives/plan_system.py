@@ -351,7 +351,7 @@ class PlanMatrix:
     def layout(self) -> Layout | None:
         """The packed order of the columns; None if products are not of packed points."""
         half_products = self._plan.half_products
-        return None if half_products is None else half_products[0].layouts[1]
+        return None if half_products is None else half_products.layout
 
     @cached_property
     def _scaled_masses(self) -> Tensor:
@@ -369,29 +369,17 @@ class PlanMatrix:
 
     def image(self, packed: Tensor, scales: Tensor) -> Image:
         """Return the product with values packed in float16, in the form that kernels read."""
-        from otdd_flash.kernels.linear.cg_step import Image
-        from otdd_flash.kernels.linear.onward import onward
-
-        assert self._plan.half_products is not None
-        there, back = self._plan.half_products
+        products = self._plan.half_products
+        assert products is not None
         if self._symmetric:
-            position = there.layouts[0].position
-            found = there.multiply(packed)
-            return Image(found, scales, there.weights, self._scaled_masses, position)
-        weights, taken = self._between
-        packed, scales = onward(there.multiply(packed), scales, weights)
-        position = back.layouts[0].position
-        return Image(back.multiply(packed), scales, taken, self._scaled_masses, position)
+            return products.image(packed, scales, self._scaled_masses)
+        return products.schur_image(packed, scales, self._between, self._scaled_masses)
 
     @cached_property
     def _between(self) -> tuple[Tensor, Tensor]:
         """Weights between the products with P, in packed order, and with P^T."""
         assert self._plan.half_products is not None
-        there, back = self._plan.half_products
-        weights = self.by_row[:, 0] * there.weights
-        if back.given is not None:
-            weights *= back.given
-        return there.layouts[0].spread(weights, 0.0), -back.weights
+        return self._plan.half_products.between(self.by_row[:, 0])
 
     def factorization(self) -> Factorization | None:
         """Factorize the matrix of a stored plan that is small enough, else return None."""
