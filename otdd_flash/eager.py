@@ -8,10 +8,10 @@ dtype, the default device and inference mode do not reach into the call.
 `computes` decorates every entry point that computes (`otdd`, `pairwise`, `flows.run`,
 `labels.measuring`, `derivatives.loss`, `batched.plans`, methods of `result`, ...), so that
 surrounding modes change no number of its result; a new entry point needs it too. Backward passes
-(`derivatives.known_gradient`, `derivatives.solved_gradient`) use `own_settings` and
-`check_transforms`, as they may be called inside such a context although the forward pass was
-outside; `samples` uses them and `untraced`, because users make samples inside such contexts, and
-`batched.doubly_stochastic`, which may be traced by `torch.compile`, uses `check_transforms` alone.
+(`derivatives.autograd`) use `own_settings` and `check_transforms`, as they may be called inside
+such a context although the forward pass was outside; `samples` uses them and `untraced`, because
+users make samples inside such contexts, and `batched.doubly_stochastic`, which may be traced by
+`torch.compile`, uses `check_transforms` alone.
 """
 
 from __future__ import annotations

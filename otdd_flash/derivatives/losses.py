@@ -11,7 +11,7 @@ from torch import Tensor
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
 from otdd_flash.checks import optional, tensor, tensors
 from otdd_flash.cost.compute import Compute, ComputeOptions, uses_triton
-from otdd_flash.derivatives.known_gradient import KnownGradient
+from otdd_flash.derivatives.autograd import KnownGradient
 from otdd_flash.derivatives.loss import sinkhorn_loss
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, prefixed

@@ -27,12 +27,16 @@ from torch import Tensor
 from otdd_flash.arguments import TENSORS_OF_A_PAIR, Count, NotNegative, Positive, takes
 from otdd_flash.cost.compute import Compute
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.derivatives.adjoint import Entries, potentials_everywhere
-from otdd_flash.derivatives.cost_weights import CostWeights, cost_gradient
-from otdd_flash.derivatives.groups import report_groups, settled_points
+from otdd_flash.derivatives.adjoint import (
+    CostWeights,
+    Density,
+    cost_gradient,
+    potentials_everywhere,
+)
+from otdd_flash.derivatives.autograd import Inputs, Solved
+from otdd_flash.derivatives.groups import report_groups, settled
 from otdd_flash.derivatives.loss import plain_number
-from otdd_flash.derivatives.schur import DEFAULTS, CGOptions, largest
-from otdd_flash.derivatives.solved_gradient import Inputs, Solved
+from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, largest
 from otdd_flash.eager import computes
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Potentials, checked_start, report_convergence
@@ -120,7 +124,7 @@ def sinkhorn_potentials(
         divergence = solve(comparison, options, start=checked_start(comparison, start))
         report_convergence(divergence, options)
         with comparison.within_memory():
-            term, groups = settled_points(comparison, divergence.xy)
+            term, groups = settled(comparison, divergence.xy)
         required = options.require_convergence
         report_groups(groups, "potentials", comparison.given[0], required=required)
         with comparison.within_memory():
@@ -168,26 +172,26 @@ class PotentialGradient:
 
     def _gradient(self, of_f: Tensor, of_g: Tensor) -> dict[str, Tensor]:
         comparison, epsilon = self._comparison, self._comparison.epsilon
-        entries = Entries.of(comparison, *self._potentials)
-        a, b = entries.a, entries.b
+        density = Density.of(comparison, *self._potentials)
+        a, b = density.a, density.b
         surplus = of_f.sum() - of_g.sum()
         of_g = of_g + b * surplus
         s, t = of_f, of_g
-        if not entries.whole:
+        if not density.whole:
             # Potentials of points without mass are softmins: their cotangents pass to the others'.
-            h = torch.where(a > 0, 0, of_f / entries.q)
-            k = torch.where(b > 0, 0, of_g / entries.p)
-            s = torch.where(a > 0, of_f, 0) - a * entries.times(k[:, None])[:, 0]
-            t = torch.where(b > 0, of_g, 0) - b * entries.transposed_times(h[:, None])[:, 0]
-        w1, w2 = entries.solve(s, t, self._cg, self._options)
-        if entries.whole:
+            h = torch.where(a > 0, 0, of_f / density.q)
+            k = torch.where(b > 0, 0, of_g / density.p)
+            s = torch.where(a > 0, of_f, 0) - a * density.times(k[:, None])[:, 0]
+            t = torch.where(b > 0, of_g, 0) - b * density.transposed_times(h[:, None])[:, 0]
+        w1, w2 = density.solve(s, t, self._cg, self._options)
+        if density.whole:
             h, k = a * w1, b * w2
         else:
             h, k = h + a * w1, k + b * w2
-        gradient = cost_gradient(comparison, CostWeights(entries, h, k), self._needs)
+        gradient = cost_gradient(comparison, CostWeights(density, h, k), self._needs)
         if "a" in self._needs:
-            gradient["a"] = -epsilon * entries.times(k[:, None])[:, 0]
+            gradient["a"] = -epsilon * density.times(k[:, None])[:, 0]
         if "b" in self._needs:
-            gradient["b"] = -epsilon * entries.transposed_times(h[:, None])[:, 0]
+            gradient["b"] = -epsilon * density.transposed_times(h[:, None])[:, 0]
             gradient["b"] += self._potentials[1].double() * surplus
         return gradient

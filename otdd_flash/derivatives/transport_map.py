@@ -32,14 +32,18 @@ from otdd_flash.checks import optional, shown, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.cost.points import less_origin
-from otdd_flash.derivatives.adjoint import Entries, check_sums, potentials_everywhere
+from otdd_flash.derivatives.adjoint import (
+    CostWeights,
+    Density,
+    check_sums,
+    cost_gradient,
+    potentials_everywhere,
+)
+from otdd_flash.derivatives.autograd import Inputs, Solved
 from otdd_flash.derivatives.centred import mean_near
-from otdd_flash.derivatives.cost_weights import CostWeights, cost_gradient
-from otdd_flash.derivatives.dense_plan import dense_plan
-from otdd_flash.derivatives.groups import report_groups, settled_points
+from otdd_flash.derivatives.groups import report_groups, settled, settled_images
 from otdd_flash.derivatives.loss import plain_number
-from otdd_flash.derivatives.schur import DEFAULTS, CGOptions, largest
-from otdd_flash.derivatives.solved_gradient import Inputs, Solved
+from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, dense_plan, largest
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Factors, Plan
@@ -107,11 +111,12 @@ def transport_map(
         InputError: as `sinkhorn_loss`; values of another length, type or device than y, or not
             finite; an epsilon that is far below the rounding of costs of points of little or no
             mass; in the backward pass an input that was changed in place; a second derivative.
-        ConvergenceError: `options.require_convergence` is set and the solve stopped early, or, in
-            the backward pass, the linear system was not solved.
+        ConvergenceError: `options.require_convergence` is set and the solve stopped early, or
+            leaves gradients by masses or images of points without mass undetermined, or, in the
+            backward pass, the linear system was not solved.
 
     Warns:
-        NotConvergedWarning: one of both.
+        NotConvergedWarning: one of these.
     """
     weights = GroundCost(plain_number("lambda_x", lambda_x), plain_number("lambda_y", lambda_y))
     sides = (x, a, labels_x), (y, b, labels_y)
@@ -127,12 +132,13 @@ def transport_map(
     with torch.no_grad():
         divergence = solve(comparison, options, start=checked_start(comparison, start))
         report_convergence(divergence, options)
-        term = divergence.xy
+        term, rows, required = divergence.xy, comparison.given[0], options.require_convergence
+        with comparison.within_memory():
+            term = settled_images(comparison, term, required=required)
         if inputs.tensors.keys() & {"a", "b"}:
             with comparison.within_memory():
-                term, groups = settled_points(comparison, term)
-            what, required = "gradients by masses", options.require_convergence
-            report_groups(groups, what, comparison.given[0], required=required)
+                term, groups = settled(comparison, term)
+            report_groups(groups, "gradients by masses", rows, required=required)
         with comparison.within_memory():
             potentials = potentials_everywhere(comparison, term.f, term.g)
             gradient = MapGradient(comparison, potentials, images, options, cg)
@@ -214,28 +220,28 @@ class MapGradient:
 
     def _gradient(self, cotangent: Tensor) -> dict[str, Tensor]:
         comparison = self._comparison
-        entries = Entries.of(comparison, *self._potentials)
-        a, b, per_q = entries.a, entries.b, 1 / entries.q[:, None]
-        left, right = self._factors(entries, per_q, cotangent)
-        pulled = entries.transposed_times(left)
+        density = Density.of(comparison, *self._potentials)
+        a, b, per_q = density.a, density.b, 1 / density.q[:, None]
+        left, right = self._factors(density, per_q, cotangent)
+        pulled = density.transposed_times(left)
         sums = (right * pulled).sum(1)
         by_values = None
         if self._images is not None or "y" in self.needs:
             by_values = b[:, None] * pulled[:, :-1]
         # Free what is not needed any more, here and below: these tensors are the largest.
         del pulled
-        w1, w2 = entries.solve(None, b * sums, self._cg, self._options)
+        w1, w2 = density.solve(None, b * sums, self._cg, self._options)
         factors = left.div_(-comparison.epsilon), right
         weights = CostWeights(
-            entries, a * w1 / comparison.epsilon, b * w2 / comparison.epsilon, factors
+            density, a * w1 / comparison.epsilon, b * w2 / comparison.epsilon, factors
         )
         gradient = cost_gradient(comparison, weights, self.needs)
         if self.needs & {"a", "b"}:
-            u = -per_q[:, 0] * entries.times((b * w2)[:, None])[:, 0]
+            u = -per_q[:, 0] * density.times((b * w2)[:, None])[:, 0]
             gradient["a"] = u
             if "b" in self.needs:
-                of_u = entries.transposed_times((a * u)[:, None])[:, 0]
-                gradient["b"] = torch.where(b > 0, w2, (sums - of_u) / entries.p)
+                of_u = density.transposed_times((a * u)[:, None])[:, 0]
+                gradient["b"] = torch.where(b > 0, w2, (sums - of_u) / density.p)
         if by_values is not None:
             if self._images is None:
                 gradient["y"] += by_values
@@ -243,11 +249,11 @@ class MapGradient:
                 gradient["values"] = by_values
         return gradient
 
-    def _factors(self, entries: Entries, per_q: Tensor, cotangent: Tensor) -> Factors:
+    def _factors(self, density: Density, per_q: Tensor, cotangent: Tensor) -> Factors:
         """Return A (n, k + 1) and B (m, k + 1) of the module docstring."""
         values, _ = self._centred()
         right = torch.cat((values, torch.ones_like(values[:, :1])), 1)
-        means = entries.times(values, weights=(entries.b,)).mul_(per_q)
+        means = density.times(values, weights=(density.b,)).mul_(per_q)
         cotangent = cotangent.to(means)
         dots = (cotangent * means).sum(1, keepdim=True)
         return torch.cat((cotangent, -dots), 1).mul_(per_q), right

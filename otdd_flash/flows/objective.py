@@ -35,8 +35,7 @@ from otdd_flash.cost.points import (
     squared_norms,
     weighted_mean,
 )
-from otdd_flash.derivatives.gradient import DivergenceGradient
-from otdd_flash.derivatives.term_gradient import Gradient, Needs
+from otdd_flash.derivatives.gradient import DivergenceGradient, Gradient, Needs
 from otdd_flash.errors import InputError, UserCodeError
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.functionals import WeightedFunctional, value_and_velocity

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Progress
-from otdd_flash.derivatives.known_gradient import OnceDifferentiable
+from otdd_flash.derivatives.autograd import ONCE, LastDerivative
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.pairs import chunk_size, equal_chunks, used_classes
 
@@ -361,7 +361,7 @@ class _Fidelities(torch.autograd.Function):
         # With create_graph=True: raise if the gradient is differentiated again.
         if torch.is_grad_enabled():
             by_left, by_right = (
-                cast(Tensor, OnceDifferentiable.apply(part, gradient, left, right))
+                cast(Tensor, LastDerivative.apply(ONCE, part, gradient, left, right))
                 for part in (by_left, by_right)
             )
         return by_left, by_right, None, None, None
@@ -498,7 +498,7 @@ class _Triangle(torch.autograd.Function):
         by_matrix = q @ gradient.detach()
         # With create_graph=True: raise if the gradient is differentiated again.
         if torch.is_grad_enabled():
-            by_matrix = cast(Tensor, OnceDifferentiable.apply(by_matrix, gradient, matrix))
+            by_matrix = cast(Tensor, LastDerivative.apply(ONCE, by_matrix, gradient, matrix))
         return by_matrix, None
 
 

@@ -31,7 +31,7 @@ from otdd_flash.cost.points import Cut, Masses, Points
 
 if TYPE_CHECKING:
     # It imports this file, and Triton.
-    from otdd_flash.operators.triton_plans import HalfProduct, PointProducts
+    from otdd_flash.operators.triton_plans import HalfProducts, PointProducts
 
 # A step that is recorded as a CUDA graph reads epsilon from a tensor () float64 on the device,
 # whose value may change between replays; only operators in Triton record steps.
@@ -198,7 +198,7 @@ class Products(Protocol):
         ...
 
     @property
-    def half_products(self) -> tuple[HalfProduct, HalfProduct] | None:
+    def half_products(self) -> HalfProducts | None:
         """Products with P and with P^T on packed values, on tensor cores; None without these."""
         ...
 
@@ -284,7 +284,7 @@ class EvaluatedPlan(ABC):
         most: bytes that a held plan may take, half of free memory for None.
     """
 
-    half_products: tuple[HalfProduct, HalfProduct] | None = None
+    half_products: HalfProducts | None = None
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash import CGOptions, Converged, NotConvergedWarning
-from otdd_flash.derivatives import direct
+from otdd_flash.derivatives import plan_system
 from otdd_flash.operators.point_scores import StoredScores
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,7 +31,7 @@ def solve_by(way: str, monkeypatch: pytest.MonkeyPatch) -> CGOptions:
     """Have systems solved in one of these ways; the options with which they then converge."""
     if way == "decomposed":
         return ONE
-    monkeypatch.setattr(direct, "MOST_POINTS", 0)
+    monkeypatch.setattr(plan_system, "MOST_POINTS", 0)
     if way == "streamed":
         monkeypatch.setattr(StoredScores, "holds_plans", False)
     return TIGHT

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from otdd_flash.derivatives.conjugate_gradients import Iterates, Limits, Near, System, inverse
 from otdd_flash.derivatives.conjugate_gradients_kernels import KernelIterates
-from otdd_flash.derivatives.low_rank import LowRank
-from otdd_flash.derivatives.schur import SchurSystem, SelfSystem
+from otdd_flash.derivatives.plan_system import LowRank, PlanMatrix
 from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward, row_sums
 from otdd_flash.kernels.passes.block_sums import add_halves
 from otdd_flash.kernels.points.packed_points import arrange
@@ -47,7 +46,7 @@ def held(plan: Tensor) -> HeldPlan:
 
 
 def system(of: Products, *, own: bool, damping: float = 0.0) -> System:
-    return (SelfSystem if own else SchurSystem)(of, damping)
+    return PlanMatrix(of, damping, symmetric=own)
 
 
 def preconditioned(of: System, count: int) -> LowRank:

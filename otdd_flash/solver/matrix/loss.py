@@ -25,8 +25,8 @@ from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, sequence, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.cost.matrix import CostBlocks
-from otdd_flash.derivatives.groups import Groups, report_groups, settled_matrix
-from otdd_flash.derivatives.solved_gradient import Inputs, Solved
+from otdd_flash.derivatives.autograd import Inputs, Solved
+from otdd_flash.derivatives.groups import Groups, report_groups, settled
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
@@ -109,7 +109,8 @@ def matrix_loss(
     else:
         report_convergence(divergence, options)
         required = options.require_convergence
-        report_groups(backward.groups, "gradients by masses", required=required)
+        for groups in backward.groups.values():
+            report_groups(groups, "gradients by masses", required=required)
     dtype = torch.float64 if comparison.source.dtype == torch.float64 else torch.float32
     home = costs.device if isinstance(costs, Tensor) else comparison.device
     value = torch.tensor(divergence.value, dtype=dtype, device=home)
@@ -140,21 +141,20 @@ class LossGradient:
         needs: inputs to differentiate by.
 
     Attributes:
-        groups: groups of points between which gradients by masses are undetermined; None before
-            the cross term is solved.
+        groups: by term, groups of points between which gradients by masses are undetermined.
     """
 
     def __init__(self, comparison: MatrixComparison, needs: frozenset[str]) -> None:
         self._comparison, self._needs = comparison, needs
         self._terms: dict[str, TransportTerm] = {}
         self._by_masses: dict[str, Tensor] = {}
-        self.groups: Groups | None = None
+        self.groups: dict[str, Groups | None] = {}
 
     def solved(self, name: str, operator: Operator, term: TransportTerm) -> None:
         """Keep the potentials of a term, and compute its gradients by masses."""
         self._terms[name] = term
-        if name == "xy" and self._needs & MASSES.keys():
-            term, self.groups = settled_matrix(self._comparison, term)
+        if any(key in self._needs and name in terms for key, terms in MASSES.items()):
+            term, self.groups[name] = settled(self._comparison, term, name)
         for key, terms in MASSES.items():
             if key in self._needs and name in terms:
                 found = _by_masses(operator.refined, term, columns=key == "b")
