@@ -95,3 +95,8 @@ class Derivatives(NamedTuple):
 def computed_in(matrices: Tensor) -> torch.dtype:
     """Return the type to compute in: float64 for matrices of float64, else float32."""
     return torch.promote_types(matrices.dtype, torch.float32)
+
+
+def within(sizes: Tensor, side: int, size: int) -> Tensor:
+    """Which of `size` rows (side 0) or columns (1) each problem of `sizes` has, (B, size) flags."""
+    return torch.arange(size, device=sizes.device) < sizes[:, side, None]

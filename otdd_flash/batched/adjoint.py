@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.batched.chunks import Products, parts, side_by_side, sum_by_halves
-from otdd_flash.kernels.batched.problems import Cotangents, Problems
+from otdd_flash.kernels.batched.problems import Cotangents, Problems, within
 from otdd_flash.operators.base import SUM_UNITS
 
 
@@ -167,8 +167,7 @@ def gradient_with_masses(
     # A pair of a row and a column without mass has no say, and may overflow.
     there = ~(without_a & without_b)
     if sizes is not None:
-        sides = (torch.arange(size, device=x.device) for size in x.shape[1:])
-        one, other = (side < of[:, None] for side, of in zip(sides, sizes.T, strict=True))
+        one, other = (within(sizes, side, size) for side, size in enumerate(x.shape[1:]))
         there &= one[:, :, None] & other[:, None]
     per_mass = torch.where(there, per_mass, 0)
     s_free, t_free = torch.where(a > 0, 0, s), torch.where(b > 0, 0, t)

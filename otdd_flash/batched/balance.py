@@ -241,14 +241,23 @@ class BalanceGradients(torch.autograd.Function):
     backward = staticmethod(_refuse_second)
 
 
-def differentiable_balance(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`balance`, for autograd and `torch.compile`."""
+def differentiable_balance(
+    problems: Problems, *, potentials: bool, gradient: str, in_triton: bool
+) -> Balanced:
+    """Balance for autograd and `torch.compile`: R, and what else there is room for.
+
+    Args:
+        problems: what is balanced.
+        potentials: whether potentials and errors are asked for.
+        gradient: `unrolled` or `implicit`, by inputs that require one.
+        in_triton: whether by kernels.
+    """
+    given = *problems, potentials, gradient, in_triton
     if torch.compiler.is_compiling():
-        return balance(*given)  # type: ignore[no-any-return]
-    wanted = any(isinstance(one, Tensor) and one.requires_grad for one in given)
-    if not (wanted and torch.is_grad_enabled()):
-        return balance_now(*given)
-    return Balance.apply(*given)  # type: ignore[no-any-return]
+        return Balanced(*balance(*given))
+    wanted = any(isinstance(one, Tensor) and one.requires_grad for one in problems)
+    run = Balance.apply if wanted and torch.is_grad_enabled() else balance_now
+    return Balanced(*run(*given))
 
 
 def _recorded_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
