@@ -19,9 +19,8 @@ from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.small.batches import solve_batch
 from otdd_flash.solver.small.pooled_solve import Batch
-from otdd_flash.solver.small.route import suits
+from otdd_flash.solver.small.route import solve_batch, suits
 from otdd_flash.solver.tensors import MASS_TOLERANCE
 
 Clouds = Tensor | Sequence[Tensor]

@@ -86,7 +86,7 @@ class FewQuasiNewton:
     def begin(self, settings: Tensor, start: Start, candidate: Tensor) -> None:
         """Begin afresh with other problems, to a goal and two unit roundoffs (7,) float64."""
         self.vectors.begin(candidate)
-        self._begin(Goal.told(settings), start)
+        self._begin(Goal.of_settings(settings), start)
 
     def step(self) -> None:
         """Evaluate the candidates and choose the next; nothing if all problems are done."""

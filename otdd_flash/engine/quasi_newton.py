@@ -71,7 +71,7 @@ class QuasiNewton:
     def begin(self, settings: Tensor, start: Start, candidate: Tensor) -> None:
         """Begin afresh with other problems, to a goal and two unit roundoffs (7,) float64."""
         self.vectors.begin(candidate)
-        self._begin(Goal.told(settings), start)
+        self._begin(Goal.of_settings(settings), start)
 
     def _begin(self, goal: Goal, start: Start) -> None:
         problems, self._goal = self._problems, goal

@@ -102,7 +102,7 @@ class Goal(NamedTuple):
     aim: float = 1.0
 
     @classmethod
-    def told(cls, settings: Tensor) -> Goal:
+    def of_settings(cls, settings: Tensor) -> Goal:
         """Return the goal at the head of settings (7,), before two unit roundoffs."""
         epsilon, tolerance, loosest, most, aim, *_ = settings.tolist()
         return cls(epsilon, tolerance, loosest, int(most), aim)

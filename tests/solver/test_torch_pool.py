@@ -17,9 +17,8 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.operators.torch_pool import MOST_SHIFT, TILE, TorchPool, TorchTerm, _Anchor
 from otdd_flash.solver.small import forget
-from otdd_flash.solver.small.batches import solve_batch
 from otdd_flash.solver.small.pooled_solve import Batch
-from otdd_flash.solver.small.route import MOST_POINTS, is_small
+from otdd_flash.solver.small.route import MOST_POINTS, is_small, solve_batch
 from otdd_flash.solver.solving import solve
 
 # The most operations of PyTorch in a certified divergence of 50 points at a tenth of the mean cost.

@@ -1,12 +1,14 @@
 """Whether a divergence or a matrix is one for `pooled_solve`, and the terms it then ends with.
 
 `solver.solving` asks `is_small` and calls `solve_small`; if that returns None, `divergence` solves
-the problem. `losses` chooses by `suits` as well.
+the problem. `losses` chooses by `suits` as well, and solves many pairs side by side by
+`solve_batch`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ from otdd_flash.cost.facts import TERMS, CostFacts
 from otdd_flash.errors import InputError
 from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory
 from otdd_flash.operators.score_pool import UNIT, Room, ScorePool
-from otdd_flash.solver.certificate import PlanEvidence, conclude, shows_rounding
+from otdd_flash.solver.certificate import PlanEvidence, conclude, conclude_many, shows_rounding
 from otdd_flash.solver.divergence import (
     Compared,
     Divergence,
@@ -39,7 +41,13 @@ from otdd_flash.solver.small.pooled_solve import (
     kept,
 )
 from otdd_flash.solver.solve import TOLERANCE_AIM
-from otdd_flash.solver.term import SolverProgress, TransportTerm, goal_of, reachable_tolerance
+from otdd_flash.solver.term import (
+    LOOSEST_DEFAULT,
+    SolverProgress,
+    TransportTerm,
+    goal_of,
+    reachable_tolerance,
+)
 
 # Points of a side, and products of coordinates, up to which it pays on a processor.
 MOST_POINTS, MOST_ON_PROCESSOR = 1 << 10, 1 << 28
@@ -48,6 +56,11 @@ MOST_POINTS, MOST_ON_PROCESSOR = 1 << 10, 1 << 28
 # compute as fast in float64 as in float32, and on others.
 MOST_SCORES = 1 << 27
 FAST_IN_DOUBLE, MOST_PRODUCTS = ((8, 0), (9, 0), (10, 0)), (1 << 38, 1 << 31)
+
+# Bytes of the problems that are solved at once, on a GPU and on a processor, whose cache they
+# should not exceed by much; and how many they are: kernels have a program for each along an axis
+# that holds 65,535.
+MOST_BYTES, MOST_BYTES_CPU, MOST_PROBLEMS = 1 << 30, 1 << 25, 1 << 15
 
 
 def is_small(compared: Compared, options: Converged) -> bool:
@@ -318,3 +331,120 @@ def _concluded(
         asked=options.asked_tolerance,
         unless_converged="max_iterations",
     )
+
+
+class BatchSolved(NamedTuple):
+    """What came of B problems.
+
+    Attributes:
+        values: S_epsilon, or OT_epsilon without self terms, (B,) float64 on the host.
+        proved: (B,) bool, whether every term has converged by its certificate; else the value is
+            of no use.
+        gradients: of the values by x (B, n, d) or y (B, m, d), as they were asked for, float32 on
+            the device, 0 where they are not proved.
+    """
+
+    values: Tensor
+    proved: Tensor
+    gradients: tuple[Tensor, ...]
+
+
+def solve_batch(
+    batch: Batch,
+    epsilon: float,
+    options: Converged,
+    *,
+    debias: bool,
+    wanted: Sequence[int],
+    in_triton: bool,
+    budget: int | None = None,
+) -> BatchSolved:
+    """Solve the divergences of a batch, as many problems at once as memory is meant to hold.
+
+    Args:
+        batch: float32 points.
+        epsilon: regularisation, in units of the cost.
+        options: when to stop, without limits of time and width.
+        debias: whether there are self terms.
+        wanted: sides, 0 for x and 1 for y, by whose points gradients are.
+        in_triton: whether kernels solve it, on a GPU; else PyTorch on a processor.
+        budget: bytes of the problems that a processor solves at once, if fewer are wanted.
+    """
+    problems = len(batch.points[0])
+    one = batch.room(1, in_triton=in_triton)
+    most = MOST_BYTES if in_triton else min(MOST_BYTES_CPU, budget or MOST_BYTES_CPU)
+    at_once = max(1, min(MOST_PROBLEMS, most // one.bytes))
+    parts = -(-problems // at_once)
+    size = -(-problems // parts)
+    solved = [
+        _solve_part(
+            batch.part(slice(first, first + size)),
+            one,
+            epsilon,
+            options,
+            debias,
+            wanted,
+        )
+        for first in range(0, problems, size)
+    ]
+    values, proved, gradients = zip(*solved, strict=True)
+    by_side = tuple(torch.cat(parts) for parts in zip(*gradients, strict=True))
+    return BatchSolved(torch.cat(values), torch.cat(proved), by_side)
+
+
+def _solve_part(
+    batch: Batch,
+    room: Room,
+    epsilon: float,
+    options: Converged,
+    debias: bool,
+    wanted: Sequence[int],
+) -> BatchSolved:
+    problems = len(batch.points[0])
+    # As for a single problem.
+    goal = goal_of(options, epsilon, TOLERANCE_AIM)
+    with kept(room._replace(problems=problems), debias) as solve:
+        solve.begin(batch, goal, {})
+        done = False
+        while not done:
+            solve.iterate()
+            found = solve.read()
+            reads = [
+                _Reached(read, options, epsilon, cross=k == 0)
+                for k, read in enumerate(found.terms())
+            ]
+            # What is hopeless ends nowhere, and is refused when it is solved alone.
+            done = found.done or any(bool(read.hopeless.any()) for read in reads)
+        apart, largest = found.asymmetry.split(2, 1)  # type: ignore[no-untyped-call]
+        proved = torch.ones(problems, dtype=torch.bool)
+        if debias:
+            proved = (apart <= ROUNDING * largest).all(1)
+        values = torch.zeros(problems, dtype=torch.float64)
+        for read, evidence in zip(reads, found.evidence, strict=True):
+            value, error, holds = conclude_many(read.numbers, evidence.sums, UNIT, epsilon)
+            values += value if read.cross else -value / 2
+            proved &= holds & read.within(error)
+        fine = proved.to(batch.points[0].device)[:, None, None] if wanted else proved
+        gradients = tuple(
+            torch.where(fine, solve.gradient(place)[:, : batch.sizes[place]], 0) for place in wanted
+        )
+    return BatchSolved(values, proved, gradients)
+
+
+class _Reached:
+    """What rounding makes of the tolerance for the terms (B,) that were read."""
+
+    def __init__(self, read: TermRead, options: Converged, epsilon: float, *, cross: bool) -> None:
+        self.cross, self.numbers = cross, read.numbers
+        least = 2 * rounding_floor(facts_of(read), read.numbers.size, epsilon)
+        asked, gives_way = options.asked_tolerance, options.tolerance is None
+        self.tolerance = least.clamp_min(asked) if gives_way else torch.full_like(least, asked)
+        largest = torch.maximum(read.costs.lowest.abs(), read.costs.highest.abs())
+        in_range = largest < torch.finfo(torch.float32).max / 4
+        within_rounding = least <= (LOOSEST_DEFAULT if gives_way else asked)
+        self.hopeless = ~(in_range & within_rounding) | read.error.isnan()
+
+    def within(self, error: Tensor) -> Tensor:
+        """Whether marginal errors (B,) are small enough."""
+        reached: Tensor = (error <= self.tolerance) & ~self.hopeless
+        return reached
