@@ -400,6 +400,7 @@ class DistanceResult:
             self.unchanged.check()
 
     @cached_property
+    @computes
     def _settled(self) -> TransportTerm:
         """The cross term with potentials balanced between groups, on its original device."""
         self._check_unchanged()

@@ -156,6 +156,7 @@ class MatrixTransport:
         return self._applied(values, transposed=True)
 
     @cached_property
+    @computes
     def transport_cost(self) -> float:
         """The transport cost <C, P>, in units of the cost."""
         operator, term, total = self._comparison.torch_operator("xy"), self.term, 0.0
@@ -230,6 +231,7 @@ class MatrixTransport:
         return cls(replace(saved.term, f=f, g=g), saved.seconds, short, comparison)
 
     @cached_property
+    @computes
     def _settled(self) -> TransportTerm:
         """The term with balanced offsets between groups of points; as it is if there is no plan."""
         term, groups = settled(self._comparison, self.term)
