@@ -62,7 +62,7 @@ from otdd_flash.derivatives.adjoint import (
 )
 from otdd_flash.derivatives.autograd import Inputs, Solved
 from otdd_flash.derivatives.centred import mean_near
-from otdd_flash.derivatives.groups import report_groups, settled, settled_images
+from otdd_flash.derivatives.groups import settle, settle_images
 from otdd_flash.derivatives.loss import plain_number
 from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, dense_plan, largest
 from otdd_flash.eager import computes
@@ -147,12 +147,10 @@ def sinkhorn_potentials(
     labels = labels_x, labels_y
     solved = _solved(given, labels, epsilon, class_totals, start, options, compute)
     comparison, inputs, term = solved
+    required = options.require_convergence
     with torch.no_grad():
         with comparison.within_memory():
-            term, groups = settled(comparison, term)
-        required = options.require_convergence
-        report_groups(groups, "potentials", comparison.given[0], required=required)
-        with comparison.within_memory():
+            term = settle(comparison, term, "potentials", required=required)
             potentials = potentials_everywhere(comparison, term.f, term.g)
         f, g = (potential.double() for potential in potentials)
         shift = comparison.transformed[1].masses @ g
@@ -175,14 +173,14 @@ def _solved(
     compute: Compute | None,
 ) -> tuple[Comparison, Inputs, TransportTerm]:
     """Compare the tensors that are given by key, and solve for their cross term."""
-    weights = (plain_number(name, given[name]) for name in ("lambda_x", "lambda_y"))
+    lambda_x, lambda_y = (plain_number(name, given[name]) for name in ("lambda_x", "lambda_y"))
     comparison = compared_tensors(
         (given["x"], given["a"], labels[0]),
         (given["y"], given["b"], labels[1]),
         epsilon,
         given["classes"],
         class_totals,
-        GroundCost(*weights),
+        GroundCost(lambda_x, lambda_y),
         compute,
         debias=False,
     )
@@ -329,15 +327,12 @@ def transport_map(
     labels = labels_x, labels_y
     solved = _solved(given, labels, epsilon, class_totals, start, options, compute)
     comparison, inputs, term = solved
+    required = options.require_convergence
     with torch.no_grad():
-        rows, required = comparison.given[0], options.require_convergence
         with comparison.within_memory():
-            term = settled_images(comparison, term, required=required)
-        if inputs.tensors.keys() & {"a", "b"}:
-            with comparison.within_memory():
-                term, groups = settled(comparison, term)
-            report_groups(groups, "gradients by masses", rows, required=required)
-        with comparison.within_memory():
+            term = settle_images(comparison, term, required=required)
+            if inputs.tensors.keys() & {"a", "b"}:
+                term = settle(comparison, term, "gradients by masses", required=required)
             potentials = potentials_everywhere(comparison, term.f, term.g)
             needs = frozenset(inputs.tensors)
             gradient = MapGradient(images, comparison, potentials, needs, options, cg)
