@@ -21,7 +21,12 @@ are asked for, and not in a solve for a value alone,
 3. `contracted` sums the flows between groups, and `derivatives.group_flows` balances them and says
    which offsets remain undetermined.
 
-In plans that are not small, slow modes within a group stay as the solve left them.
+In plans that are not small, slow modes within a group stay as the solve left them. A self term has
+one potential, and so offsets only between groups that send all of their mass to each other.
+
+`settle` does this for results and for functions of potentials, `settle_images` for maps; gradients
+by masses (`gradient`, `solver.matrix.loss`) are `settled` during the solve, and reported after it.
+What depends on offsets must call one of them: nothing else says that they are undetermined.
 """
 
 from __future__ import annotations
