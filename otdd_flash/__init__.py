@@ -65,8 +65,7 @@ if TYPE_CHECKING:
     from otdd_flash.derivatives.loss import sinkhorn_loss
     from otdd_flash.derivatives.losses import sinkhorn_losses
     from otdd_flash.derivatives.plan_system import CGOptions
-    from otdd_flash.derivatives.potentials import sinkhorn_potentials
-    from otdd_flash.derivatives.transport_map import transport_map
+    from otdd_flash.derivatives.potentials import sinkhorn_potentials, transport_map
     from otdd_flash.distributed.ranks import led
     from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
     from otdd_flash.extractors import embed
@@ -208,7 +207,7 @@ _HOMES = {
     "sinkhorn_potentials": "otdd_flash.derivatives.potentials",
     "sliced_distances": "otdd_flash.sliced.distances",
     "subsample_interval": "otdd_flash.sampling",
-    "transport_map": "otdd_flash.derivatives.transport_map",
+    "transport_map": "otdd_flash.derivatives.potentials",
 }
 _MODULES = ("extractors", "labels")
 

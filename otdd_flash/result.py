@@ -29,7 +29,7 @@ from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import SIDES
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.derivatives.centred import conditional_means, origin_near
-from otdd_flash.derivatives.groups import report_groups, settled, settled_images
+from otdd_flash.derivatives.groups import settle, settle_images
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.eager import computes
@@ -381,7 +381,7 @@ class DistanceResult:
         f, g = self._potentials_on_device()
         if weighted:
             term = replace(self.divergence.xy, f=f, g=g)
-            term = settled_images(self._prepared, term, required=self.required)
+            term = settle_images(self._prepared, term, required=self.required)
             f, g = term.f, term.g
         # The plan is of the points after the ground cost's transform; it is applied to the given
         # ones.
@@ -406,8 +406,7 @@ class DistanceResult:
         self._check_unchanged()
         term, device = self.divergence.xy, self.divergence.xy.f.device
         with self._prepared.within_memory():
-            found, groups = settled(self._prepared, term)
-        report_groups(groups, "potentials", self.source, required=self.required)
+            found = settle(self._prepared, term, "potentials", required=self.required)
         return replace(found, f=found.f.to(device), g=found.g.to(device))
 
     @cached_property

@@ -10,6 +10,6 @@ plans to points relative to an origin.
 Where a plan does not tie groups of points together, offsets of their potentials are not unique:
 `groups` finds these groups, `group_flows` balances them, and what depends on the offsets says so.
 
-Entry points, whose tensors `solver.tensors` checks: `loss`, `losses`, `potentials`, `transport_map`
-and `hessian`. Given matrices have entry points of their own, in `solver.matrix`.
+Entry points, whose tensors `solver.tensors` checks: `loss`, `losses`, `potentials` and `hessian`.
+Given matrices have entry points of their own, in `solver.matrix`.
 """

@@ -78,9 +78,9 @@ def cross_gradient(
     if "y" in needs:
         gradient["y"] = plan.from_columns()
     if "a" in needs:
-        gradient["a"] = plan.row_masses()
+        gradient["a"] = mass_gradient(plan.operator, term)
     if "b" in needs:
-        gradient["b"] = plan.column_masses()
+        gradient["b"] = mass_gradient(plan.operator, term, columns=True)
     return gradient
 
 
@@ -95,7 +95,7 @@ def self_gradient(
     plan = _Plan(operator, term, comparison, name)
     gradient = plan.from_rows(needs, sides=2)
     if "a" in needs:
-        gradient["a"] = 2 * plan.row_masses()
+        gradient["a"] = 2 * mass_gradient(plan.operator, term)
     if "classes" in gradient:
         # The cost is that of (W + W^T) / 2.
         gradient["classes"] = (gradient["classes"] + gradient["classes"].T) / 2
@@ -171,18 +171,6 @@ class _Plan:
             found.put(block, self._pull(points, c, image))
         return found.rows
 
-    def row_masses(self) -> Tensor:
-        """Return f - epsilon (r / a - 1), shape (n,)."""
-        f, g, epsilon = self.term.f, self.term.g, self.term.epsilon
-        softmin = self.operator.softmin_rows(g, epsilon, guess=f)
-        return _mass_gradient(self.operator.a, f, softmin, epsilon)
-
-    def column_masses(self) -> Tensor:
-        """Return g - epsilon (c / b - 1), shape (m,)."""
-        f, g, epsilon = self.term.f, self.term.g, self.term.epsilon
-        softmin = self.operator.softmin_columns(f, epsilon, guess=g)
-        return _mass_gradient(self.operator.b, g, softmin, epsilon)
-
     def _applied(
         self, make: Callable[[Cut, Tensor], Tensor], *, transposed: bool = False
     ) -> Iterator[PlanBlock]:
@@ -241,13 +229,20 @@ class _Plan:
         return pulled.mul_(2 * sides * self.weights.lambda_x).to(points.dtype)
 
 
-def _mass_gradient(masses: Tensor, potential: Tensor, softmin: Tensor, epsilon: float) -> Tensor:
-    """Return f - epsilon (exp((f - T) / epsilon) - 1), float64, with T the softmin.
+def mass_gradient(operator: Operator, term: TransportTerm, *, columns: bool = False) -> Tensor:
+    """Return f - epsilon (r / a - 1) (n,), or of `columns` g - epsilon (c / b - 1) (m,), float64.
 
-    D does not depend on the potential of a point without mass, which no solver determines. If it
-    got mass, the potential T would maximize D.
+    It is f - epsilon (exp((f - T) / epsilon) - 1) with T the softmin. D does not depend on the
+    potential of a point without mass, which no solver determines. If it got mass, the potential T
+    would maximize D.
     """
-    softmin = softmin.double()
+    f, g, epsilon = term.f, term.g, term.epsilon
+    if columns:
+        masses, potential = operator.b, g
+        softmin = operator.softmin_columns(f, epsilon, guess=g).double()
+    else:
+        masses, potential = operator.a, f
+        softmin = operator.softmin_rows(g, epsilon, guess=f).double()
     potential = torch.where(masses > 0, potential.double(), softmin)
     return potential - epsilon * torch.expm1((potential - softmin) / epsilon)
 

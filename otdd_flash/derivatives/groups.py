@@ -21,7 +21,12 @@ are asked for, and not in a solve for a value alone,
 3. `contracted` sums the flows between groups, and `derivatives.group_flows` balances them and says
    which offsets remain undetermined.
 
-In plans that are not small, slow modes within a group stay as the solve left them.
+In plans that are not small, slow modes within a group stay as the solve left them. A self term has
+one potential, and so offsets only between groups that send all of their mass to each other.
+
+`settle` does this for results and for functions of potentials, `settle_images` for maps; gradients
+by masses (`gradient`, `solver.matrix.loss`) are `settled` during the solve, and reported after it.
+What depends on offsets must call one of them: nothing else says that they are undetermined.
 """
 
 from __future__ import annotations
@@ -360,7 +365,9 @@ def _polished(plan: _Plan) -> _Plan:
             return plan
         per_row = sums.rsqrt()
         shares.mul_(per_row[:, None])
-        system = torch.eye(len(sums), dtype=sums.dtype).addmm_(shares / b, shares.T, alpha=-1)
+        system = torch.eye(len(sums), dtype=sums.dtype, device=sums.device).addmm_(
+            shares / b, shares.T, alpha=-1
+        )
         move = per_row * _without_constants(system, sums, per_row * (a - sums))
         largest = float(move.abs().max())
         if step == 0 and max(largest, float((g - before).abs().max())) <= SMALL_STEP:
@@ -578,7 +585,27 @@ def _with_softmins(plan: _Plan) -> tuple[Tensor, Tensor]:
     return potentials[0], potentials[1]
 
 
-def settled_images(comparison: Comparison, term: TransportTerm, *, required: bool) -> TransportTerm:
+def settle(
+    comparison: Compared, term: TransportTerm, what: str, *, required: bool
+) -> TransportTerm:
+    """Balance the offsets between groups of a cross term, and report those that stay undetermined.
+
+    Args:
+        comparison: the costs and masses.
+        term: potentials f (n,) and g (m,), and epsilon.
+        what: the name of the numbers that depend on the offsets, in the plural.
+        required: whether to raise.
+
+    Raises:
+        ConvergenceError: `required`, and offsets are undetermined.
+    """
+    term, groups = settled(comparison, term)
+    rows = comparison.given[0] if isinstance(comparison, Comparison) else None
+    report_groups(groups, what, rows, required=required)
+    return term
+
+
+def settle_images(comparison: Comparison, term: TransportTerm, *, required: bool) -> TransportTerm:
     """Balance the offsets of a cross term for the conditional plans of all rows.
 
     Those of rows with mass do not depend on offsets. Warn, or raise if `required`, where one of a

@@ -16,8 +16,8 @@ sides its eigenvalues lie in [0, 1]. For a self term, with one potential, the sy
 With damping delta the matrices are S + delta diag(c) and (1 + delta) diag(r) + P.
 
 The kernel is larger for a plan of separate blocks, whose potentials have an undetermined offset
-each (`groups`). What is asked of the system does not depend on these, and its right-hand sides have
-no part along them but for rounding.
+each; `groups` finds and reports them. Right-hand sides of Hessians, maps and plans have no part
+along these offsets but for rounding. That of potentials may have one, and is not solved then.
 
 A small plan is stored (`dense_plan`), and its matrix factorized. Others are solved by
 `conjugate_gradients`, preconditioned by the masses and, where that is slow, by a `LowRank` part.

@@ -14,7 +14,7 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.derivatives import group_flows
+from otdd_flash.derivatives import group_flows, groups
 from otdd_flash.derivatives.groups import spreads
 from tests import reference
 
@@ -409,6 +409,42 @@ def test_a_direction_that_larger_flows_may_hide_is_left_to_the_cuts(
         logs = np.log(shares + shares.T)
     step = group_flows._newton(logs, 1e-10 * np.array([1.0, 0.0, 0.0, -1.0]))
     assert step[0] - step[3] == pytest.approx(1e-10 / flow if moves else 0.0, rel=1e-3, abs=1e-9)
+
+
+@pytest.mark.parametrize("flow", [1e-3, 1e-8, 1e-11, 1e-14, 0.0])
+def test_newton_steps_leave_out_what_float64_does_not_see(flow: float) -> None:
+    """Two groups of two points with so little exchange: their offset, and constants, stay."""
+    plan = torch.block_diag(torch.full((2, 2), 0.125), torch.full((2, 2), 0.125)).double()
+    plan[:2, 2:] = plan[2:, :2] = flow / 8
+    sums = plan.sum(1)
+    per_row = sums.rsqrt()
+    scaled = per_row[:, None] * plan
+    system = torch.eye(4, dtype=torch.float64) - (scaled / plan.sum(0)) @ scaled.T
+    within = torch.tensor([1.0, -1.0, 0.0, 0.0]).double()
+    across = torch.tensor([1.0, 1.0, -1.0, -1.0]).double()
+    found = per_row * groups._without_constants(system, sums, per_row * (within + flow * across))
+    # A step t across changes each row sum by t flow: half of what goes over comes back with g.
+    expected = 4 * within + (across if flow > 1e-12 else 0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-15 / max(flow, 1e-12) + 5 * flow)
+
+
+def test_self_terms_of_clouds_are_not_searched_for_groups(monkeypatch) -> None:
+    """Unless a class is farther from itself than from another."""
+    searched, connected = [], groups.connected
+
+    def seen(plan):
+        searched.append(plan)
+        return connected(plan)
+
+    monkeypatch.setattr(groups, "connected", seen)
+    a = torch.full((2,), 0.5, dtype=torch.float64, requires_grad=True)
+    sides = {"labels_x": torch.arange(2), "labels_y": torch.arange(2)}
+    for own, expected in ((0.0, 1), (1.0, 1), (1.01, 3)):
+        table = torch.full((4, 4), 2.0).double()
+        table[range(4), range(4)] = 2 * own
+        searched.clear()
+        otdd.sinkhorn_loss(X, X + 0.1, a, a, epsilon=50.0, class_table=table, **sides)
+        assert len(searched) == expected, own
 
 
 def test_a_light_point_ties_no_two_heavy_ones() -> None:

@@ -26,6 +26,7 @@ from otdd_flash.checks import optional, sequence, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.cost.matrix import CostBlocks
 from otdd_flash.derivatives.autograd import Inputs, Solved
+from otdd_flash.derivatives.gradient import mass_gradient
 from otdd_flash.derivatives.groups import Groups, report_groups, settled
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
@@ -157,7 +158,7 @@ class LossGradient:
             term, self.groups[name] = settled(self._comparison, term, name)
         for key, terms in MASSES.items():
             if key in self._needs and name in terms:
-                found = _by_masses(operator.refined, term, columns=key == "b")
+                found = mass_gradient(operator.refined, term, columns=key == "b")
                 # The masses are on both sides of a self term.
                 share = SHARES[name] * (1 if name == "xy" else 2)
                 self._by_masses[key] = self._by_masses.get(key, 0) + share * found
@@ -178,13 +179,3 @@ class LossGradient:
             present = torch.where(masses > 0, gradient, 0)
             found[key] = scale * (gradient - masses @ present)
         return found
-
-
-def _by_masses(operator: Operator, term: TransportTerm, *, columns: bool) -> Tensor:
-    """Return f - epsilon (r / a - 1) (n,), or g - epsilon (c / b - 1) (m,), float64."""
-    epsilon = term.epsilon
-    if columns:
-        potential, exact = term.g, operator.softmin_columns(term.f, epsilon, term.g)
-    else:
-        potential, exact = term.f, operator.softmin_rows(term.g, epsilon, term.f)
-    return potential.double() - epsilon * torch.expm1((potential.double() - exact) / epsilon)

@@ -22,7 +22,7 @@ from otdd_flash.checks import optional, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.derivatives.adjoint import Density
 from otdd_flash.derivatives.autograd import Inputs, Solved
-from otdd_flash.derivatives.groups import report_groups, settled
+from otdd_flash.derivatives.groups import settle
 from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, held_plan, largest
 from otdd_flash.eager import computes
 from otdd_flash.operators.given_costs import GivenCosts, matrix_operator
@@ -99,9 +99,8 @@ def matrix_plan(
             report_convergence(divergence, options)
         term = divergence.xy
         if inputs.tensors.keys() & {"a", "b"}:
-            term, groups = settled(comparison, term)
-            what, required = "gradients by masses", options.require_convergence
-            report_groups(groups, what, required=required)
+            required = options.require_convergence
+            term = settle(comparison, term, "gradients by masses", required=required)
         dtype = torch.promote_types(comparison.source.dtype, torch.float32)
         plan = comparison.torch_operator("xy").plan_entries(term.f, term.g, term.epsilon, dtype)
         plan = plan.to(costs.device)

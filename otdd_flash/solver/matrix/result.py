@@ -15,7 +15,7 @@ from torch import Tensor
 from otdd_flash.arguments import takes
 from otdd_flash.checks import array, shown
 from otdd_flash.cost.compute import Compute
-from otdd_flash.derivatives.groups import report_groups, settled
+from otdd_flash.derivatives.groups import settle
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
@@ -234,9 +234,7 @@ class MatrixTransport:
     @computes
     def _settled(self) -> TransportTerm:
         """The term with balanced offsets between groups of points; as it is if there is no plan."""
-        term, groups = settled(self._comparison, self.term)
-        report_groups(groups, "potentials", required=self._required)
-        return term
+        return settle(self._comparison, self.term, "potentials", required=self._required)
 
     def _shown(self, potential: Tensor, side: int) -> Tensor:
         partners = self._comparison.facts.partners
