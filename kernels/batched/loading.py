@@ -173,6 +173,10 @@ class Packing(NamedTuple):
     registers: int | None = None
 
 
+# Of matrices larger than any that a kernel's packings name.
+LARGER = Packing(1, 16)
+
+
 @cache
 def padded(n: int, m: int) -> tuple[int, int]:
     """Rows and columns of the tile of a matrix (n, m): powers of two from 2."""
@@ -203,7 +207,7 @@ def launch(
     """
     matrices, scale, a, b, sizes, iterations, tolerance, negated = problems
     (count, n, m), dtype = matrices.shape, computed_in(matrices)
-    packing, (rows, columns) = packing_for(packings, n, m, dtype, Packing(1, 16)), padded(n, m)
+    packing, (rows, columns) = packing_for(packings, n, m, dtype, LARGER), padded(n, m)
     whole = (n, m) == (rows, columns)
     given = (
         matrices,

@@ -61,13 +61,12 @@ class Balanced(NamedTuple):
     def empty(matrices: Tensor, *, stops: bool, potentials: bool) -> Balanced:
         """Make room; the middle three are empty without `potentials`, the last without `stops`."""
         (count, n, m), dtype = matrices.shape, computed_in(matrices)
-        kept = count if potentials else 0
         return Balanced(
             matrices.new_empty((count, n, m)),
-            matrices.new_empty((kept, n), dtype=dtype),
-            matrices.new_empty((kept, m), dtype=dtype),
-            matrices.new_empty((kept,), dtype=dtype),
-            matrices.new_empty((count if stops else 0,), dtype=torch.int32),
+            matrices.new_empty((count, n) if potentials else 0, dtype=dtype),
+            matrices.new_empty((count, m) if potentials else 0, dtype=dtype),
+            matrices.new_empty((count,) if potentials else 0, dtype=dtype),
+            matrices.new_empty((count,) if stops else 0, dtype=torch.int32),
         )
 
 
@@ -83,12 +82,11 @@ class Derivatives(NamedTuple):
     def empty(matrices: Tensor, *, masses: bool, with_scale: bool) -> Derivatives:
         """Make room; what is by masses is empty without `masses`, by 1 / t without `with_scale`."""
         (count, n, m), dtype = matrices.shape, computed_in(matrices)
-        kept = count if masses else 0
         return Derivatives(
             matrices.new_empty((count, n, m)),
-            matrices.new_empty((count if with_scale else 0,), dtype=dtype),
-            matrices.new_empty((kept, n), dtype=dtype),
-            matrices.new_empty((kept, m), dtype=dtype),
+            matrices.new_empty((count,) if with_scale else 0, dtype=dtype),
+            matrices.new_empty((count, n) if masses else 0, dtype=dtype),
+            matrices.new_empty((count, m) if masses else 0, dtype=dtype),
         )
 
 

@@ -98,7 +98,7 @@ def gradients_now(
     sign, dtype = -1 if negated else 1, computed_in(balanced)
     if a is None:
         by_logits = plan_gradient(balanced, cotangents, in_triton=in_triton)
-        by_a, by_b = (scale.new_empty((0, size), dtype=dtype) for size in balanced.shape[1:])
+        by_a, by_b = (scale.new_empty(0, dtype=dtype) for _ in range(2))
     else:
         assert matrices is not None
         problems = Problems(matrices, scale, a, b, sizes, iterations, tolerance, negated)
@@ -128,11 +128,11 @@ def _unrolled_gradient(
         small_balance_backward.small_balance_backward(problems, counts, given, found)
 
 
-# PyTorch keeps compiled graphs on disk, found by the name of the first of these: both need other
-# names when arguments of the second change.
-balance = torch.library.custom_op("otdd_flash::balance_matrices", mutates_args=())(balance_now)
+# PyTorch keeps compiled graphs on disk and finds them by these names, whatever stands behind them:
+# where arguments, results or their shapes change, both need other names.
+balance = torch.library.custom_op("otdd_flash::balance_problems", mutates_args=())(balance_now)
 balance_gradients = torch.library.custom_op(
-    "otdd_flash::balance_matrices_gradients", mutates_args=()
+    "otdd_flash::balance_problems_gradients", mutates_args=()
 )(gradients_now)
 
 

@@ -103,8 +103,7 @@ def _balance(problems: Problems, part: slice, found: Balanced) -> None:
         # As `scaled`, to where it goes.
         torch.mul(phi[:, None] * gamma, kernel, out=found.matrices[part].permute(1, 2, 0))
         return
-    row = Scaling(Products(kernel, 1), chunk.b, chunk.rows)
-    column = Scaling(Products(kernel, 0), chunk.a, chunk.columns)
+    row, column = scalings(chunk, kernel)
     phi, gamma, errors, counts, most = iterate(
         chunk, row, column, row.of(start.exp_()), problems, potentials
     )
@@ -194,6 +193,12 @@ def _correct(
     )
     by_logs = again[which] if lost is None else again[which] | lost[..., which]
     balanced[..., which] = torch.where(by_logs, exact, balanced[..., which])
+
+
+def scalings(chunk: Chunk, kernel: Tensor) -> tuple[Scaling, Scaling]:
+    """Scalings of rows and of columns, of E."""
+    row = Scaling(Products(kernel, 1), chunk.b, chunk.rows)
+    return row, Scaling(Products(kernel, 0), chunk.a, chunk.columns)
 
 
 def logarithmic(chunk: Chunk, grid: Tensor) -> tuple[LogScaling, LogScaling, Tensor]:
@@ -319,8 +324,7 @@ def _differentiate(chunk: Chunk, iterations: int, made: Tensor | None, given: Of
     """
     anchored = anchor(chunk)
     kernel = anchored.kernel
-    row = Scaling(Products(kernel, 1), chunk.b, chunk.rows)
-    column = Scaling(Products(kernel, 0), chunk.a, chunk.columns)
+    row, column = scalings(chunk, kernel)
     steps = _steps(row, column, (-anchored.v).exp_(), iterations, made)
     left = Left(chunk, kernel, steps[-1], given)
     left.through_scalings(kernel, row, column, steps, made)
