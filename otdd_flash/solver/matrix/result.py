@@ -56,6 +56,7 @@ class MatrixTransport:
         )
 
     @property
+    @computes
     def f(self) -> Tensor:
         """Row potential (n,), in units of the cost; inf at a mass of 0 without allowed pairs.
 
@@ -71,6 +72,7 @@ class MatrixTransport:
         return self._shown(self._settled.f, 0)
 
     @property
+    @computes
     def g(self) -> Tensor:
         """Column potential (m,), as `f`."""
         return self._shown(self._settled.g, 1)
