@@ -171,12 +171,20 @@ class MatrixEntries:
         return self._source.between(rows, columns).to(self._dtype)
 
 
+def masses_of(comparison: Compared) -> tuple[Tensor, Tensor]:
+    """Return the masses a (n,) and b (m,)."""
+    if isinstance(comparison, Comparison):
+        source, target = comparison.sides("xy")
+        return source.masses, target.masses
+    return comparison.a, comparison.b
+
+
 def _entries(comparison: Compared, name: str) -> tuple[Entries, Tensor, Tensor]:
     """Return the costs of the term of this name, and the masses a (n,) and b (m,)."""
     if isinstance(comparison, Comparison):
         cost = comparison.cost(name)
         return PointEntries(cost, comparison.compute.dtype), cost.a, cost.b
-    masses = comparison.a, comparison.b
+    masses = masses_of(comparison)
     if name == "xy":
         return MatrixEntries(comparison.source, comparison.dtype), *masses
     assert comparison.self_costs is not None
@@ -619,7 +627,7 @@ def settle_images(comparison: Comparison, term: TransportTerm, *, required: bool
     Raises:
         ConvergenceError: `required`, and an image is undetermined.
     """
-    absent = (comparison.sides("xy")[0].masses == 0).nonzero().squeeze(1)
+    absent = (masses_of(comparison)[0] == 0).nonzero().squeeze(1)
     if not len(absent):
         return term
     term, groups = settled(comparison, term)
