@@ -33,8 +33,7 @@ from otdd_flash.cost.points import mass_per_class
 from otdd_flash.derivatives.gradient import DivergenceGradient, Needs
 from otdd_flash.derivatives.groups import Groups
 from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table
-from otdd_flash.labels.moments import mean_table
+from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table, mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples

@@ -58,18 +58,19 @@ def computes(function: Callable[P, R]) -> Callable[P, R]:
         with own_settings():
             yield
 
-    return _untraced(function, alone)
+    return untraced(function, alone)
 
 
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep `torch.compile` out of a function, without the slow import of the compiler."""
-    return _untraced(function, lambda _: nullcontext())
-
-
-def _untraced(
-    function: Callable[P, R], within: Callable[[Iterable[Any]], AbstractContextManager[None]]
+def untraced(
+    function: Callable[P, R],
+    within: Callable[[Iterable[Any]], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> Callable[P, R]:
-    """Keep `torch.compile` out of a function that runs within a context of its arguments."""
+    """Keep `torch.compile` out of a function, without the slow import of the compiler.
+
+    Args:
+        function: to decorate.
+        within: makes a context of its arguments, in which it runs.
+    """
     disabled: list[Callable[P, R]] = []
 
     def entered(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -231,10 +231,9 @@ def remembered(of: Tensor | LabeledSamples, name: Hashable, find: Callable[[], T
 
 
 def forget(of: LabeledSamples, name: Hashable) -> None:
-    """Drop a cached result, as not every change of the samples can be detected.
+    """Drop a cached result, where not every change of the samples can be detected.
 
     On a GPU torch counts its own changes, and neither those through `x.data`, of fused optimisers
     and of replayed CUDA graphs, nor those of other libraries. On a CPU the content is marked.
     """
-    if of.features.device.type != "cpu":
-        _KEPT.get(of, {}).pop(name, None)
+    _KEPT.get(of, {}).pop(name, None)

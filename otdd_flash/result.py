@@ -45,7 +45,7 @@ from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
@@ -386,7 +386,7 @@ class DistanceResult:
         # The plan is of the points after the ground cost's transform; it is applied to the given
         # ones.
         points = self._prepared.points("xy")[0], self._prepared.given_points(1)
-        origin = origin_near([(points[1], operator.b)], operator.dtype)
+        origin = origin_near([(points[1], operator.b)], operator.passes.dtype)
         found = conditional_means(operator, f, g, self.epsilon, points, origin)
         return found.add_(origin.to(found.device))
 
@@ -400,6 +400,7 @@ class DistanceResult:
             self.unchanged.check()
 
     @cached_property
+    @computes
     def _settled(self) -> TransportTerm:
         """The cross term with potentials balanced between groups, on its original device."""
         self._check_unchanged()

@@ -44,10 +44,10 @@ from otdd_flash.derivatives.plan_system import (
     report_unsolved,
 )
 from otdd_flash.errors import InputError
-from otdd_flash.operators.base import Factors, KeptPlan, Operator, Plan, Products
+from otdd_flash.operators.base import Factors, Operator, Plan, Products, StoredPlan
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 
 class Density:
@@ -154,18 +154,20 @@ class Density:
     def _products(self) -> Products:
         if self.whole:
             return self.plan
-        if not isinstance(self.plan, KeptPlan):
+        if not isinstance(self.plan, StoredPlan):
             return _Weighted(self)
         rows, columns = (
             side / of_plan for side, of_plan in zip((self.a, self.b), self.masses, strict=True)
         )
-        return KeptPlan((self.plan.entries * rows[:, None]).mul_(columns))
+        return StoredPlan((self.plan.entries * rows[:, None]).mul_(columns))
 
     @property
     def small(self) -> Tensor | None:
         """The entries of the plan (n, m) if it is stored and small, else None."""
         plan = self.plan
-        return plan.entries if isinstance(plan, KeptPlan) and is_small(plan.entries.shape) else None
+        return (
+            plan.entries if isinstance(plan, StoredPlan) and is_small(plan.entries.shape) else None
+        )
 
 
 def check_sums(sums: Tensor, epsilon: float) -> None:

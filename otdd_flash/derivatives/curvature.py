@@ -55,7 +55,7 @@ from torch import Tensor
 from otdd_flash.derivatives.plan_points import Directions, dot, inner, plan_points
 from otdd_flash.derivatives.plan_system import CGOptions, PlanSystem, Solution
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # Coordinates of directions, over all points, that are processed at once.
 ELEMENTS = 1 << 25

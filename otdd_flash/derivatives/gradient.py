@@ -48,7 +48,7 @@ from otdd_flash.derivatives.groups import Groups, report_groups, settled
 from otdd_flash.operators.base import Operator, PlanBlock
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import GradientCallbacks
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 Input = Literal["x", "y", "a", "b", "classes", "lambda_x", "lambda_y"]
 Needs = frozenset[Input]
@@ -114,7 +114,7 @@ class _Plan:
         self.points = comparison.points(name)
         # One origin near both clouds: r x - P y then does not cancel their distance from 0.
         clouds = zip(self.points, (operator.a, operator.b), strict=True)
-        self.origin = origin_near(clouds, operator.dtype)
+        self.origin = origin_near(clouds, operator.passes.dtype)
         sides = comparison.sides(name)
         self.labels = [class_indices(side).to(operator.a.device) for side in sides]
         self.class_distances = comparison.block(name)
@@ -194,7 +194,7 @@ class _Plan:
         if "classes" in names:
             classes = self.class_distances.shape[1]
             one_hot = torch.nn.functional.one_hot(self.labels[1][which], classes)
-            made["classes"] = one_hot.to(self.operator.dtype)
+            made["classes"] = one_hot.to(self.operator.passes.dtype)
         return list(made.values())
 
     def _scales(self, names: Sequence[str]) -> list[float]:

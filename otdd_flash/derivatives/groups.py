@@ -64,7 +64,7 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.given_costs import CostSource, HeldCosts, exact_blocks
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.matrix_comparison import MatrixComparison
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # Two clouds of points, or a given matrix.
 Compared = Comparison | MatrixComparison

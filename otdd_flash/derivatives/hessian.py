@@ -31,7 +31,7 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.tensors import compared_tensors
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # Directions whose largest entry is in [1 / USUAL, USUAL] are not rescaled, which saves a copy.
 USUAL = 1e6

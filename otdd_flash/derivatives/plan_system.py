@@ -47,7 +47,7 @@ from otdd_flash.derivatives.conjugate_gradients import (
 from otdd_flash.engine.run import LateReader
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
 from otdd_flash.memory import holds, stated_budget
-from otdd_flash.operators.base import KeptPlan, Operator, Plan, Products
+from otdd_flash.operators.base import Operator, Plan, Products, StoredPlan
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import all_finite
 
@@ -384,7 +384,7 @@ class PlanMatrix:
     def factorization(self) -> Factorization | None:
         """Factorize the matrix of a stored plan that is small enough, else return None."""
         plan = self._plan
-        if not isinstance(plan, KeptPlan) or not is_factorized(plan.entries):
+        if not isinstance(plan, StoredPlan) or not is_factorized(plan.entries):
             return None
         own = self.metric if self._symmetric else self._rows
         return Factorization(plan.entries, own, self.metric, self.damping, self._symmetric)
@@ -566,7 +566,7 @@ def is_factorized(entries: Tensor) -> bool:
     return is_small(entries.shape) and min(entries.shape) <= most
 
 
-def dense_plan(comparison: Comparison, name: str, f: Tensor, g: Tensor | None) -> KeptPlan | None:
+def dense_plan(comparison: Comparison, name: str, f: Tensor, g: Tensor | None) -> StoredPlan | None:
     """Compute the plan of f (n,) and g (m,) of a term of a small problem, from its clouds alone.
 
     It is that of the original points in float64, on any backend. No operator is built for it, which
@@ -587,7 +587,7 @@ def dense_plan(comparison: Comparison, name: str, f: Tensor, g: Tensor | None) -
     if short or not holds(2 * entries + points, None, device):
         return None
     g = f if g is None else g
-    return KeptPlan(comparison.cost(name).plan_entries(f, g, comparison.epsilon))
+    return StoredPlan(comparison.cost(name).plan_entries(f, g, comparison.epsilon))
 
 
 def held_plan(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:

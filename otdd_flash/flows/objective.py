@@ -47,7 +47,7 @@ from otdd_flash.samples import LabeledSamples, all_finite, displaced, largest_en
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 if TYPE_CHECKING:
     from otdd_flash.flows.flow import Callbacks, Flow

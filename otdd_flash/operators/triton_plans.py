@@ -1,10 +1,11 @@
 """Plans in Triton, evaluated in every product or prepared for many.
 
-`KernelPlan` is the plan of a `KernelOperator`. Its `prepared` form is a `KeptPlan` in float64 or an
-`ExactFusedPlan`, which computes entries as sums hi + lo of two float16 in every product. Iterations
-whose result is refined afterwards use plans rounded to float16, `HeldPlan` or `FusedPlan`, whose
-row and column sums are those of the rounded numbers. Values are multiplied as sums hi + lo of two
-float16, and added in float32. Sums are in the order of the points; layouts map it to packed rows.
+`KernelPlan` is the plan of a `KernelOperator`. Its `prepared` form is a `StoredPlan` in float64 or
+an `ExactFusedPlan`, which computes entries as sums hi + lo of two float16 in every product.
+Iterations whose result is refined afterwards use plans rounded to float16, `HeldPlan` or
+`FusedPlan`, whose row and column sums are those of the rounded numbers. Values are multiplied as
+sums hi + lo of two float16, and added in float32. Sums are in the order of the points; layouts map
+it to packed rows.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.weighted_product import WeightedProduct
 from otdd_flash.kernels.points.packed_points import Layout, PackedPoints, pack, power_of_two_scale
 from otdd_flash.memory import holds
-from otdd_flash.operators.base import Applied, EvaluatedPlan, Factors, KeptPlan, Plan, Products
+from otdd_flash.operators.base import Applied, EvaluatedPlan, Factors, Plan, Products, StoredPlan
 
 # product(values (m, copies, k) float16): Q V in packed order, and the row sums of Q.
 PackedProduct = Callable[[Tensor], tuple[Unmerged, Unmerged]]
@@ -429,7 +430,7 @@ class KernelPlan(EvaluatedPlan):
         worthwhile = needed <= KEPT_BYTES or dim <= FEW_COORDINATES
         if worthwhile and holds(needed, self._most, f.device):
             quick = self.rounded()
-            return KeptPlan(cost.plan_entries(f, g, epsilon), quick)
+            return StoredPlan(cost.plan_entries(f, g, epsilon), quick)
         columns = most_columns(self._padded_dim, parts, f.device)
         if parts == 1 or columns == NARROW:
             return self

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from otdd_flash import CGOptions, Converged, NotConvergedWarning
 from otdd_flash.derivatives import plan_system
-from otdd_flash.operators.point_scores import KeptScores
+from otdd_flash.operators.point_scores import StoredScores
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPSILON, CLASSES = 1.0, 3
@@ -33,7 +33,7 @@ def solve_by(way: str, monkeypatch: pytest.MonkeyPatch) -> CGOptions:
         return ONE
     monkeypatch.setattr(plan_system, "MOST_POINTS", 0)
     if way == "streamed":
-        monkeypatch.setattr(KeptScores, "holds_plans", False)
+        monkeypatch.setattr(StoredScores, "holds_plans", False)
     return TIGHT
 
 

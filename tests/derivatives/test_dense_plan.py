@@ -17,7 +17,7 @@ from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.derivatives import plan_points, plan_system
 from otdd_flash.derivatives.plan_system import CGOptions, dense_plan
 from otdd_flash.operators import comparison
-from otdd_flash.operators.base import KeptPlan
+from otdd_flash.operators.base import StoredPlan
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.schedules.converged import Converged
 
@@ -58,7 +58,7 @@ def test_no_operator_is_built_for_points_of_a_small_plan(monkeypatch: pytest.Mon
     given = Comparison.between(drawn(40, 3).float(), drawn(30, 3).float(), EPSILON)
     potentials = (torch.zeros(size, dtype=torch.float64, device=DEVICE) for size in (40, 30))
     found = plan_points.plan_points(given, "xy", tuple(potentials))
-    assert isinstance(found.plan, KeptPlan)
+    assert isinstance(found.plan, StoredPlan)
 
 
 class Calls(TorchDispatchMode):

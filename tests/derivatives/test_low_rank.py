@@ -12,7 +12,7 @@ from torch import Tensor
 from otdd_flash import memory
 from otdd_flash.derivatives import plan_system
 from otdd_flash.derivatives.plan_system import CGOptions, LowRank, PlanMatrix, PlanSystem
-from otdd_flash.operators.base import KeptPlan
+from otdd_flash.operators.base import StoredPlan
 
 pytestmark = pytest.mark.usefixtures("iterations_alone")
 
@@ -56,7 +56,7 @@ def right_sides(matrix: PlanMatrix, count: int = 3, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("damping", [0.0, 1e-3])
 def test_what_is_left_is_well_conditioned(damping: float) -> None:
     """Symmetric and positive, and as good up to a factor as the inverse; masses are not."""
-    matrix = PlanMatrix(KeptPlan(plan(tail=1.5)), damping)
+    matrix = PlanMatrix(StoredPlan(plan(tail=1.5)), damping)
     found, one = matrix.preconditioner(), torch.eye(M, dtype=torch.float64)
     assert found is not None
     for preconditioner, good in ((found, True), (LowRank(matrix.metric.inverse[:, :0]), False)):
@@ -72,7 +72,7 @@ def test_what_is_left_is_well_conditioned(damping: float) -> None:
 def test_slow_iterations_are_preconditioned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, made, options = [], PlanMatrix.preconditioner, CGOptions(1e-9)
     monkeypatch.setattr(PlanMatrix, "preconditioner", lambda self: calls.append(self) or made(self))
-    kept = KeptPlan(plan())
+    kept = StoredPlan(plan())
     alone = PlanSystem(kept, options, kept)
     matrix = alone.matrix
     right = right_sides(matrix)
@@ -109,8 +109,8 @@ def test_columns_that_rounding_empties_are_solved_too(monkeypatch: pytest.Monkey
     exact[:, ::5] *= 1e-9
     rounded = exact.clone()
     rounded[:, ::5] = 0
-    kept = KeptPlan(exact)
-    for quick in (KeptPlan(rounded), kept):
+    kept = StoredPlan(exact)
+    for quick in (StoredPlan(rounded), kept):
         system = PlanSystem(kept, CGOptions(1e-6), quick)
         found = system.solve(right_sides(system.matrix))
         assert bool(found.converged.all())

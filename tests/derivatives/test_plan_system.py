@@ -18,7 +18,7 @@ from otdd_flash.derivatives.plan_system import (
     PlanSystem,
     Solution,
 )
-from otdd_flash.operators.base import KeptPlan
+from otdd_flash.operators.base import StoredPlan
 
 by_iterations = pytest.mark.usefixtures("iterations_alone")
 
@@ -30,7 +30,7 @@ def plan(n: int, m: int, *, spread: float = 2.0) -> Tensor:
 
 def system_of(entries: Tensor, cg: CGOptions = ONE, *, near: Tensor | None = None) -> PlanSystem:
     """The system of a plan, or one whose quick products are those of a plan near it."""
-    plan = KeptPlan(entries, None if near is None else KeptPlan(near))
+    plan = StoredPlan(entries, None if near is None else StoredPlan(near))
     return PlanSystem(plan, cg, plan.quick)
 
 
@@ -44,7 +44,7 @@ def right_sides(matrix: Tensor, count: int = 3) -> Tensor:
 
 
 def solved(entries: Tensor, right: Tensor, cg: CGOptions = ONE, *, own: bool = False) -> Solution:
-    plan = KeptPlan(entries)
+    plan = StoredPlan(entries)
     return PlanSystem(plan, cg, plan, symmetric=own).solve(right)
 
 
@@ -66,7 +66,7 @@ def test_pivots_of_rounding_size_leave_it_to_iterations(
     entries, own = UNDECIDED[name]
     matrix = entries.sum(1).diag() + entries if own else dense_schur(entries)
     right, cg = right_sides(matrix), CGOptions(1e-10)
-    factorization = PlanMatrix(KeptPlan(entries), symmetric=own).factorization()
+    factorization = PlanMatrix(StoredPlan(entries), symmetric=own).factorization()
     assert factorization is not None
     assert not bool(factorization.sound)
     found = solved(entries, right, cg, own=own)
@@ -114,7 +114,7 @@ def test_larger_systems_are_left_to_iterations(monkeypatch: pytest.MonkeyPatch) 
             with monkeypatch.context() as limited:
                 limited.setattr(plan_system, name, limit)
                 for shape in ((3, 9), (9, 3)):
-                    matrix = PlanMatrix(KeptPlan(plan(*shape)))
+                    matrix = PlanMatrix(StoredPlan(plan(*shape)))
                     factorized = matrix.factorization() is not None
                     assert factorized == (limit == most), (name, limit, shape)
 
@@ -136,7 +136,7 @@ def test_residuals_of_the_plan_itself_correct_what_another_gives(off: float | No
     assert float(size(left).max()) <= 1e-6 * float(size(right).max())
 
 
-class InFloat32(KeptPlan):
+class InFloat32(StoredPlan):
     """A plan whose products are rounded."""
 
     precision = 8 * 2.0**-24

@@ -18,7 +18,7 @@ from otdd_flash.cost import host_points
 from otdd_flash.derivatives.gradient import cross_gradient
 from otdd_flash.operators import blocked, comparison
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 HELD = otdd.ComputeOptions("cpu", precision="double")
 STREAMED = replace(HELD, memory_budget=1)

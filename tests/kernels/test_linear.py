@@ -12,7 +12,7 @@ from otdd_flash.derivatives.plan_system import LowRank, PlanMatrix
 from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward, row_sums
 from otdd_flash.kernels.passes.block_sums import add_halves
 from otdd_flash.kernels.points.packed_points import arrange
-from otdd_flash.operators.base import KeptPlan, Products
+from otdd_flash.operators.base import Products, StoredPlan
 from otdd_flash.operators.triton_plans import HeldPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -90,8 +90,8 @@ def test_iterations_in_kernels_are_those_in_pytorch(
     for module in (cg_start, cg_step, onward):
         monkeypatch.setattr(module, "BLOCK", 16)
     plan = entries()
-    exact = system(KeptPlan(plan), own=own, damping=damping)
-    near = system(held(plan) if packed else KeptPlan(plan.float().double()), own=own)
+    exact = system(StoredPlan(plan), own=own, damping=damping)
+    near = system(held(plan) if packed else StoredPlan(plan.float().double()), own=own)
     assert (near.layout is not None) == packed
     preconditioner = preconditioned(exact, vectors) if vectors else None
     found = KernelIterates(exact.metric, LIMITS, (50, 4))

@@ -32,7 +32,7 @@ from otdd_flash.operators.given_costs import GivenCosts, exact_blocks
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.evidence import DOUBLE_UNIT, widen_bounds
 from otdd_flash.solver.tensors import MASS_TOLERANCE
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # An epsilon, over the range of the costs, so large that only the allowed pairs matter, not their
 # costs.
@@ -50,7 +50,7 @@ def short_rows(operator: TorchOperator[GivenCosts]) -> Tensor:
     """Return rows (k,) int64 with more mass than the columns they may use; k = 0 if none."""
     a, b, facts = operator.a, operator.b, operator.costs
     epsilon = ABOVE_COSTS * (facts.spread or 1.0)
-    g = torch.zeros_like(b, dtype=operator.dtype)
+    g = torch.zeros_like(b, dtype=operator.passes.dtype)
     f = operator.softmin_rows(g, epsilon)
     for update in range(CHECKED_UPDATES[-1]):
         g = operator.softmin_columns(f, epsilon)

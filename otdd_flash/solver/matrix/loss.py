@@ -36,7 +36,7 @@ from otdd_flash.solver.matrix.transport import report_infeasible, solve_matrix
 from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # The term of each cost, the terms that each side's masses enter, and the weights of terms.
 COSTS = {"costs": "xy", "self_costs[0]": "xx", "self_costs[1]": "yy"}

@@ -33,7 +33,7 @@ from otdd_flash.solver.matrix.transport import check_one_epsilon, report_infeasi
 from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # Masses of a side, or 1 for all; and a function that iterates over rows and their density.
 Weights = Tensor | float

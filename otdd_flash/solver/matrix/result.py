@@ -24,7 +24,7 @@ from otdd_flash.operators.given_costs import CostSource, exact_blocks
 from otdd_flash.real_numbers import in_one_row, real_tensor
 from otdd_flash.shown import bounded, convergence_text
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison
-from otdd_flash.solver.term.result import StoppedBy, TransportTerm
+from otdd_flash.solver.term import StoppedBy, TransportTerm
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,7 +56,6 @@ class MatrixTransport:
         )
 
     @property
-    @computes
     def f(self) -> Tensor:
         """Row potential (n,), in units of the cost; inf at a mass of 0 without allowed pairs.
 
@@ -72,7 +71,6 @@ class MatrixTransport:
         return self._shown(self._settled.f, 0)
 
     @property
-    @computes
     def g(self) -> Tensor:
         """Column potential (m,), as `f`."""
         return self._shown(self._settled.g, 1)
@@ -158,6 +156,7 @@ class MatrixTransport:
         return self._applied(values, transposed=True)
 
     @cached_property
+    @computes
     def transport_cost(self) -> float:
         """The transport cost <C, P>, in units of the cost."""
         operator, term, total = self._comparison.torch_operator("xy"), self.term, 0.0
@@ -232,6 +231,7 @@ class MatrixTransport:
         return cls(replace(saved.term, f=f, g=g), saved.seconds, short, comparison)
 
     @cached_property
+    @computes
     def _settled(self) -> TransportTerm:
         """The term with balanced offsets between groups of points; as it is if there is no plan."""
         return settle(self._comparison, self.term, "potentials", required=self._required)
