@@ -113,6 +113,13 @@ class PooledCosts(NamedTuple):
         return self.highest - self.lowest
 
 
+class Placeholder(NamedTuple):
+    """A goal and a start to make iterations with; `PooledSegments.begin` replaces both."""
+
+    goal: Goal
+    start: Start
+
+
 class PooledSegments(ABC):
     """The cross terms of B problems, or their 2 B self terms, those of x and y in turn.
 
@@ -178,10 +185,12 @@ class PooledSegments(ABC):
         return pass_errors(self.facts.mean, self.facts.lowest)
 
     @property
-    def nowhere(self) -> tuple[Goal, Start]:
-        """What iterations are made with before there is a problem."""
+    def placeholder(self) -> Placeholder:
+        """A goal and a start for iterations that no problem has yet."""
         ones = torch.ones(len(self.mean_cost), dtype=torch.float64)
-        return Goal(1.0, 1.0, 1.0, 0), Start(Levels.descending(ones), torch.zeros_like(ones))
+        return Placeholder(
+            Goal(1.0, 1.0, 1.0, 0), Start(Levels.descending(ones), torch.zeros_like(ones))
+        )
 
 
 class PooledIterations(Protocol):
