@@ -40,7 +40,7 @@ PRODUCTS = 1 << 24
 
 
 class Room(NamedTuple):
-    """What a pool has room for.
+    """The sizes that the memory of a pool has room for: problems may be smaller.
 
     Attributes:
         problems: B.
@@ -234,7 +234,8 @@ class Pool(ABC):
 
     Attributes:
         room: that there is.
-        of_costs: (3,) float64, what the host tells of the costs, for `prepare`.
+        of_costs: (3,) float64, the numbers of the costs that `prepare` reads: what they are depends
+            on the kind of pool.
         masses: (B, L) float64, 0 where there is no point.
         asymmetry: (B, 4) float64: of the blocks [x, x] and [y, y] of W, how far entries are from
             their mirror images, and the largest entries.

@@ -94,7 +94,8 @@ class PooledSolve:
     def __init__(self, room: Room, *, debias: bool) -> None:
         self.room, device = room, room.device
         self.terms = TERMS if debias else TERMS[:1]
-        # Pinned, so that it is sent without waiting; whoever fills it has read the last result.
+        # Pinned, so that it is sent without waiting. `begin` may overwrite it: the `read` of the
+        # batch before has waited for the device.
         pinned = device.type == "cuda"
         numbers = COUNT + 32 * room.problems
         self._host = torch.zeros(numbers, dtype=torch.float64, pin_memory=pinned)
@@ -156,7 +157,7 @@ class PooledSolve:
         self._beginning.run(self._prepare)
 
     def _resize(self, sizes: tuple[int, int]) -> None:
-        """Say how many points there are, unless it is as many as before."""
+        """Write the tables of segments of n and m points, unless the last batch had as many."""
         if sizes != self._sizes:
             cross, own = (tables_of(self.room, *sizes, symmetric=own) for own in (False, True))
             Inputs.of(self._host, self.room.problems).tables.copy_(torch.cat((*cross, *own)))
@@ -363,12 +364,13 @@ class Inputs(NamedTuple):
     """Views of the numbers (k,) float64 that are sent to the device for every batch.
 
     Attributes:
-        cross: (7,) settings of the cross term, of `engine.quasi_newton_kernels`.
-        own: (7,) of the self terms.
+        cross: (7,) a goal and unit roundoffs for the cross term, as `PooledSegments.begin` takes
+            them.
+        own: (7,) for the self terms.
         started: (3,) 1 where a term starts from given potentials, else 0.
         of_costs: (3,) as a pool takes them.
         place: (4,) int64, where a matrix that is given is, of `kernels.matrix.place`.
-        tables: (4 B, 8) int64, of `tables_of`.
+        tables: (4 B, 8) int64, of `tables_of`: where kernels find the points of each segment.
     """
 
     cross: Tensor
@@ -388,7 +390,7 @@ class Inputs(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """B problems, on the device; one is a batch of one.
+    """B problems on the device; a single problem has B = 1.
 
     Attributes:
         points: x (B, n, d) and y (B, m, d).
