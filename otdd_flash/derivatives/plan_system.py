@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Count, NotNegative, Share, check_fields
-from otdd_flash.derivatives.conjugate_gradients import (
+from otdd_flash.engine.conjugate_gradients import (
     MANY_ROWS,
     Iterates,
     Limits,
@@ -53,7 +53,7 @@ from otdd_flash.samples import all_finite
 
 if TYPE_CHECKING:
     # These need Triton.
-    from otdd_flash.derivatives.conjugate_gradients_kernels import KernelIterates
+    from otdd_flash.engine.conjugate_gradients_kernels import KernelIterates
     from otdd_flash.kernels.linear.cg_step import Image
     from otdd_flash.kernels.points.packed_points import Layout
 
@@ -272,7 +272,7 @@ class PlanSystem:
         if self.matrix.layout is None and self._rounded.layout is None:
             found: Iterates | KernelIterates = Iterates(metric, self._limits)
         else:
-            from otdd_flash.derivatives.conjugate_gradients_kernels import KernelIterates
+            from otdd_flash.engine.conjugate_gradients_kernels import KernelIterates
 
             found = KernelIterates(metric, self._limits, (len(right), right.shape[1]))
         self._iterates = found
