@@ -20,7 +20,8 @@ each; `groups` finds and reports them. Right-hand sides of Hessians, maps and pl
 along these offsets but for rounding. That of potentials may have one, and is not solved then.
 
 A small plan is stored (`dense_plan`), and its matrix factorized. Others are solved by
-`conjugate_gradients`, preconditioned by the masses and, where that is slow, by a `LowRank` part.
+`engine.conjugate_gradients`, preconditioned by the masses and, where that is slow, by a `LowRank`
+part.
 Products may be those of a plan rounded to lower precision, with its own marginals; the residual of
 the plan itself then corrects the solution (iterative refinement, Higham 2002, Accuracy and
 stability of numerical algorithms).
