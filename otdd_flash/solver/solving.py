@@ -18,8 +18,10 @@ from otdd_flash.solver.divergence import (
     solve_divergence,
     solve_identical,
 )
+from otdd_flash.solver.exact.solve import solve_exact
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import Exact
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, at_diameter
 from otdd_flash.solver.small.route import backend_of, is_small, solve_small
 from otdd_flash.solver.term.result import SolverProgress
@@ -57,6 +59,10 @@ def solve(
         InputError: the block of W of a self term is not symmetric, an allocation fails, or epsilon
             is out of reach of the rounding of costs.
     """
+    if isinstance(options, Exact):
+        with comparison.within_memory():
+            exact = solve_exact(comparison, options, progress=progress)
+        return exact.widened(comparison.cost_error)
     if isinstance(options, GeomlossSchedule):
         options = at_diameter(options, *(side.features for side in comparison.transformed))
     error = comparison.cost_error

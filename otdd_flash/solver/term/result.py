@@ -19,7 +19,7 @@ TermProgress = Callable[[int, float], None]
 
 # Why a solve ended. `rounding`: at this precision the bounds cannot get narrower or the marginals
 # better; `schedule`: the fixed number of updates was done; `infeasible`: no plan has these masses
-# without forbidden pairs.
+# without forbidden pairs; `optimal`: the bounds of exact transport are as close as rounding allows.
 StoppedBy = Literal[
     "tolerance",
     "bound_width",
@@ -28,6 +28,7 @@ StoppedBy = Literal[
     "rounding",
     "schedule",
     "infeasible",
+    "optimal",
 ]
 
 # The fields of a term in its summary, besides its bounds.
