@@ -30,6 +30,9 @@ TOTAL = 2.0**52
 # More pivots than any problem in memory takes.
 MOST_PIVOTS = 10**12
 
+# The largest reduced cost has so many bits.
+COST_BITS = 20
+
 # POT's code for an optimal plan. With any other code there is no plan.
 OPTIMAL = 1
 
@@ -94,10 +97,13 @@ def solve_program(
     allowed = (supply[arcs.rows] > 0) & (demand[arcs.columns] > 0)
     used = arcs.some(allowed)
     reduced = used.reduced(f, g)
-    if not np.isfinite(reduced).all():
-        # No cycle of allowed arcs pays as much as one forbidden arc.
-        most = np.abs(reduced[np.isfinite(reduced)]).max(initial=0.0)
-        reduced[~np.isfinite(reduced)] = (n + m) * (most or 1.0)
+    forbidden = ~np.isfinite(reduced)
+    # A power of two, so that the 1 that the simplex adds to the largest cost is nothing.
+    most = np.abs(reduced[~forbidden]).max(initial=0.0)
+    unit = 2.0 ** (math.frexp(most)[1] - COST_BITS) if most > 0 else 1.0
+    reduced /= unit
+    # No cycle of allowed arcs pays as much as one forbidden arc.
+    reduced[forbidden] = (n + m) * 2.0**COST_BITS
     reduced = coo_matrix((reduced, (used.rows, used.columns)), shape=(n, m))
     with warnings.catch_warnings():
         # Its warnings are the codes that are read below.
@@ -112,7 +118,7 @@ def solve_program(
     masses = np.zeros(len(keys))
     masses[places] = plan.data
     which = masses > 0
-    u, v = f + log["u"], g + log["v"]
+    u, v = f + unit * log["u"], g + unit * log["v"]
     # The simplex leaves out masses that are 0 as integers. Others of their points' arcs decide.
     u = np.where(supply > 0, u, _least(n, arcs.rows, arcs.costs - v[arcs.columns], u))
     v = np.where(demand > 0, v, _least(m, arcs.columns, arcs.costs - u[arcs.rows], v))

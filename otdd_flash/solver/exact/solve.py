@@ -59,9 +59,12 @@ FIRST_LEVEL, RAISED, FIRST_ERROR = 1e-3, 10.0, 0.05
 # Arcs of every row and of every column: those at first, and most of those added in a round.
 FIRST_ARCS, MORE_ARCS = 10, 10
 
-# Rounds without new arcs after which rounding alone keeps the bounds apart. A second program has
-# the potentials of the first to start from, and smaller reduced costs, so that it is more exact.
-MOST_UNCHANGED = 2
+# A program takes the arcs of reduced costs up to this many times the largest one in the last plan,
+# which the pass has found: the smaller the costs, the smaller their rounding.
+NEAR = 100.0
+
+# Rounds that do not halve the gap after which rounding alone keeps the bounds apart.
+MOST_STALLED = 5
 
 # Bytes of an arc, with the copies of the simplex.
 ARC_BYTES = 64
@@ -225,9 +228,10 @@ class _Solve:
         check_arcs(min(n * m, (n + m) * (count + 1)))
         priced = self.price(f, g, count, wanted=(rows, columns))
         self.improve_upper(priced.wanted, masses)
-        arcs, plan, unchanged = priced.arcs, priced.wanted, 0
-        while (stopped := self.stopped()) is None and unchanged < MOST_UNCHANGED:
-            used = Arcs.joined(m, arcs, plan)
+        arcs, plan, cutoff, stalled = priced.arcs, priced.wanted, math.inf, 0
+        while (stopped := self.stopped()) is None and stalled < MOST_STALLED:
+            near = arcs.reduced(priced.row_least, g) <= cutoff
+            used, gap = Arcs.joined(m, arcs.some(near), plan), self.upper_end - self.lower_end
             vertex = solve_program(*self.integers, used, priced.row_least, g)
             self.rounds += 1
             if vertex is None:
@@ -237,9 +241,9 @@ class _Solve:
                 # From here on these arcs have a plan, and the corner's are not needed.
                 plan = found
             priced = self.price(vertex.f, g, MORE_ARCS, below=-self.negligible)
-            more = Arcs.joined(m, arcs, priced.arcs)
-            unchanged = unchanged + 1 if len(more.rows) == len(arcs.rows) else 0
-            arcs = more
+            arcs = Arcs.joined(m, arcs, priced.arcs)
+            cutoff = NEAR * plan.reduced(priced.row_least, g).max()
+            stalled = 0 if self.upper_end - self.lower_end < gap / 2 else stalled + 1
             if self.progress is not None:
                 self.progress(self.rounds, self.relative_width)
         return self.term(stopped or "rounding")
