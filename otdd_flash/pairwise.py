@@ -137,8 +137,9 @@ def pairwise_distances(
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
     metric = metric_of(labels)
     options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
-    to_tolerance = isinstance(options, Converged) and not options.bound_width
-    if options.max_seconds if to_tolerance else not isinstance(options, Exact):
+    if not isinstance(options, Exact) and (
+        not isinstance(options, Converged) or options.bound_width or options.max_seconds
+    ):
         raise InputError(
             "pairwise_distances solves every term once, to solver.tolerance; solver.bound_width, "
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"

@@ -32,7 +32,7 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.real_numbers import real_tensor
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact
+from otdd_flash.solver.schedules.exact import Exact, needs_zero
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, solve_by_schedule
 from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.solve import solve_term
@@ -155,7 +155,8 @@ SOLVES: dict[type[Schedule], SolveTerm] = {
     Converged: solve_term,
     GeomlossSchedule: solve_by_schedule,
 }
-SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in (*SOLVES, Exact)}
+KINDS: tuple[type[Schedule], ...] = (*SOLVES, Exact)
+SCHEDULES = {kind.name: kind for kind in KINDS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -349,10 +350,7 @@ def solve_divergence(
         solved: called after each term that is solved here, as solved(name, operator, term).
     """
     if isinstance(options, Exact):
-        raise InputError(
-            "solver=exact is for distances at epsilon=0; a positive epsilon, and losses, flows and "
-            "derivatives, which need one, take solver=converged"
-        )
+        raise needs_zero()
     names, offset = (*compared.terms[1:], "xy"), compared.offset
     if isinstance(options, GeomlossSchedule):
         # It depends on both clouds, and starts from nothing.

@@ -61,8 +61,7 @@ def solve(
     """
     if isinstance(options, Exact):
         with comparison.within_memory():
-            exact = solve_exact(comparison, options, progress=progress)
-        return exact.widened(comparison.cost_error)
+            return solve_exact(comparison, options, progress=progress)
     if isinstance(options, GeomlossSchedule):
         options = at_diameter(options, *(side.features for side in comparison.transformed))
     error = comparison.cost_error

@@ -60,11 +60,17 @@ class ExactCosts(Protocol):
 
 
 class PointCosts:
-    """The cost between two labelled clouds; see `ExactCosts`. Points may be streamed."""
+    """The cost between two labelled clouds; see `ExactCosts`. Points may be streamed.
 
-    def __init__(self, cost: LabelledCost) -> None:
+    Args:
+        cost: of the points as the ground cost transforms them.
+        error: of the cost, by that of these points.
+    """
+
+    def __init__(self, cost: LabelledCost, error: float) -> None:
         self._cost, self._products = cost, CentredProducts(cost)
-        self.a, self.b, self.errors = cost.a, cost.b, self._products.errors
+        of_rows, of_columns = self._products.errors
+        self.a, self.b, self.errors = cost.a, cost.b, (of_rows + error, of_columns)
         self.lowest, self.highest = cost.cost_range
         self.mean, self.forbidden = cost.mean_cost, False
 

@@ -45,7 +45,7 @@ from otdd_flash.solver.exact.program import corner_tree, integer_masses, solve_p
 from otdd_flash.solver.exact.term import ExactTerm
 from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact
+from otdd_flash.solver.schedules.exact import Exact, needs_zero
 from otdd_flash.solver.solve import solve_term
 from otdd_flash.solver.term.result import SolverProgress, StoppedBy, TermProgress
 
@@ -86,8 +86,11 @@ def solve_exact(
         progress: called as progress(term, round, relative width).
 
     Raises:
-        InputError: processes of a group share the passes, or arcs do not fit in memory.
+        InputError: epsilon is positive, processes of a group share the passes, or arcs do not fit
+            in memory.
     """
+    if isinstance(compared, Comparison) and compared.epsilon > 0:
+        raise needs_zero()
     if compared.compute.group is not None:
         raise InputError(
             "epsilon=0 runs in one process; leave out compute.group, or set a positive epsilon"
@@ -119,11 +122,14 @@ def _divergence(
     *,
     identical: bool = False,
 ) -> Divergence:
-    device = str(terms["xy"].f.device)
+    xy, xx, yy = (terms.get(name) for name in TERMS)
+    assert xy is not None
     return Divergence(
-        *(terms.get(name) for name in TERMS),
-        backend="network simplex, torch",
-        device=device,
+        xy,
+        xx,
+        yy,
+        backend="torch, network simplex of POT",
+        device=str(xy.f.device),
         passes=sum(term.passes for term in terms.values()),
         identical=identical,
         schedule=options.name,
@@ -144,7 +150,7 @@ def _solve_named(
         cost = compared.cost(name)
         if cost.symmetric and _is_zero(cost):
             return _diagonal_term(cost.a)
-        costs = PointCosts(cost)
+        costs = PointCosts(cost, compared.cost_error)
     else:
         costs = MatrixCosts(compared.torch_operator(name))
     told = None if progress is None else partial(progress, name)
@@ -299,12 +305,16 @@ class _Solve:
     @property
     def lower_end(self) -> float:
         """The best lower bound."""
-        return -math.inf if self.lower is None else self.lower.bound.value - self.lower.bound.rounding
+        return (
+            -math.inf if self.lower is None else self.lower.bound.value - self.lower.bound.rounding
+        )
 
     @property
     def upper_end(self) -> float:
         """The best upper bound."""
-        return math.inf if self.upper is None else self.upper.bound.value + self.upper.bound.rounding
+        return (
+            math.inf if self.upper is None else self.upper.bound.value + self.upper.bound.rounding
+        )
 
     @property
     def relative_width(self) -> float:

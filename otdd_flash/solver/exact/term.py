@@ -6,14 +6,22 @@ plan asks the term first (`DistanceResult`, `MatrixTransport`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import Points
 from otdd_flash.operators.base import Applied
 from otdd_flash.solver.term.result import TransportTerm
+
+# Numbers of values that are multiplied at once.
+VALUES_AT_ONCE = 1 << 24
+
+# The names of a plan's tensors in files, after that of the term.
+PLAN_TENSORS = ("rows", "columns", "masses")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +55,9 @@ class ExactTerm(TransportTerm):
     @classmethod
     def of(cls, term: TransportTerm, plan: tuple[Tensor, Tensor, Tensor]) -> Self:
         """Add rows, columns and masses of its plan to a term."""
-        return cls(*(getattr(term, each.name) for each in fields(TransportTerm)), *plan)
+        rows, columns, masses = plan
+        known = {each.name: getattr(term, each.name) for each in fields(TransportTerm)}
+        return cls(**known, rows=rows, columns=columns, masses=masses)
 
     def plan(self) -> Tensor:
         """Return the plan P (n, m), sparse COO, coalesced, float64."""
@@ -57,17 +67,36 @@ class ExactTerm(TransportTerm):
         )
         return found.coalesce()
 
-    def applied(self, values: Tensor, *, transposed: bool = False) -> Applied:
+    def applied(self, values: Points, *, transposed: bool = False) -> Applied:
         """Compute P V (n, k) for V (m, k) and P 1 (n,), or P^T U (m, k) and P^T 1, in float64."""
         to, of, count = self.rows, self.columns, len(self.f)
         if transposed:
             to, of, count = of, to, len(self.g)
-        values = values.to(self.masses.device)
-        found = values.new_zeros((count, values.shape[1]), dtype=torch.float64)
-        found.index_add_(0, to, values[of].double().mul_(self.masses[:, None]))
+        device, width = self.masses.device, values.shape[1]
+        found = self.masses.new_zeros((count, width))
+        size = max(1, VALUES_AT_ONCE // max(1, width))
+        parts = zip(*(torch.split(each, size) for each in (to, of, self.masses)), strict=True)
+        for into, out_of, masses in parts:
+            some = values[out_of.to(values.device)].to(device, torch.float64)
+            found.index_add_(0, into, some * masses[:, None])
         return Applied(found, self.masses.new_zeros(count).index_add_(0, to, self.masses))
 
-    def widened(self, error: float) -> Self:
-        """Widen the interval for a cost that is off by at most `error`."""
-        low, high = self.bounds
-        return replace(self, value=high + error, bounds=(low - error, high + error))
+    def moved(self, device: torch.device) -> Self:
+        """Return the term on another device."""
+        names = ("f", "g", *PLAN_TENSORS)
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+
+def plan_tensors(name: str, term: TransportTerm) -> dict[str, Tensor]:
+    """Return the tensors of a term's plan for a file, by names that begin with that of the term."""
+    if not isinstance(term, ExactTerm):
+        return {}
+    return {f"{name}.plan.{each}": getattr(term, each) for each in PLAN_TENSORS}
+
+
+def with_plan(name: str, term: TransportTerm, tensors: Mapping[str, Tensor]) -> TransportTerm:
+    """Return the term that `plan_tensors` stored the plan of; as it is if there is none."""
+    rows, columns, masses = (tensors.get(f"{name}.plan.{each}") for each in PLAN_TENSORS)
+    if rows is None or columns is None or masses is None:
+        return term
+    return ExactTerm.of(term, (rows, columns, masses))

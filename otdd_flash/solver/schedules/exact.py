@@ -36,6 +36,14 @@ class Exact(Schedule):
     max_seconds: Positive | None = None
 
 
+def needs_zero() -> InputError:
+    """Return the error for `Exact` where epsilon is positive, or must be."""
+    return InputError(
+        "solver=exact is for distances at epsilon=0; a positive epsilon, and losses, flows and "
+        "derivatives, which need one, take solver=converged"
+    )
+
+
 def schedule_of(
     options: Schedule | None, epsilon: float | None, relative: float | None
 ) -> tuple[Schedule, float | None, float | None]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+import torch
 from torch import Tensor
 
 from otdd_flash.solver.certificate import Certificate
@@ -110,6 +111,10 @@ class TransportTerm:
             converged,
             stopped_by=reached if converged else unless_converged,
         )
+
+    def moved(self, device: torch.device) -> Self:
+        """Return the term on another device."""
+        return replace(self, f=self.f.to(device), g=self.g.to(device))
 
     def widened(self, error: float) -> TransportTerm:
         """Widen bounds and error for a cost that is off by at most `error`."""
