@@ -137,7 +137,7 @@ def positive(name: str, value: Any) -> Any:
     try:
         return _positive(name, value)
     except InputError as error:
-        if name.rpartition(".")[2] != "epsilon" or value != 0:
+        if name.rpartition(".")[2] not in ("epsilon", "epsilon_relative") or value != 0:
             raise
         raise InputError(
             f"{error}; distances alone take 0, which otdd.Exact() solves: set about 0.001 of the "

@@ -18,6 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from otdd_flash.arguments import positive
 from otdd_flash.commands.messages import Terminal
 from otdd_flash.commands.progress import Phases, interrupts_noted
 from otdd_flash.commands.results import track_flow, write_run
@@ -44,6 +45,13 @@ class FlowSettings(DatasetPairSettings):
     """The settings of conf/flow.yaml."""
 
     flow: FlowNode
+
+    def check(self) -> None:
+        """Raise an `InputError` for numbers that are invalid for any data, as an epsilon of 0."""
+        for name in ("epsilon", "epsilon_relative"):
+            if (value := getattr(self, name)) is not None:
+                positive(name, value)
+        super().check()
 
 
 def adapt(config: DictConfig, directory: Path) -> None:
