@@ -54,6 +54,15 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
     debias: bool
     contributions: bool
 
+    def check(self) -> None:
+        """Raise an `InputError` for settings that are invalid for any data."""
+        super().check()
+        if self.contributions and isinstance(self.schedule(), Exact):
+            raise InputError(
+                "contributions=true needs a distance with a gradient by masses, which epsilon=0 "
+                "has none of; set a positive epsilon, such as epsilon_relative=0.001"
+            )
+
 
 def compare(config: DictConfig, directory: Path) -> None:
     """Compute one distance and write its files into `directory`."""

@@ -133,6 +133,9 @@ class LabelSettings:
                     stacklevel=2,
                 )
         parameters = {**asdict(self), "tolerance": tolerance, "table": self.path}
+        if self.epsilon == epsilon == 0:
+            # Exact transport between the datasets, which leaves that between classes to choose.
+            parameters["epsilon"] = None
         parameters |= self.parameters
         return metric_named(self.method, parameters)
 

@@ -46,7 +46,7 @@ TABLE = """
     GIVEN labels.path=W_other.npz -> 2 source classes | 3 | u, v, w
     GIVEN labels.path=W.npz -> xx hold 9 NaN or infinite entries, the first at [0, 0]; leave those
     IMAGES extractor.size=1000000 -> lower extractor.size
-    * epsilon=-1 -> epsilon must be positive | -1
+    * epsilon=-1 -> epsilon must be finite and not negative | -1
     solver.tolerance=1e-12 -> 1e-12 | too tight for float32 | precision=double
     solver=geomloss solver.scaling=1 -> solver.scaling must lie in (0, 1), got 1
     max_samples=3 -> max_samples=3 | 5 classes | raise max_samples
