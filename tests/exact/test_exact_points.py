@@ -9,6 +9,7 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
+from otdd_flash.operators import comparison
 from otdd_flash.solver.exact import pricing, solve
 
 
@@ -154,20 +155,25 @@ def test_all_pairs_are_those_of_distances():
     assert found.to_dict()["tolerance"] is None
 
 
-def test_streamed_points_have_the_same_value(tmp_path):
+@pytest.mark.usefixtures("few_arcs")
+def test_streamed_points_have_the_same_value(tmp_path, monkeypatch):
     x, y = cloud(600, 0, dim=20), cloud(500, 1, dim=20)
     expected = otdd.dataset_distance(x, y, epsilon=0)
+    monkeypatch.setattr(comparison, "ASSUMED_FREE", 0)
     np.save(tmp_path / "x.npy", x.features.numpy())
     streamed = otdd.LabeledSamples(otdd.features_file(tmp_path / "x.npy"), x.labels, x.class_names)
-    compute = otdd.ComputeOptions(memory_budget="20 MiB")
     found = otdd.dataset_distance(
-        streamed, y, epsilon=0, class_distances=expected.class_distances, compute=compute
+        streamed,
+        y,
+        epsilon=0,
+        class_distances=expected.class_distances,
+        solver=otdd.Exact(bound_width=0),
+        compute=otdd.ComputeOptions(memory_budget=1 << 16),
     )
-    assert found.bounds[0] <= expected.bounds[1]
-    assert expected.bounds[0] <= found.bounds[1]
-    assert torch.allclose(found.barycentric_map(), expected.barycentric_map(), atol=1e-9) or (
-        found.value == pytest.approx(expected.value, rel=1e-4)
-    )
+    assert found.streamed is not None
+    assert expected.bounds[0] <= found.value <= expected.bounds[1]
+    assert found.plan().values().numel() <= 1099
+    assert found.barycentric_map().shape == (600, 20)
 
 
 def test_results_are_saved_with_their_plan(tmp_path):

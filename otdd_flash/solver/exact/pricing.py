@@ -29,6 +29,9 @@ from otdd_flash.operators.torch_operator import TorchOperator
 # Entries of a block of costs. A block is read some five times and takes three buffers of its size.
 BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 22, 1 << 27
 
+# Arcs of a column that are collected before they are sorted, over those that are kept.
+POOLED = 8
+
 Vector = NDArray[np.float64]
 Places = NDArray[np.int64]
 
@@ -173,7 +176,7 @@ def price(
         f: in units of the cost; read where rows have mass.
         g: likewise of columns.
         count: arcs of every row, and of every column, that have the least reduced costs.
-        below: only those whose reduced cost is less.
+        below: only those whose reduced cost is less; infinite ones never count.
         wanted: rows, sorted, and columns of further arcs to return.
     """
     a, b, n, m = costs.a, costs.b, len(f), len(g)
@@ -182,23 +185,31 @@ def price(
         torch.where(masses > 0, torch.from_numpy(values).to(masses.device), -torch.inf)
         for masses, values in ((a, f), (b, g))
     )
-    least, columns = torch.empty_like(a), _ColumnLeast(min(count, n))
-    found, asked = [], []
+    least, columns = torch.empty_like(a), _ColumnLeast(count, torch.full_like(b, below))
+    found, asked, buffer = [], [], torch.empty(0)
     for rows, block in costs.blocks():
-        less = block - of_columns
-        least[rows] = less.amin(1)
-        less -= of_rows[rows, None]
+        if len(buffer) < len(block):
+            buffer = torch.empty_like(block)
+        less = torch.sub(block, of_columns, out=buffer[: len(block)])
+        torch.amin(less, 1, out=least[rows])
         if wanted is not None:
             part = slice(*np.searchsorted(wanted[0], (rows.start, rows.stop)))
             i, j = (torch.from_numpy(places[part]).to(a.device) for places in wanted)
             asked.append(_on_host(i, j, block[i - rows.start, j]))
-        values, places = torch.topk(less, min(count, m), 1, largest=False, sorted=False)
-        i, k = ((values < below) & (values < torch.inf)).nonzero().unbind(1)
-        j = places[i, k]
-        found.append(_on_host(i + rows.start, j, block[i, j]))
-        columns.add(rows.start, less, block)
-    k, j = ((columns.values < below) & (columns.values < torch.inf)).nonzero().unbind(1)
-    found.append(_on_host(columns.rows[k, j], j, columns.costs[k, j]))
+        # Few rows have a reduced cost below a bound; no row without mass has.
+        some = (least[rows] - of_rows[rows] < below).nonzero().squeeze(1)
+        if len(some) == 0:
+            continue
+        if len(some) < len(block):
+            less, block = less[some], block[some]
+        places = some + rows.start
+        less -= of_rows[places, None]
+        values, nearest = torch.topk(less, min(count, m), 1, largest=False, sorted=False)
+        i, k = (values < below).nonzero().unbind(1)
+        j = nearest[i, k]
+        found.append(_on_host(places[i], j, block[i, j]))
+        columns.add(places, less, block)
+    found.append(columns.arcs())
     return Priced(least.cpu().numpy(), Arcs.joined(m, *found), Arcs.joined(m, *asked))
 
 
@@ -207,23 +218,51 @@ def _on_host(rows: Tensor, columns: Tensor, costs: Tensor) -> Arcs:
 
 
 class _ColumnLeast:
-    """The k least reduced costs of every column so far, their rows and costs, (k, m) each."""
+    """The arcs of the k least reduced costs of every column so far.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.values = self.rows = self.costs = torch.empty(0)
+    Of the first block the k least are taken at once, and of later ones all below the k-th of these:
+    they are few, and sorted now and then.
 
-    def add(self, start: int, less: Tensor, block: Tensor) -> None:
-        """Add a block of reduced costs (h, m) and of costs, whose first row is `start`."""
-        count = min(self.count, len(less))
-        values, places = torch.topk(less, count, 0, largest=False, sorted=False)
-        rows, costs = places + start, block.gather(0, places)
-        if len(self.values):
-            values, rows, costs = (
-                torch.cat(pair)
-                for pair in ((self.values, values), (self.rows, rows), (self.costs, costs))
-            )
-        if len(values) > self.count:
-            values, order = torch.topk(values, self.count, 0, largest=False, sorted=False)
-            rows, costs = rows.gather(0, order), costs.gather(0, order)
-        self.values, self.rows, self.costs = values, rows, costs
+    Args:
+        count: k.
+        bounds: (m,) for every column, only reduced costs below are kept.
+    """
+
+    def __init__(self, count: int, bounds: Tensor) -> None:
+        self.count, self.bounds = count, bounds
+        self._parts: list[tuple[Tensor, ...]] = []
+
+    def add(self, places: Tensor, less: Tensor, block: Tensor) -> None:
+        """Add reduced costs (h, m) and costs (h, m) of some rows (h,)."""
+        first = not self._parts and bool(self.bounds.isinf().all())
+        if first and len(less) > self.count:
+            _, i = torch.topk(less, self.count, 0, largest=False, sorted=False)
+            j = torch.arange(less.shape[1], device=less.device).expand_as(i)
+            finite = less[i, j] < torch.inf
+            i, j = i[finite], j[finite]
+        else:
+            i, j = (less < self.bounds).nonzero().unbind(1)
+        self._parts.append((less[i, j], j, places[i], block[i, j]))
+        if first or sum(len(part[0]) for part in self._parts) > POOLED * self.count * len(self.bounds):
+            self._parts = [self._least()]
+
+    def arcs(self) -> Arcs:
+        """Return the arcs, on the host."""
+        if not self._parts:
+            return Arcs.joined(1)
+        _, columns, rows, costs = self._least()
+        return _on_host(rows, columns, costs)
+
+    def _least(self) -> tuple[Tensor, ...]:
+        """Return the k least values of every column, with columns, rows and costs; set bounds."""
+        pool = [torch.cat(parts) for parts in zip(*self._parts, strict=True)]
+        # By columns, and by value within each.
+        order = pool[0].argsort()
+        order = order[pool[1][order].argsort(stable=True)]
+        values, columns, rows, costs = (each[order] for each in pool)
+        every = torch.arange(len(self.bounds), device=order.device)
+        rank = torch.arange(len(order), device=order.device)
+        rank -= torch.searchsorted(columns, every)[columns]
+        last, kept = rank == self.count - 1, rank < self.count
+        self.bounds[columns[last]] = values[last]
+        return values[kept], columns[kept], rows[kept], costs[kept]
