@@ -18,7 +18,6 @@ from otdd_flash.solver.divergence import (
     solve_divergence,
     solve_identical,
 )
-from otdd_flash.solver.exact.solve import solve_exact
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact
@@ -60,6 +59,8 @@ def solve(
             is out of reach of the rounding of costs.
     """
     if isinstance(options, Exact):
+        from otdd_flash.solver.exact.solve import solve_exact
+
         with comparison.within_memory():
             return solve_exact(comparison, options, progress=progress)
     if isinstance(options, GeomlossSchedule):

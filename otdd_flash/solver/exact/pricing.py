@@ -179,7 +179,7 @@ def price(
         below: only those whose reduced cost is less; infinite ones never count.
         wanted: rows, sorted, and columns of further arcs to return.
     """
-    a, b, n, m = costs.a, costs.b, len(f), len(g)
+    a, b, m = costs.a, costs.b, len(g)
     # Points without mass get arcs of infinite reduced cost.
     of_rows, of_columns = (
         torch.where(masses > 0, torch.from_numpy(values).to(masses.device), -torch.inf)
@@ -243,7 +243,9 @@ class _ColumnLeast:
         else:
             i, j = (less < self.bounds).nonzero().unbind(1)
         self._parts.append((less[i, j], j, places[i], block[i, j]))
-        if first or sum(len(part[0]) for part in self._parts) > POOLED * self.count * len(self.bounds):
+        if first or sum(len(part[0]) for part in self._parts) > POOLED * self.count * len(
+            self.bounds
+        ):
             self._parts = [self._least()]
 
     def arcs(self) -> Arcs:

@@ -18,9 +18,7 @@ import warnings
 from typing import NamedTuple
 
 import numpy as np
-import ot
 from numpy.typing import NDArray
-from scipy.sparse import coo_matrix
 
 from otdd_flash.solver.exact.pricing import Arcs, Places, Vector
 
@@ -93,6 +91,10 @@ def solve_program(
         f: (n,) potentials to reduce costs by.
         g: (m,) likewise.
     """
+    # They take seconds to import.
+    import ot
+    from scipy.sparse import coo_matrix
+
     n, m = len(supply), len(demand)
     allowed = (supply[arcs.rows] > 0) & (demand[arcs.columns] > 0)
     used = arcs.some(allowed)

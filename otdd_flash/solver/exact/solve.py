@@ -50,7 +50,7 @@ from otdd_flash.solver.solve import solve_term
 from otdd_flash.solver.term.result import SolverProgress, StoppedBy, TermProgress
 
 # Entries of a cost up to which the program takes all of them.
-FEW_ENTRIES = 1 << 19
+FEW_ENTRIES = 1 << 15
 
 # The epsilon of the first potentials, over the mean cost, and by how much it is raised where its
 # precision cannot hold it. Their marginal error.

@@ -32,7 +32,6 @@ from otdd_flash.solver.divergence import (
     report_convergence,
     solve_divergence,
 )
-from otdd_flash.solver.exact.solve import solve_exact
 from otdd_flash.solver.matrix.forbidden import short_rows, upper_bound
 from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison, relative_to_mean
@@ -96,6 +95,8 @@ def matrix_transport(
     check_one_epsilon(epsilon, epsilon_relative)
     comparison = MatrixComparison.prepare(costs, a, b, compute)
     if isinstance(options, Exact):
+        from otdd_flash.solver.exact.solve import solve_exact
+
         if comparison.facts.forbidden:
             refuse_infeasible(short_rows(comparison.torch_operator("xy")))
         divergence = solve_exact(comparison, options, progress=progress)
