@@ -15,7 +15,7 @@ from otdd_flash.eager import computes
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Divergence, Potentials, checked_start, report_convergence
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.exact import schedule_of
+from otdd_flash.solver.schedules.exact import refuse_start, schedule_of
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 
@@ -122,6 +122,7 @@ def sinkhorn_divergence(
     """
     options, *_ = schedule_of(options, epsilon, None)
     x, y = as_samples(source, "source"), as_samples(target, "target")
+    refuse_start(options, start)
     compute = ComputeOptions.of(compute)
     comparison = Comparison.between(x, y, epsilon, class_table, cost, compute, debias=debias)
     start = checked_start(comparison, start)

@@ -63,6 +63,13 @@ TABLE = """
     epsilon_relative=1e-30 -> epsilon_relative=1e-30 is too small for float32 | raise epsilon_r
     epsilon=0.1 epsilon_relative=0.2 -> got both, epsilon=0.1 and epsilon_relative=0.2
     epsilon=1e-30 -> , or give epsilon_relative=0.01 in its place
+    epsilon=0 solver=geomloss -> epsilon=0 is solved by solver=exact | leave solver out
+    epsilon_relative=0.1 solver=exact -> for epsilon=0, got epsilon_relative=0.1
+    epsilon=0 solver.tolerance=1e-3 -> solver.schedule=exact has no solver.tolerance
+    epsilon=0 contributions=true -> contributions=true | epsilon_relative=0.001
+    epsilon=0 labels=sinkhorn -> set labels.epsilon | labels=exact
+    flow epsilon=0 -> distances alone take 0
+    flow solver=exact -> take solver=converged
     labels=sinkhorn labels.epsilon=1e-30 -> labels.epsilon=1e-30 is too small | raise labels.eps
     epsilon=1e-60 -> underflows in precision=fast; raise epsilon or scale the features up
     source=null -> source must be one of arrays, blobs, | got null

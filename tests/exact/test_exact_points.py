@@ -255,6 +255,10 @@ LOSS = (X.features, Y.features)
             "take solver=converged",
         ),
         (
+            lambda: otdd.sinkhorn_divergence(X, Y, epsilon=0, start={"xy": torch.zeros(20)}),
+            "leave it out",
+        ),
+        (
             lambda: otdd.Exact(bound_width=-1),
             r"solver\.bound_width must be finite and not negative",
         ),
@@ -271,3 +275,32 @@ def test_arcs_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setattr(solve, "free_memory", lambda device: 1000)
     with pytest.raises(InputError, match=r"epsilon=0 takes 400 arcs, some 0\.0 GB"):
         otdd.dataset_distance(X, Y, epsilon=0)
+
+
+@pytest.mark.slow
+def test_the_command_takes_epsilon_0(tmp_path, monkeypatch, capsys):
+    from command_runs import run_here
+
+    from otdd_flash.distance import main
+
+    monkeypatch.chdir(tmp_path)
+    asked = ["source=blobs", "target=blobs", "target.split=test", "extractor=identity"]
+    asked += ["max_samples=40", "cache_dir=null", "epsilon=0", "save_result=true"]
+    asked += ["hydra.run.dir=run", "solver.require_convergence=true"]
+    ended = run_here(main, asked, monkeypatch, capsys)
+    assert ended.code == 0
+    assert "stopped by" in ended.out
+    found = otdd.DistanceResult.load("run")
+    assert found.epsilon == 0
+    assert found.divergence.schedule == "exact"
+    assert found.plan().shape == (40, 40)
+
+
+@pytest.mark.slow
+def test_a_study_takes_epsilon_0(tmp_path):
+    tasks = [cloud(24, seed) for seed in range(4)]
+    study = otdd.Study(tasks, ["otdd"], None, epsilon=0)
+    found = study.run(tmp_path)
+    pair = otdd.dataset_distance(tasks[0], tasks[1], epsilon=0)
+    assert found.complete
+    assert pair.value == pytest.approx(float(found.matrix("otdd")[0, 1]), rel=1e-9)

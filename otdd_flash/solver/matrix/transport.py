@@ -37,7 +37,7 @@ from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison, relative_to_mean
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact, schedule_of
+from otdd_flash.solver.schedules.exact import Exact, refuse_start, schedule_of
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import epsilon_given_as, refuse_both
@@ -93,6 +93,7 @@ def matrix_transport(
     started = time.perf_counter()
     options, epsilon, epsilon_relative = schedule_of(options, epsilon, epsilon_relative)
     check_one_epsilon(epsilon, epsilon_relative)
+    refuse_start(options, start)
     comparison = MatrixComparison.prepare(costs, a, b, compute)
     if isinstance(options, Exact):
         from otdd_flash.solver.exact.solve import solve_exact

@@ -44,6 +44,19 @@ def needs_zero() -> InputError:
     )
 
 
+def refuse_start(options: Schedule, start: object) -> None:
+    """Refuse potentials to start from where `Exact` finds its own.
+
+    Raises:
+        InputError: both are given.
+    """
+    if start and isinstance(options, Exact):
+        raise InputError(
+            "start holds potentials of a positive epsilon; exact transport finds its own: leave it "
+            "out"
+        )
+
+
 def schedule_of(
     options: Schedule | None, epsilon: float | None, relative: float | None
 ) -> tuple[Schedule, float | None, float | None]:
