@@ -298,9 +298,9 @@ def test_the_command_takes_epsilon_0(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_study_takes_epsilon_0(tmp_path):
-    tasks = [cloud(24, seed) for seed in range(4)]
+    tasks = {f"task {seed}": cloud(24, seed) for seed in range(4)}
     study = otdd.Study(tasks, ["otdd"], None, epsilon=0)
     found = study.run(tmp_path)
-    pair = otdd.dataset_distance(tasks[0], tasks[1], epsilon=0)
+    pair = otdd.dataset_distance(tasks["task 0"], tasks["task 1"], epsilon=0)
     assert found.complete
     assert pair.value == pytest.approx(float(found.matrix("otdd")[0, 1]), rel=1e-9)
