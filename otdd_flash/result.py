@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import takes
-from otdd_flash.contributions import Contributions, contributions_of
+from otdd_flash.contributions import Contributions, contributions_of, exact_contributions
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import SIDES
 from otdd_flash.cost.ground import GroundCost
@@ -246,10 +246,12 @@ class DistanceResult:
         """Compute how much of the distance each source row contributes: s (n,), in cost units.
 
         Without row i the distance changes by -a_i s_i to first order. Class distances by `gaussian`
-        and `means` move with the masses; others are fixed, as the result says.
+        and `means` move with the masses; others are fixed, as the result says. At epsilon 0, where
+        the distance has kinks, they are fixed, s_i is what row i pays under the plan, and `slopes`
+        are those of both sides of each kink.
 
         Raises:
-            InputError: there is not enough memory.
+            InputError: there is not enough memory, or the plan at epsilon 0 is not proven optimal.
             ConvergenceError: `required`, and the masses leave potentials of groups of points
                 undetermined against each other.
 
@@ -257,11 +259,9 @@ class DistanceResult:
             NotConvergedWarning: the same, if not required; `slopes` then gives the range.
         """
         self._check_unchanged()
-        if isinstance(self.divergence.xy, ExactTerm):
-            raise InputError(
-                "at epsilon 0 the distance has no gradient by masses; compare at a positive "
-                "epsilon, such as epsilon_relative=0.001, for contributions"
-            )
+        term = self.divergence.xy
+        if isinstance(term, ExactTerm):
+            return exact_contributions(self._prepared, term)
         with self._prepared.within_memory():
             return contributions_of(
                 self._prepared, self.divergence, self.method, required=self.required

@@ -57,10 +57,11 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
     def check(self) -> None:
         """Raise an `InputError` for settings that are invalid for any data."""
         super().check()
-        if self.contributions and isinstance(self.schedule(), Exact):
+        schedule = self.schedule()
+        if self.contributions and isinstance(schedule, Exact) and schedule.bound_width > 0:
             raise InputError(
-                "contributions=true needs a distance with a gradient by masses, which epsilon=0 "
-                "has none of; set a positive epsilon, such as epsilon_relative=0.001"
+                "contributions=true at epsilon=0 is of a plan that is proven optimal; add "
+                "solver=exact solver.bound_width=0"
             )
 
 

@@ -66,7 +66,7 @@ TABLE = """
     epsilon=0 solver=geomloss -> epsilon=0 is solved by solver=exact | leave solver out
     epsilon_relative=0.1 solver=exact -> for epsilon=0, got epsilon_relative=0.1
     epsilon=0 solver.tolerance=1e-3 -> solver.schedule=exact has no solver.tolerance
-    epsilon=0 contributions=true -> contributions=true | epsilon_relative=0.001
+    epsilon=0 contributions=true -> contributions=true | solver=exact solver.bound_width=0
     epsilon=0 labels=sinkhorn -> set labels.epsilon | labels=exact
     flow epsilon=0 -> distances alone take 0
     flow solver=exact -> take solver=converged

@@ -10,7 +10,7 @@ import torch
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.operators import comparison
-from otdd_flash.solver.exact import pricing, solve
+from otdd_flash.solver.exact import pricing, slopes, solve
 
 
 def cloud(size, seed, classes=3, dim=4, weights=False):
@@ -205,6 +205,31 @@ def test_potentials_prove_the_lower_end():
     assert float(f.mean() + g.mean()) == pytest.approx(found.value, abs=1e-10)
 
 
+@pytest.mark.parametrize(("n", "m"), [(12, 12), (20, 30), (31, 17)])
+@pytest.mark.parametrize("weights", [False, True])
+def test_contributions_are_the_slopes_to_both_sides(n, m, weights, monkeypatch):
+    x, y = cloud(n, 0, weights=weights), cloud(m, 1, weights=weights)
+    found = otdd.dataset_distance(x, y, epsilon=0, solver=otdd.Exact(bound_width=0))
+    # So few arcs that passes have to find others.
+    monkeypatch.setattr(slopes, "ARCS", 1)
+    rows, through_classes, ends = found.contributions()
+    costs, a, b = costs_of(found).numpy(), x.masses.numpy(), y.masses.numpy()
+
+    def value(masses):
+        return ot.emd2(masses, b * (masses.sum() / b.sum()), costs)
+
+    assert not through_classes
+    assert float(rows @ x.masses) == pytest.approx(found.value, rel=1e-12)
+    step, labels = 1e-5, x.labels.numpy()
+    for c in range(3):
+        share = a[labels == c].sum()
+        direction = (np.where(labels == c, a / share, 0) - a) / (1 - share)
+        least = (value(a) - value(a - step * direction)) / step
+        most = (value(a + step * direction) - value(a)) / step
+        assert ends[:, c].tolist() == pytest.approx([least, most], abs=1e-7)
+        assert weights or n == 31 or most > least + 1e-3
+
+
 X, Y = cloud(20, 0), cloud(20, 1)
 LOSS = (X.features, Y.features)
 
@@ -232,7 +257,12 @@ LOSS = (X.features, Y.features)
             lambda: otdd.dataset_distance(X, Y, epsilon=0, labels="sinkhorn"),
             "set labels.epsilon .* or take labels=exact",
         ),
-        (lambda: otdd.dataset_distance(X, Y, epsilon=0).contributions(), "no gradient by masses"),
+        (
+            lambda: otdd.dataset_distance(
+                X, Y, epsilon=0, solver=otdd.Exact(bound_width=2.0)
+            ).contributions(),
+            r"not proven to be; solve with solver\.bound_width=0",
+        ),
         (lambda: otdd.dataset_distance(X, Y, epsilon=0.5).plan(), r"20 x 20 entries.*apply_plan"),
         (
             lambda: otdd.sinkhorn_loss(*LOSS, epsilon=0),
