@@ -138,8 +138,8 @@ def positive(name: str, value: Any) -> Any:
     if name.rpartition(".")[2] in ("epsilon", "epsilon_relative") and _is_zero(value):
         raise InputError(
             f"{name} must be positive and finite, got 0; distances alone take 0, which "
-            "otdd.Exact() solves: set about 0.001 of the mean cost, below which solves get slow and "
-            "derivatives say little"
+            "otdd.Exact() solves: set about 0.001 of the mean cost, below which solves get slow "
+            "and derivatives say little"
         )
     return _positive(name, value)
 
