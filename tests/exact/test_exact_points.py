@@ -37,6 +37,9 @@ def true_value(result, costs):
     return ot.emd2(a, b * (a.sum() / b.sum()), costs.numpy(), numItermax=10**7)
 
 
+DOUBLE = otdd.ComputeOptions(precision="double")
+
+
 @pytest.fixture
 def few_arcs(monkeypatch):
     monkeypatch.setattr(solve, "FEW_ENTRIES", 0)
@@ -105,6 +108,19 @@ def test_points_on_a_line_are_sorted():
     assert found.converged
     assert found.bounds[0] <= truth + 1e-11
     assert truth - 1e-11 <= found.bounds[1] <= truth * (1 + 1e-4)
+
+
+@pytest.mark.usefixtures("few_arcs")
+@pytest.mark.parametrize("scale", [2.0**-60, 2.0**60])
+def test_scales_beyond_float32_are_solved_to_the_end(scale):
+    x, y = cloud(60, 0).features, cloud(50, 1).features
+    options = otdd.Exact(bound_width=0)
+    expected = otdd.sinkhorn(x, y, epsilon=0, options=options)
+    found = otdd.sinkhorn(
+        x.double() * scale, y.double() * scale, epsilon=0, options=options, compute=DOUBLE
+    )
+    assert found.stopped_by == "optimal"
+    assert found.value / scale**2 == pytest.approx(expected.value, rel=1e-12)
 
 
 def test_equal_datasets_are_at_distance_0():

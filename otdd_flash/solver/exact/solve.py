@@ -368,11 +368,12 @@ def first_potentials(
     """Compute entropic potentials f (n,) and g (m,) at a small epsilon, and the passes they took.
 
     Where the precision cannot hold an epsilon, or rounding leaves nothing of the marginals, it is
-    raised. Costs that are all alike, or no time, leave potentials of 0.
+    raised. Costs that are all alike or beyond the precision, or no time, leave potentials of 0.
     """
     scale = costs.mean - min(costs.lowest, 0.0)
-    epsilon = FIRST_LEVEL * scale
-    while 0 < epsilon <= scale and seconds > 0:
+    epsilon, limits = FIRST_LEVEL * scale, torch.finfo(operator.dtype)
+    most = min(scale, limits.max / 4)
+    while limits.tiny < epsilon <= most and seconds > 0:
         limit = None if seconds == math.inf else seconds
         try:
             term = solve_term(operator, epsilon, Converged(FIRST_ERROR, max_seconds=limit), CROSS)
