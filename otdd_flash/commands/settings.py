@@ -39,7 +39,7 @@ from otdd_flash.solver.divergence import SCHEDULES
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact, schedule_of
-from otdd_flash.solver.term.tolerance import refuse_both
+from otdd_flash.solver.term import refuse_both
 
 Schema = TypeVar("Schema")
 

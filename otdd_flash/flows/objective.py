@@ -35,8 +35,7 @@ from otdd_flash.cost.points import (
     squared_norms,
     weighted_mean,
 )
-from otdd_flash.derivatives.gradient import DivergenceGradient
-from otdd_flash.derivatives.term_gradient import Gradient, Needs
+from otdd_flash.derivatives.gradient import DivergenceGradient, Gradient, Needs
 from otdd_flash.errors import InputError, UserCodeError
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.functionals import WeightedFunctional, value_and_velocity
@@ -48,7 +47,7 @@ from otdd_flash.samples import LabeledSamples, all_finite, displaced, largest_en
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 if TYPE_CHECKING:
     from otdd_flash.flows.flow import Callbacks, Flow

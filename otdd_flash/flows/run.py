@@ -41,7 +41,7 @@ from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.copies import Copied
-from otdd_flash.distributed.ranks import ranks_of
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, LostRankError, NotConvergedWarning, prefixed, warn
 from otdd_flash.features.file_features import FileFeatures
@@ -75,7 +75,7 @@ from otdd_flash.samples import LabeledSamples, all_finite
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
-from otdd_flash.solver.term.tolerance import epsilon_of_datasets, refuse_both, resolve_epsilon
+from otdd_flash.solver.term import epsilon_of_datasets, refuse_both, resolve_epsilon
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def gradient_flow(
     # stays there to be streamed.
     start, end = comparison.given[0].to(comparison.home), comparison.given[1]
     metric = settled_metric(metric, epsilon, (start, end), comparison.streaming)
-    shared = measured_by_ranks(metric, compute.group)
+    shared = metric if compute.group is None else measured_by_ranks(metric, compute.group)
     told = callbacks.class_progress
     table = measure_classes(start, end, shared, cache_dir=cache_dir, progress=told)
     mean = comparison.with_classes(table.full).mean_cost()
@@ -334,7 +334,8 @@ class Loop:
         # If points are features, the evaluation itself checks that they are finite.
         in_features = isinstance(self._flow.space, FeatureSpace)
         self._unchecked = [*mode.variables.values(), *([] if in_features else [self.points])]
-        ranks = ranks_of(setting.comparison.compute.group)
+        group = setting.comparison.compute.group
+        ranks = group if isinstance(group, Ranks) else None
         if ranks is not None:
             # Tensors that do not change are sent to the ranks once.
             for fixed in (setting.source.labels, setting.source.weights):

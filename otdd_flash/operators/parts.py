@@ -36,7 +36,7 @@ from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator
 from otdd_flash.operators.blocked import ROUNDINGS, BlockOperator
 from otdd_flash.operators.owned import Owned, Rows
-from otdd_flash.operators.self_share import SelfShare, merged
+from otdd_flash.operators.self_share import NearShare, SelfShare, merged
 
 # build(cost): builds the operator of a cost in one process.
 Build = Callable[[LabelledCost], Operator]
@@ -201,7 +201,7 @@ def softmin(
     """Compute the softmin of all rows (n,), or columns (m,), from the other side's potential."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=columns)
-    found = potential.new_empty(0, dtype=parts.representative.dtype)
+    found = potential.new_empty(0, dtype=parts.representative.passes.dtype)
     if part is not None:
         near = None if guess is None else guess[owned.of(ranks)]
         softmin = part.operator.softmin_columns if columns else part.operator.softmin_rows
@@ -225,12 +225,12 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
     assert share is not None
     own = owned.of(ranks)
     found = merged(owned.exchanged(ranks, share.softmin(f, epsilon), math.inf), epsilon)
-    if math.isfinite(share.reach):
+    if isinstance(share, NearShare):
         # NaN marks rows out of reach; a NaN is never within it.
         within = (found - f[own]).abs() <= share.reach * epsilon
         found = torch.where(within, found, math.nan)
-    found = owned.gathered(ranks, found.to(parts.representative.dtype))
-    if math.isfinite(share.reach) and bool((missing := found.isnan()).any()):
+    found = owned.gathered(ranks, found.to(parts.representative.passes.dtype))
+    if isinstance(share, NearShare) and bool((missing := found.isnan()).any()):
         rows = torch.zeros_like(missing)
         rows[own] = missing[own]
         again = torch.where(rows, share.repaired(f, epsilon, rows), found)
@@ -239,11 +239,13 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
 
 
 def marginals(
-    ranks: Ranks, number: int, f: Tensor, g: Tensor, epsilon: Epsilon, accurate: bool
+    ranks: Ranks, number: int, f: Tensor, g: Tensor | None, epsilon: Epsilon, accurate: bool
 ) -> Marginals:
-    """Compute the row and column sums of the plan of f (n,) and g (m,), of the P_r."""
+    """Compute the row and column sums of the plan of f (n,) and g (m,), or f, of the P_r."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=False)
+    own_costs = parts.cost.own_costs() if g is None else None
+    g = f if g is None else g
     numbers = (0.0, 0.0, 0.0)
     if part is None:
         of_rows = f.new_zeros((0, 2), dtype=torch.float64)
@@ -252,11 +254,12 @@ def marginals(
         found = part.operator.marginals(f[owned.of(ranks)], g, epsilon, accurate=accurate)
         of_rows = torch.stack((part.mass * found.rows, found.row_errors), 1)
         of_columns = torch.stack((part.mass * found.columns, found.column_errors))
-        numbers = found.cost_rounding, found.relative_error, found.lost
+        numbers = found.cost_rounding, found.relative_error, found.underflow
     rows, row_errors = owned.gathered(ranks, of_rows).unbind(1)
     every = ranks.all_gathered(of_columns)
     columns = added(every[:, 0])
-    return Marginals(rows, columns, row_errors, every[:, 1].amax(0), *_largest(ranks, numbers))
+    column_errors, numbers = every[:, 1].amax(0), _largest(ranks, numbers)
+    return Marginals(rows, columns, row_errors, column_errors, *numbers, own_costs)
 
 
 def marginals_self(
@@ -270,14 +273,14 @@ def marginals_self(
     every = owned.exchanged(ranks, torch.stack((part.rows, part.row_errors), 1), 0.0)
     found = torch.stack((added(every[..., 0]), every[..., 1].amax(0)), 1)
     sums, errors = owned.gathered(ranks, found).unbind(1)
-    numbers = part.cost_rounding, part.relative_error, part.lost
-    return Marginals(sums, sums, errors, errors, *_largest(ranks, numbers))
+    numbers = part.cost_rounding, part.relative_error, part.underflow
+    return Marginals(sums, sums, errors, errors, *_largest(ranks, numbers), part.own_costs)
 
 
 def _largest(ranks: Ranks, numbers: tuple[float, float, float]) -> tuple[float, float, float]:
     """Return the largest error numbers of any rank, with the rounding of sums over ranks."""
-    cost_rounding, relative_error, lost = ranks.largest(numbers)
-    return cost_rounding, relative_error + (ranks.size + ROUNDINGS) * DOUBLE_UNIT, lost
+    cost_rounding, relative_error, underflow = ranks.largest(numbers)
+    return cost_rounding, relative_error + (ranks.size + ROUNDINGS) * DOUBLE_UNIT, underflow
 
 
 def apply_plan(
@@ -294,7 +297,7 @@ def apply_plan(
     """Compute a product with the plan, of all rows, or with its transpose, of all columns."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=transposed)
-    own, dtype = owned.of(ranks), parts.representative.dtype
+    own, dtype = owned.of(ranks), parts.representative.passes.dtype
     rows: Rows = EVERY if transposed else own
     columns: Rows = own if transposed else EVERY
     if part is None:

@@ -29,7 +29,7 @@ from otdd_flash.formulas.decision import CROSS
 from otdd_flash.memory import free_memory
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.divergence import Compared, Divergence
 from otdd_flash.solver.exact.bounds import Bound, lower_bound, mean_errors, upper_bound
 from otdd_flash.solver.exact.pricing import (
     Arcs,
@@ -43,11 +43,10 @@ from otdd_flash.solver.exact.pricing import (
 )
 from otdd_flash.solver.exact.program import corner_tree, integer_masses, solve_program
 from otdd_flash.solver.exact.term import ExactTerm
-from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact, needs_zero
 from otdd_flash.solver.solve import solve_term
-from otdd_flash.solver.term.result import SolverProgress, StoppedBy, TermProgress
+from otdd_flash.solver.term import SolverProgress, StoppedBy, TermProgress
 
 # Entries of a cost up to which the program takes all of them.
 FEW_ENTRIES = 1 << 15
@@ -73,7 +72,7 @@ TINY = float(np.finfo(np.float64).tiny)
 
 
 def solve_exact(
-    compared: Comparison | MatrixComparison,
+    compared: Compared,
     options: Exact,
     *,
     progress: SolverProgress | None = None,
@@ -89,7 +88,7 @@ def solve_exact(
         InputError: epsilon is positive, processes of a group share the passes, or arcs do not fit
             in memory.
     """
-    if isinstance(compared, Comparison) and compared.epsilon > 0:
+    if compared.epsilon > 0:
         raise needs_zero()
     if compared.compute.group is not None:
         raise InputError(
@@ -97,7 +96,7 @@ def solve_exact(
         )
     seconds = math.inf if options.max_seconds is None else options.max_seconds
     end = time.perf_counter() + seconds
-    if isinstance(compared, Comparison) and compared.debias and compared.identical:
+    if len(compared.terms) > 1 and compared.identical:
         term = _solve_named(compared, "xx", options.bound_width, end, progress)
         terms = dict.fromkeys(TERMS, term)
         return _divergence(compared, terms, options, identical=True)
@@ -116,7 +115,7 @@ def solve_exact(
 
 
 def _divergence(
-    compared: Comparison | MatrixComparison,
+    compared: Compared,
     terms: Mapping[str, ExactTerm],
     options: Exact,
     *,
@@ -138,7 +137,7 @@ def _divergence(
 
 
 def _solve_named(
-    compared: Comparison | MatrixComparison,
+    compared: Compared,
     name: str,
     width: float,
     end: float,
@@ -371,7 +370,7 @@ def first_potentials(
     raised. Costs that are all alike or beyond the precision, or no time, leave potentials of 0.
     """
     scale = costs.mean - min(costs.lowest, 0.0)
-    epsilon, limits = FIRST_LEVEL * scale, torch.finfo(operator.dtype)
+    epsilon, limits = FIRST_LEVEL * scale, torch.finfo(operator.passes.dtype)
     most = min(scale, limits.max / 4)
     while limits.tiny < epsilon <= most and seconds > 0:
         limit = None if seconds == math.inf else seconds

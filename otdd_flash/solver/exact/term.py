@@ -15,7 +15,7 @@ from torch import Tensor
 
 from otdd_flash.cost.points import Points
 from otdd_flash.operators.base import Applied
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # Numbers of values that are multiplied at once.
 VALUES_AT_ONCE = 1 << 24

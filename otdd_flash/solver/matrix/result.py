@@ -15,7 +15,7 @@ from torch import Tensor
 from otdd_flash.arguments import takes
 from otdd_flash.checks import array, shown
 from otdd_flash.cost.compute import Compute
-from otdd_flash.derivatives.groups import report_groups, settled_matrix
+from otdd_flash.derivatives.groups import settle
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
@@ -25,7 +25,7 @@ from otdd_flash.real_numbers import in_one_row, real_tensor
 from otdd_flash.shown import bounded, convergence_text
 from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison
-from otdd_flash.solver.term.result import StoppedBy, TransportTerm
+from otdd_flash.solver.term import StoppedBy, TransportTerm
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -160,6 +160,7 @@ class MatrixTransport:
         return self._applied(values, transposed=True)
 
     @cached_property
+    @computes
     def transport_cost(self) -> float:
         """The transport cost <C, P>, in units of the cost."""
         if isinstance(self.term, ExactTerm):
@@ -237,6 +238,7 @@ class MatrixTransport:
         return cls(saved.term.moved(device), saved.seconds, short, comparison)
 
     @cached_property
+    @computes
     def _settled(self) -> TransportTerm:
         """The term with balanced offsets between groups of points; as it is if there is no plan.
 
@@ -244,9 +246,7 @@ class MatrixTransport:
         """
         if isinstance(self.term, ExactTerm):
             return self.term
-        term, groups = settled_matrix(self._comparison, self.term)
-        report_groups(groups, "potentials", required=self._required)
-        return term
+        return settle(self._comparison, self.term, "potentials", required=self._required)
 
     def _shown(self, potential: Tensor, side: int) -> Tensor:
         partners = self._comparison.facts.partners
