@@ -135,13 +135,15 @@ _zero = number("be 0", lambda value: value == 0)
 
 def positive(name: str, value: Any) -> Any:
     """Accept a positive number; for an epsilon of 0 the message names the least that is of use."""
-    if name.rpartition(".")[2] in ("epsilon", "epsilon_relative") and _is_zero(value):
+    try:
+        return _positive(name, value)
+    except InputError as error:
+        if name.rpartition(".")[2] not in ("epsilon", "epsilon_relative") or not _is_zero(value):
+            raise
         raise InputError(
-            f"{name} must be positive and finite, got 0; distances alone take 0, which "
-            "otdd.Exact() solves: set about 0.001 of the mean cost, below which solves get slow "
-            "and derivatives say little"
-        )
-    return _positive(name, value)
+            f"{error}; distances alone take 0, which otdd.Exact() solves: set about 0.001 of the "
+            "mean cost, below which solves get slow and derivatives say little"
+        ) from None
 
 
 def _is_zero(value: Any) -> bool:
