@@ -41,6 +41,7 @@ from otdd_flash.kernels.batched.problems import Balanced, Problems
 from otdd_flash.kernels.batched.scalings import (
     LOG2_SMALL,
     SMALL,
+    first_kernel,
     first_scalings,
     grid_of,
     in_logs,
@@ -116,7 +117,7 @@ def small_balance_kernel(
         else (None, None)
     )
     u, v = first_scalings(logits, a, b, m_row, m_column)
-    kernel = tl.exp2(logits + u[:, :, None] + v[None, :, :])
+    kernel = first_kernel(logits, u, v, a, m_column)
     smallest = smallest_entry(kernel, logits)
     largest = tl.max(tl.max(kernel, 0), 1)
     phi = tl.where(m_row, tl.full((N, BATCH), 1, TYPE), 0)

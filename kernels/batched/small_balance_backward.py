@@ -38,6 +38,7 @@ from otdd_flash.kernels.batched.loading import (
 )
 from otdd_flash.kernels.batched.problems import Cotangents, Derivatives, Problems, computed_in
 from otdd_flash.kernels.batched.scalings import (
+    first_kernel,
     first_scalings,
     grid_of,
     in_logs,
@@ -139,7 +140,7 @@ def small_balance_backward_kernel(
         loaded = load_numbers(column_cotangents_ptr, columns_of, o_column, count, m).to(TYPE)
         by_column = tl.where(m_column, unit[:, None] * loaded, 0)
 
-    kernel = tl.exp2(logits + u[:, :, None] + v[None, :, :])
+    kernel = first_kernel(logits, u, v, a, m_column)
     smallest = smallest_entry(kernel, logits)
     start = tl.where(m_column, tl.exp2(-v), 0)
     first = tl.where(m_column, tl.full((BATCH, M), 1, TYPE), 0)
