@@ -69,15 +69,25 @@ MASSES = ("equal", "random", "zeros", "tiny")
 def test_bounds_hold_the_true_value(kind, masses, few, request):
     if few:
         request.getfixturevalue("few_arcs")
-    rng = np.random.default_rng(7)
+    check_problems(kind, masses, most=60)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_arcs")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("masses", MASSES)
+def test_bounds_hold_the_true_value_of_hundreds_of_points(kind, masses):
+    check_problems(kind, masses, most=400)
+
+
+def check_problems(kind, masses, most):
+    """Ten random problems of up to so many points, solved to the end."""
+    rng = np.random.default_rng(7 + most)
     for case in range(10):
-        n, m = rng.integers(1, 61, 2) if case else (40, 40)
+        n, m = rng.integers(1, most + 1, 2) if case else (most, most)
         n = 3 if case == 1 else n
-        costs, a, b = (
-            costs_of(kind, n, m, rng),
-            masses_of(masses, n, rng),
-            masses_of(masses, m, rng),
-        )
+        costs = costs_of(kind, n, m, rng)
+        a, b = masses_of(masses, n, rng), masses_of(masses, m, rng)
         truth = true_value(costs, a, b)
         slack = TRUTH * np.abs(costs).max()
         found = otdd.matrix_transport(costs, a, b, options=otdd.Exact(bound_width=0))

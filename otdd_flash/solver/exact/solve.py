@@ -62,8 +62,12 @@ FIRST_ARCS, MORE_ARCS = 10, 10
 # which the pass has found: the smaller the costs, the smaller their rounding.
 NEAR = 100.0
 
-# Rounds that do not halve the gap after which rounding alone keeps the bounds apart.
-MOST_STALLED = 5
+# Rounds that add no arc and do not halve the gap after which rounding alone keeps the bounds apart.
+MOST_STALLED = 3
+
+# Where costs tie, the arcs that a round adds may change little: after so many rounds it adds twice
+# as many.
+DOUBLED = 4
 
 # Bytes of an arc, with the copies of the simplex.
 ARC_BYTES = 64
@@ -245,10 +249,12 @@ class _Solve:
             if self.improve_upper(found, vertex.masses):
                 # From here on these arcs have a plan, and the corner's are not needed.
                 plan = found
-            priced = self.price(vertex.f, g, MORE_ARCS, below=-self.negligible)
-            arcs = Arcs.joined(m, arcs, priced.arcs)
+            count = MORE_ARCS << (self.rounds // DOUBLED)
+            priced = self.price(vertex.f, g, count, below=-self.negligible)
+            known, arcs = len(arcs.rows), Arcs.joined(m, arcs, priced.arcs)
             cutoff = NEAR * plan.reduced(priced.row_least, g).max()
-            stalled = 0 if self.upper_end - self.lower_end < gap / 2 else stalled + 1
+            halved = self.upper_end - self.lower_end < gap / 2
+            stalled = 0 if halved or len(arcs.rows) > known else stalled + 1
             if self.progress is not None:
                 self.progress(self.rounds, self.relative_width)
         return self.term(stopped or "rounding")
