@@ -12,7 +12,7 @@ optimal pair they are feasible where t_k - t_l <= r_ij for i in k and j in l, so
 
 is the dual of a flow with supplies d_k along arcs of length r_ij: shortest paths in the residual
 graph. A node k of that flow is a row and a column here, with room to pass mass on, so that
-`program` solves it; `price` finds the arcs, as for the plan itself.
+`program` solves it; passes find the arcs, as for the plan itself.
 
 `DistanceResult.contributions` calls this for an `ExactTerm` that is proven optimal.
 """
@@ -29,7 +29,7 @@ from torch import Tensor
 from otdd_flash.cost.points import DOUBLE_UNIT
 from otdd_flash.errors import InputError
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.solver.exact.pricing import Arcs, ExactCosts, Places, PointCosts, Vector, price
+from otdd_flash.solver.exact.pricing import Arcs, ExactCosts, Places, PointCosts, Vector
 from otdd_flash.solver.exact.program import corner_tree, integer_masses, solve_program
 from otdd_flash.solver.exact.term import ExactTerm
 
@@ -110,7 +110,7 @@ class _Groups:
         self._some = tuple(np.empty(self.count, np.int64) for _ in range(2))
         for some, side in zip(self._some, plan, strict=True):
             some[places] = side
-        priced = price(costs, f, g, ARCS, wanted=plan)
+        priced = costs.price(f, g, ARCS, wanted=plan)
         self.plan, self._arcs = priced.wanted, priced.arcs
 
     def most(self, direction: Vector) -> float:
@@ -136,7 +136,7 @@ class _Groups:
             t = vertex.f
             f = self.f + np.where(known, t[self.rows], 0)
             g = self.g - np.where(self.columns >= 0, t[self.columns], 0)
-            more = price(self.costs, f, g, ARCS, below=-8 * slack).arcs
+            more = self.costs.price(f, g, ARCS, below=-8 * slack).arcs
             joined = Arcs.joined(len(g), arcs, more)
             if len(joined.rows) == len(arcs.rows):
                 return base + float(supply @ t)
@@ -148,7 +148,7 @@ class _Groups:
         rows, columns = (some[side] for some, side in zip(self._some, tree, strict=True))
         order = np.argsort(rows, kind="stable")
         wanted = rows[order], columns[order]
-        found = price(self.costs, self.f, self.g, 1, below=-np.inf, wanted=wanted).wanted
+        found = self.costs.price(self.f, self.g, 1, below=-np.inf, wanted=wanted).wanted
         return Arcs.joined(len(self.g), self._arcs, found)
 
     def _gaps(self, arcs: Arcs) -> Arcs:

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from otdd_flash.cost.facts import TERMS
 from otdd_flash.cost.ground import NO_OFFSET
 from otdd_flash.cost.points import DOUBLE_UNIT, LabelledCost
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.formulas.decision import CROSS
 from otdd_flash.memory import free_memory
@@ -38,8 +39,8 @@ from otdd_flash.solver.exact.pricing import (
     Places,
     PointCosts,
     Priced,
+    SharedCosts,
     Vector,
-    price,
 )
 from otdd_flash.solver.exact.program import corner_tree, integer_masses, solve_program
 from otdd_flash.solver.exact.term import ExactTerm
@@ -47,6 +48,10 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact, needs_zero
 from otdd_flash.solver.solve import solve_term
 from otdd_flash.solver.term import SolverProgress, StoppedBy, TermProgress
+
+if TYPE_CHECKING:
+    # Of several processes alone.
+    from otdd_flash.operators.sharded import ShardedOperator
 
 # Entries of a cost up to which the program takes all of them.
 FEW_ENTRIES = 1 << 15
@@ -89,15 +94,11 @@ def solve_exact(
         progress: called as progress(term, round, relative width).
 
     Raises:
-        InputError: epsilon is positive, processes of a group share the passes, or arcs do not fit
-            in memory.
+        InputError: epsilon is positive, arcs do not fit in memory, or points not on every process
+            of a group.
     """
     if compared.epsilon > 0:
         raise needs_zero()
-    if compared.compute.group is not None:
-        raise InputError(
-            "epsilon=0 runs in one process; leave out compute.group, or set a positive epsilon"
-        )
     seconds = math.inf if options.max_seconds is None else options.max_seconds
     end = time.perf_counter() + seconds
     if len(compared.terms) > 1 and compared.identical:
@@ -149,14 +150,18 @@ def _solve_named(
 ) -> ExactTerm:
     """Solve the term "xy", "xx" or "yy" until `end`, a time of `time.perf_counter`."""
     costs: ExactCosts
+    told = None if progress is None else partial(progress, name)
     if isinstance(compared, Comparison):
         cost = compared.cost(name)
         if cost.symmetric and _is_zero(cost):
             return _diagonal_term(cost.a)
+        if isinstance(compared.compute.group, Ranks):
+            shared = cast("ShardedOperator", compared.operator(name))
+            costs = SharedCosts(shared, compared.cost_error)
+            return _Solve(costs, width, end, told).run(lambda: shared)
         costs = PointCosts(cost, compared.cost_error)
     else:
         costs = MatrixCosts(compared.torch_operator(name))
-    told = None if progress is None else partial(progress, name)
     return _Solve(costs, width, end, told).run(lambda: compared.operator(name))
 
 
@@ -268,8 +273,8 @@ class _Solve:
         below: float = math.inf,
         wanted: tuple[Places, Places] | None = None,
     ) -> Priced:
-        """Pass over all costs as `pricing.price`, which may raise the lower bound."""
-        priced = price(self.costs, f, g, count, below=below, wanted=wanted)
+        """Pass over all costs as `ExactCosts.price`, which may raise the lower bound."""
+        priced = self.costs.price(f, g, count, below=below, wanted=wanted)
         self.passes += 1
         bound = lower_bound(self.a, self.b, priced.row_least, g, self.mean_error)
         if self.lower is None or bound.value - bound.rounding > self.lower_end:
