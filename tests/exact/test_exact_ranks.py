@@ -47,12 +47,12 @@ def exact_distance(few: int) -> dict[str, Any]:
 def pairs_of_three() -> list[list[float]]:
     """All pairs, of which every process solves some."""
     sides = [*datasets(), datasets()[0].take(torch.arange(30))]
-    work = lambda ranks: (
-        otdd.pairwise_distances(  # noqa: E731
-            sides, epsilon=0, compute=otdd.ComputeOptions("cpu", group=ranks)
-        ).values
-    )
-    return otdd.led(work, compute.group).tolist()
+
+    def work(ranks: otdd.Ranks) -> list[list[float]]:
+        shared = otdd.ComputeOptions("cpu", group=ranks)
+        return otdd.pairwise_distances(sides, epsilon=0, compute=shared).values.tolist()
+
+    return otdd.led(work, torch.distributed.group.WORLD)
 
 
 @pytest.mark.slow(after=1)
