@@ -3,8 +3,9 @@
 A round solves the linear program on the arcs so far, whose plan is an upper bound, and passes over
 all costs at its potentials. The pass gives a lower bound, and the arcs of negative reduced cost
 that the program has missed; these are added. The first arcs are those of the least reduced costs of
-every row and every column at entropic potentials of a small epsilon, and the tree of the
-north-west corner, with which the program always has a plan. Small problems take all arcs.
+every row and every column at entropic potentials of a small epsilon. Where these have no plan, the
+tree of the north-west corner is added, with which the program always has one. Small problems take
+all arcs.
 
 `solving` and `matrix.transport` call `solve_exact` for `Exact` options.
 """
@@ -244,9 +245,16 @@ class _Solve:
         self.improve_upper(priced.wanted, masses)
         arcs, plan, cutoff, stalled = priced.arcs, priced.wanted, math.inf, 0
         while (stopped := self.stopped()) is None and stalled < MOST_STALLED:
-            near = arcs.reduced(priced.row_least, g) <= cutoff
-            used, gap = Arcs.joined(m, arcs.some(near), plan), self.upper_end - self.lower_end
+            gap = self.upper_end - self.lower_end
+            used = arcs.some(arcs.reduced(priced.row_least, g) <= cutoff)
+            if self.rounds > 0:
+                used = Arcs.joined(m, used, plan)
             vertex = solve_program(*self.integers, used, priced.row_least, g)
+            if vertex is None and self.rounds == 0:
+                # The first arcs alone have no plan. With the corner's, whose large costs would cost
+                # potentials digits, they have one.
+                used = Arcs.joined(m, used, plan)
+                vertex = solve_program(*self.integers, used, priced.row_least, g)
             self.rounds += 1
             if vertex is None:
                 break
