@@ -12,6 +12,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 import otdd_flash as otdd
+from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.solver.exact import pricing, program, solve
 from otdd_flash.solver.exact.bounds import upper_bound
 
@@ -239,6 +240,44 @@ def test_forbidden_pairs_are_not_used(kind):
     costs[0:2, 0] = 1.0
     with pytest.raises(otdd.InputError, match=r"no plan has these masses: 2 rows \(0, 1\)"):
         otdd.matrix_transport(costs, epsilon=0)
+
+
+@pytest.mark.usefixtures("few_arcs")
+@pytest.mark.parametrize("seed", range(4))
+def test_forbidden_arcs_of_the_corner_are_given_up(seed):
+    rng = np.random.default_rng(seed)
+    costs = rng.random((70, 70))
+    costs[rng.random((70, 70)) < 0.9] = math.inf
+    # The one permutation that is sure to be allowed is far from the cheapest arcs.
+    costs[np.arange(70), rng.permutation(70)] = 5.0
+    found = otdd.matrix_transport(costs, epsilon=0, options=otdd.Exact(bound_width=0))
+    rows, columns = linear_sum_assignment(costs)
+    assert found.value == pytest.approx(costs[rows, columns].mean(), abs=1e-12)
+    assert found.stopped_by == "optimal"
+
+
+@pytest.mark.parametrize("block", [1 << 6, 1 << 9, 1 << 20])
+def test_a_pass_finds_the_least_reduced_costs(block, monkeypatch):
+    monkeypatch.setattr(pricing, "BLOCK_ELEMENTS_CPU", block)
+    rng = np.random.default_rng(9)
+    n, m, k = 40, 33, 4
+    costs, f, g = rng.random((n, m)), rng.normal(size=n), rng.normal(size=m)
+    a, b = masses_of("zeros", n, rng), masses_of("zeros", m, rng)
+    operator = matrix_operator(torch.from_numpy(costs), torch.from_numpy(a), torch.from_numpy(b))
+    wanted = np.array([0, 0, 3, 39]), np.array([5, 32, 0, 1])
+    found = pricing.MatrixCosts(operator).price(f, g, k, wanted=wanted)
+    reduced = np.where((a > 0)[:, None] & (b > 0), costs - f[:, None] - g, math.inf)
+    least = np.zeros((n, m), bool)
+    np.put_along_axis(least, np.argsort(reduced, 1)[:, :k], True, 1)
+    np.put_along_axis(least, np.argsort(reduced, 0)[:k], True, 0)
+    expected = np.nonzero(least & np.isfinite(reduced))
+    assert np.array_equal(found.arcs.rows, expected[0])
+    assert np.array_equal(found.arcs.columns, expected[1])
+    assert np.array_equal(found.arcs.costs, costs[expected])
+    assert np.array_equal(found.wanted.costs, costs[wanted])
+    assert np.array_equal(found.row_least, np.where(b > 0, costs - g, math.inf).min(1))
+    below = pricing.MatrixCosts(operator).price(f, g, k, below=0.0).arcs
+    assert np.array_equal(below.rows, np.nonzero(least & (reduced < 0))[0])
 
 
 # Each of these breaks a proof; the tests above must be able to see it.

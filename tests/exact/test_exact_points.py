@@ -157,6 +157,32 @@ def test_self_terms_are_solved_where_the_diagonal_costs():
     assert found.bound_width <= 1e-10
 
 
+def test_self_terms_are_solved_where_a_class_distance_is_negative():
+    x, y = cloud(20, 0, classes=2), cloud(20, 1, classes=2)
+    table = torch.zeros(4, 4, dtype=torch.float64)
+    table[0, 1] = table[1, 0] = -50.0
+    found = otdd.sinkhorn_divergence(x, y, epsilon=0, class_table=table)
+    costs = torch.cdist(x.features.double(), x.features.double()) ** 2 / 2
+    costs = costs + table[:2, :2][x.labels][:, x.labels] / 2
+    shift = float(costs.min())
+    truth = ot.emd2([], [], (costs - shift).numpy()) + shift
+    assert truth < -10
+    assert found.terms["xx"].value == pytest.approx(truth, rel=1e-4)
+    assert found.terms["yy"].value == 0
+
+
+def test_the_error_of_directions_is_in_the_interval():
+    sides = [cloud(20, seed, dim=400) for seed in (0, 1)]
+    settings = {"epsilon": 0, "solver": otdd.Exact(bound_width=0), "labels": "none"}
+    found = otdd.dataset_distance(*sides, ground="cosine", **settings)
+    assert found.comparison is not None
+    # The same points as given: no direction is rounded.
+    lengths = [each.features for each in found.comparison.transformed]
+    given = otdd.dataset_distance(*lengths, lambda_x=found.cost.lambda_x / 2, **settings)
+    widths = [high - low for low, high in (found.bounds, given.bounds)]
+    assert widths[0] - widths[1] == pytest.approx(2 * found.cost.error(400), rel=1e-3)
+
+
 def test_all_pairs_are_those_of_distances():
     sets = [cloud(20, 0), cloud(25, 1), cloud(30, 2)]
     found = otdd.pairwise_distances(sets, epsilon_relative=0)
