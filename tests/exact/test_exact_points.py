@@ -180,7 +180,7 @@ def test_the_error_of_directions_is_in_the_interval():
     lengths = [each.features for each in found.comparison.transformed]
     given = otdd.dataset_distance(*lengths, lambda_x=found.cost.lambda_x / 2, **settings)
     widths = [high - low for low, high in (found.bounds, given.bounds)]
-    assert widths[0] - widths[1] == pytest.approx(2 * found.cost.error(400), rel=1e-3)
+    assert widths[0] - widths[1] == pytest.approx(2 * found.cost.error(400), rel=1e-3, abs=0)
 
 
 def test_all_pairs_are_those_of_distances():
