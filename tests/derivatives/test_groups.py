@@ -454,6 +454,6 @@ def test_a_light_point_ties_no_two_heavy_ones() -> None:
     light = 1e-3
     masses = torch.tensor([(1 - light) / 2, light, (1 - light) / 2], dtype=torch.float64)
     shares = torch.tensor([[1, light, 0], [1, 1, 1], [0, light, 1]])
-    best = torch.tensor([0, 1, 2])
-    assert not spreads(shares, best, masses, masses)
-    assert spreads(shares + 0.1, best, masses, masses)
+    ends, others = torch.arange(3).repeat_interleave(3), torch.arange(3).repeat(3)
+    assert not spreads(masses, ends, others, (masses[:, None] * shares).flatten())
+    assert spreads(masses, ends, others, (masses[:, None] * (shares + 0.1)).flatten())
