@@ -38,6 +38,7 @@ from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.exact.term import ExactTerm
 
 # Largest difference, relative to the largest entry, between the given class distances and those of
 # these rows: they may have been measured elsewhere, or read from a file.
@@ -51,7 +52,8 @@ class Contributions(NamedTuple):
     """The contributions of the source's rows to a distance.
 
     Attributes:
-        values: s (n,) float64 on the CPU, in units of the cost; NaN for rows without mass.
+        values: s (n,) float64 on the CPU, in units of the cost; NaN for rows without mass. At
+            epsilon 0, which has no gradient, the mean cost of each row under the plan.
         through_classes: whether class distances moved with the masses; False if they were fixed.
         slopes: (2, V) float64 on the CPU, least and most s_c of each source class for epsilon to 0,
             with the potentials of each group as they are. Both are equal if the masses determine
@@ -101,6 +103,34 @@ def contributions_of(
     return Contributions(values.cpu(), through is not None, slopes)
 
 
+def exact_contributions(comparison: Comparison, term: ExactTerm) -> Contributions:
+    """Compute what the rows of the source pay, and the slopes of its classes, at epsilon 0.
+
+    Raises:
+        InputError: the term is not proven optimal.
+    """
+    # It imports SciPy's graphs and POT's simplex.
+    from otdd_flash.solver.exact.slopes import slopes_of
+
+    source = comparison.given[0]
+    of_classes, labels = _class_masses(source)
+    masses, count = source.masses.cpu(), len(of_classes)
+    rest = torch.where((of_classes > 0) & (of_classes < ALL), 1 - of_classes, torch.nan)
+    within = torch.nn.functional.one_hot(labels, count).double()
+    directions = masses[:, None] * (within / of_classes - 1) / rest
+    found = slopes_of(comparison, term, directions)
+    return Contributions(found.row_costs, False, found.slopes)
+
+
+def _class_masses(source: LabeledSamples) -> tuple[Tensor, Tensor]:
+    """Return the masses (V,) of the classes, and the labels (n,), on the CPU."""
+    masses, count = source.masses.cpu(), max(1, source.class_total)
+    labels = torch.zeros(len(masses), dtype=torch.int64)
+    if source.labels is not None:
+        labels = source.labels.cpu()
+    return mass_per_class(masses, labels, count), labels
+
+
 def _slopes(source: LabeledSamples, gradient: Tensor, groups: Groups | None) -> Tensor:
     """Return the least and the most s_c of each class, (2, V).
 
@@ -111,12 +141,8 @@ def _slopes(source: LabeledSamples, gradient: Tensor, groups: Groups | None) -> 
     its slopes to both sides are the least and the most s_c over all equally good offsets between
     groups.
     """
-    masses = source.masses.cpu()
-    count = max(1, source.class_total)
-    labels = torch.zeros(len(masses), dtype=torch.int64)
-    if source.labels is not None:
-        labels = source.labels.cpu()
-    of_classes = mass_per_class(masses, labels, count)
+    of_classes, labels = _class_masses(source)
+    masses, count = source.masses.cpu(), len(of_classes)
     rest = torch.where((of_classes > 0) & (of_classes < ALL), 1 - of_classes, torch.nan)
     sums = mass_per_class(masses * gradient, labels, count)
     slopes = ((sums / of_classes - masses @ gradient) / rest).repeat(2, 1)

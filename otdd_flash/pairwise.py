@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
+from otdd_flash.arguments import Count, Ground, NotNegative, Progress, takes
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import Pair
 from otdd_flash.cost.ground import GroundCost
@@ -68,6 +68,7 @@ from otdd_flash.shown import NOT_SAMPLED, convergence_text, display, listing
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import Exact, schedule_of
 from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import (
@@ -87,8 +88,8 @@ if TYPE_CHECKING:
 def pairwise_distances(
     datasets: Sequence[Samples],
     *,
-    epsilon: Positive | None = None,
-    epsilon_relative: Positive | None = None,
+    epsilon: NotNegative | None = None,
+    epsilon_relative: NotNegative | None = None,
     labels: Labels = "gaussian",
     class_distances: JointClassDistances | None = None,
     min_class_size: Count | None = None,
@@ -111,7 +112,8 @@ def pairwise_distances(
             (features, labels) or as any datasets of vectors that `otdd.embed` takes.
         epsilon: entropic regularisation of all pairs, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, the mean over all pairs of
-            different datasets; instead of `epsilon`. Neither given means 0.01 of that mean.
+            different datasets; instead of `epsilon`. Neither given means 0.01 of that mean; 0 is
+            the unregularised cost, by `otdd.Exact()`.
         labels: how distances between classes are measured, a name such as "gaussian", a metric such
             as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points (n, d) and
             (m, d) of two classes that returns their squared distance.
@@ -137,8 +139,11 @@ def pairwise_distances(
     """
     refuse_both(epsilon, epsilon_relative)
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
-    options, metric = solver or Converged(), metric_of(labels)
-    if not isinstance(options, Converged) or options.bound_width or options.max_seconds:
+    metric = metric_of(labels)
+    options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
+    if not isinstance(options, Exact) and (
+        not isinstance(options, Converged) or options.bound_width or options.max_seconds
+    ):
         raise InputError(
             "pairwise_distances solves every term once, to solver.tolerance; solver.bound_width, "
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
@@ -324,7 +329,7 @@ class PairwiseResult:
         converged: (K, K) bool, whether all terms of a pair reached their tolerance.
         epsilon: the regularisation of all pairs, in units of the cost.
         tolerance: the largest marginal error accepted for a term, as asked for or as rounding
-            allows.
+            allows; None at epsilon 0, where the width of the bounds decides.
         details: the other content of result.json.
     """
 
@@ -335,7 +340,7 @@ class PairwiseResult:
     converged: Tensor = field(kw_only=True)
     class_distances: JointClassDistances = field(kw_only=True)
     epsilon: float = field(kw_only=True)
-    tolerance: float = field(kw_only=True)
+    tolerance: float | None = field(kw_only=True)
     details: Mapping[str, Any] = field(kw_only=True)
 
     def __repr__(self) -> str:
@@ -502,8 +507,6 @@ def _gathered(
         numbers[:, i, j] = numbers[:, j, i] = row
         converged[i, j] = converged[j, i] = one.converged
     tolerance = largest_tolerance(divergence.tolerance for divergence in found.values())
-    # Pairs are solved to a tolerance, never to a width of the bounds.
-    assert tolerance is not None
     return PairwiseResult(
         *numbers,
         converged=converged,

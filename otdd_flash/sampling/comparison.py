@@ -41,7 +41,7 @@ from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import schedule_of
 from otdd_flash.solver.shortfall import joint_shortfall
 
 
@@ -140,7 +140,7 @@ class SubsetComparison:
         if self.unconverged:
             message = joint_shortfall(
                 dict(enumerate(self.unconverged)),
-                self._settings.get("solver") or Converged(),
+                schedule_of(self._settings.get("solver"), self._settings["epsilon"], None)[0],
                 lambda some: f"{len(some)} of {count} distances between parts of the data",
                 self.unconverged[0].xy.f.dtype,
             )

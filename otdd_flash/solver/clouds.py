@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from otdd_flash.arguments import Positive, takes
+from otdd_flash.arguments import NotNegative, takes
 from otdd_flash.checks import array, optional
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.ground import GroundCost
@@ -15,7 +15,7 @@ from otdd_flash.eager import computes
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Divergence, Potentials, checked_start, report_convergence
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import refuse_start, schedule_of
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import SolverProgress, TransportTerm
 
@@ -26,7 +26,7 @@ def sinkhorn(
     source: Samples,
     target: Samples,
     *,
-    epsilon: Positive,
+    epsilon: NotNegative,
     class_table: Tensor | None = None,
     cost: GroundCost | None = None,
     options: Schedule | None = None,
@@ -43,7 +43,7 @@ def sinkhorn(
         source: n points: `LabeledSamples`, (features, labels), features alone, or any dataset of
             vectors that `otdd.embed` takes.
         target: m points, likewise.
-        epsilon: regularisation, in units of the cost.
+        epsilon: regularisation, in units of the cost; 0 is exact transport, of `otdd.Exact()`.
         class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; None is 0.
             Only the block [x, y] is read.
         cost: what it compares and its weights, by default half the squared distances between
@@ -64,7 +64,7 @@ def sinkhorn(
     Warns:
         NotConvergedWarning: the solve stopped early.
     """
-    options = options or Converged()
+    options, *_ = schedule_of(options, epsilon, None)
     x, y = as_samples(source, "source"), as_samples(target, "target")
     compute = ComputeOptions.of(compute)
     comparison = Comparison.between(x, y, epsilon, class_table, cost, compute, debias=False)
@@ -96,7 +96,7 @@ def sinkhorn_divergence(
     source: Samples,
     target: Samples,
     *,
-    epsilon: Positive,
+    epsilon: NotNegative,
     class_table: Tensor | None = None,
     cost: GroundCost | None = None,
     options: Schedule | None = None,
@@ -120,8 +120,9 @@ def sinkhorn_divergence(
     Warns:
         NotConvergedWarning: a term stopped early.
     """
-    options = options or Converged()
+    options, *_ = schedule_of(options, epsilon, None)
     x, y = as_samples(source, "source"), as_samples(target, "target")
+    refuse_start(options, start)
     compute = ComputeOptions.of(compute)
     comparison = Comparison.between(x, y, epsilon, class_table, cost, compute, debias=debias)
     start = checked_start(comparison, start)

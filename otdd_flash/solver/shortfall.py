@@ -14,6 +14,7 @@ import torch
 
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import Exact
 from otdd_flash.solver.term import StoppedBy, largest_tolerance
 
 K = TypeVar("K")
@@ -60,7 +61,10 @@ def shortfall(
         dtype: of the potentials.
         bound_width: (upper - lower) / |value| that was reached, where it was the goal.
     """
-    if tolerance is not None:
+    if isinstance(options, Exact):
+        goal, asked = "solver.bound_width", options.bound_width
+        reached = f"the bounds are {bound_width:.2e} of the value wide"
+    elif tolerance is not None:
         goal, asked = "solver.tolerance", tolerance
         reached = f"marginal error {marginal_error:.2e}"
     else:
@@ -70,9 +74,13 @@ def shortfall(
         reached = f"the solver bounds are {bound_width:.2e} of the value wide"
     match stopped_by:
         case "max_seconds":
-            assert isinstance(options, Converged)
+            assert isinstance(options, Converged | Exact)
             limit = f"within solver.max_seconds={options.max_seconds:g}"
-            advice = f"Raise solver.max_seconds, {goal} or epsilon"
+            goals = f" or {goal}" if isinstance(options, Exact) else f", {goal} or epsilon"
+            advice = f"Raise solver.max_seconds{goals}"
+        case "rounding" if isinstance(options, Exact):
+            limit = "as far as rounding allows"
+            advice = "Scale costs and masses so that the largest are not far above the others"
         case "rounding":
             limit = "as far as rounding allows"
             double = "" if dtype == torch.float64 else ", or set precision=double"

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ TermProgress = Callable[[int, float], None]
 
 # Why a solve ended. `rounding`: at this precision the bounds cannot get narrower or the marginals
 # better; `schedule`: the fixed number of updates was done; `infeasible`: no plan has these masses
-# without forbidden pairs.
+# without forbidden pairs; `optimal`: the bounds of exact transport are as close as rounding allows.
 StoppedBy = Literal[
     "tolerance",
     "bound_width",
@@ -43,6 +43,7 @@ StoppedBy = Literal[
     "rounding",
     "schedule",
     "infeasible",
+    "optimal",
 ]
 
 # The fields of a term in its summary, besides its bounds.
@@ -124,6 +125,10 @@ class TransportTerm:
             converged,
             stopped_by=reached if converged else unless_converged,
         )
+
+    def moved(self, device: torch.device) -> Self:
+        """Return the term on another device."""
+        return replace(self, f=self.f.to(device), g=self.g.to(device))
 
     def widened(self, error: float) -> TransportTerm:
         """Widen bounds and error for a cost that is off by at most `error`."""

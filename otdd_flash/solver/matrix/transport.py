@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import Positive, takes
+from otdd_flash.arguments import NotNegative, takes
 from otdd_flash.checks import array, optional
 from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import computes
@@ -30,6 +30,7 @@ from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison, relative_to_mean
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import Exact, refuse_start, schedule_of
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import SolverProgress, epsilon_given_as, refuse_both
 
@@ -44,8 +45,8 @@ def matrix_transport(
     a: Any = None,
     b: Any = None,
     *,
-    epsilon: Positive | None = None,
-    epsilon_relative: Positive | None = None,
+    epsilon: NotNegative | None = None,
+    epsilon_relative: NotNegative | None = None,
     options: Schedule | None = None,
     compute: Compute | None = None,
     start: Potentials | None = None,
@@ -62,7 +63,7 @@ def matrix_transport(
         costs: C (n, m), of any strides, or `otdd.CostBlocks`. +inf forbids a pair.
         a: (n,) non-negative masses that sum to 1; uniform by default. A mass of 0 has no influence.
         b: (m,) masses, likewise.
-        epsilon: regularisation, in units of the cost.
+        epsilon: regularisation, in units of the cost; 0 is exact transport, of `otdd.Exact()`.
         epsilon_relative: the same in units of the mean of the finite costs; one of both.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device; by default where the costs are.
@@ -82,9 +83,20 @@ def matrix_transport(
         NotConvergedWarning: the solve stopped early, or no plan has these masses.
     """
     started = time.perf_counter()
+    options, epsilon, epsilon_relative = schedule_of(options, epsilon, epsilon_relative)
     check_one_epsilon(epsilon, epsilon_relative)
-    options = options or Converged()
+    refuse_start(options, start)
     comparison = MatrixComparison.prepare(costs, a, b, compute)
+    if isinstance(options, Exact):
+        from otdd_flash.solver.exact.solve import solve_exact
+
+        if comparison.facts.forbidden:
+            refuse_infeasible(short_rows(comparison.torch_operator("xy")))
+        divergence = solve_exact(comparison, options, progress=progress)
+        report_convergence(divergence, options)
+        short = comparison.a.new_empty(0, dtype=torch.int64)
+        seconds = time.perf_counter() - started
+        return MatrixTransport(divergence.xy, seconds, short, comparison)
     with torch.no_grad():
         divergence, short = solve_matrix(
             comparison, epsilon, epsilon_relative, options, start=start, progress=progress
@@ -172,11 +184,25 @@ def report_infeasible(short: Tensor, options: Schedule) -> None:
     Raises:
         ConvergenceError: convergence is required.
     """
-    named = ", ".join(map(str, short[:NAMED].tolist())) + (", ..." if len(short) > NAMED else "")
-    message = (
-        f"no plan has these masses: {len(short)} rows ({named}) have more mass than the columns "
-        "that costs below inf leave them; allow more pairs, or change a and b"
-    )
+    message = _infeasible(short)
     if options.require_convergence:
         raise ConvergenceError(message)
     warn(message, NotConvergedWarning)
+
+
+def refuse_infeasible(short: Tensor) -> None:
+    """Refuse masses that no plan has, with the rows (k,) of `short_rows`, if there are any.
+
+    Raises:
+        InputError: there are.
+    """
+    if len(short):
+        raise InputError(_infeasible(short))
+
+
+def _infeasible(short: Tensor) -> str:
+    named = ", ".join(map(str, short[:NAMED].tolist())) + (", ..." if len(short) > NAMED else "")
+    return (
+        f"no plan has these masses: {len(short)} rows ({named}) have more mass than the columns "
+        "that costs below inf leave them; allow more pairs, or change a and b"
+    )

@@ -1,0 +1,164 @@
+"""How OT_0 changes with the masses of a class: a least and a most slope, as optimal duals are many.
+
+As the masses a grow in a direction d, whose entries sum to 0, OT_0 changes at the rate
+
+    max <d, f>    to the one side,    min <d, f>    to the other,
+
+over all optimal f. Optimal potentials differ by an offset t_k of each group k of points that the
+plan connects: f_i + t_k for its rows, g_j - t_k for its columns. With the reduced costs r of one
+optimal pair they are feasible where t_k - t_l <= r_ij for i in k and j in l, so that
+
+    max <d, f> = <d, f> + max sum_k d_k t_k,    d_k the sum of d in k,
+
+is the dual of a flow with supplies d_k along arcs of length r_ij: shortest paths in the residual
+graph. A node k of that flow is a row and a column here, with room to pass mass on, so that
+`program` solves it; passes find the arcs, as for the plan itself.
+
+`DistanceResult.contributions` calls this for an `ExactTerm` that is proven optimal.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from otdd_flash.cost.points import DOUBLE_UNIT
+from otdd_flash.errors import InputError
+from otdd_flash.operators.comparison import Comparison
+from otdd_flash.solver.exact.pricing import Arcs, ExactCosts, Places, PointCosts, Vector
+from otdd_flash.solver.exact.program import corner_tree, integer_masses, solve_program
+from otdd_flash.solver.exact.term import ExactTerm
+
+# Arcs of a row and of a column that a pass finds, and most passes of one slope.
+ARCS, MOST_PASSES = 10, 30
+
+
+class ExactSlopes(NamedTuple):
+    """What the rows and the classes of the source contribute to OT_0.
+
+    Attributes:
+        row_costs: (n,) the mean cost of a row under the plan, in units of the cost; NaN without
+            mass.
+        slopes: (2, V) least and most slope of every direction.
+    """
+
+    row_costs: Tensor
+    slopes: Tensor
+
+
+def slopes_of(comparison: Comparison, term: ExactTerm, directions: Tensor) -> ExactSlopes:
+    """Compute the costs of rows, and the slopes in some directions of the masses.
+
+    Args:
+        comparison: of the distance.
+        term: its cross term.
+        directions: (n, V) float64, NaN for a direction that there is not.
+
+    Raises:
+        InputError: the term is not proven optimal.
+    """
+    if term.stopped_by != "optimal":
+        raise InputError(
+            "contributions at epsilon 0 are of an optimal plan, and this one is not proven to be; "
+            "solve with solver.bound_width=0"
+        )
+    costs = PointCosts(comparison.cost("xy"), comparison.cost_error)
+    term = term.moved(torch.device("cpu"))
+    f, g = term.f.numpy(), term.g.numpy()
+    plan = term.rows.numpy(), term.columns.numpy()
+    groups = _Groups(costs, f, g, plan)
+    paid = torch.from_numpy(groups.plan.costs) * term.masses
+    masses = term.applied(torch.ones(len(g), 1)).masses
+    row_costs = torch.zeros_like(masses).index_add_(0, term.rows, paid) / masses
+    found = [[groups.most(sign * d) * sign for d in directions.T.numpy()] for sign in (-1, 1)]
+    return ExactSlopes(row_costs, torch.tensor(found, dtype=torch.float64))
+
+
+class _Groups:
+    """The groups of points that a plan connects, and the arcs between them.
+
+    Args:
+        costs: C.
+        f: (n,) optimal potentials.
+        g: (m,) likewise.
+        plan: rows, sorted, and columns (k,) of an optimal plan.
+    """
+
+    def __init__(
+        self, costs: ExactCosts, f: Vector, g: Vector, plan: tuple[Places, Places]
+    ) -> None:
+        # SciPy's graphs take time to import.
+        from scipy.sparse import coo_matrix
+        from scipy.sparse.csgraph import connected_components
+
+        self.costs, self.f, self.g = costs, f, g
+        n, m = len(f), len(g)
+        ends = plan[0], plan[1] + n
+        links = coo_matrix((np.ones(len(plan[0])), ends), shape=(n + m, n + m))
+        _, label = connected_components(links, directed=False)
+        # Points without mass are in no group.
+        used, places = np.unique(label[plan[0]], return_inverse=True)
+        of_label = np.full(n + m, -1)
+        of_label[used] = np.arange(len(used))
+        self.count = len(used)
+        self.rows, self.columns = np.split(of_label[label], [n])
+        # A row and a column of each group.
+        self._some = tuple(np.empty(self.count, np.int64) for _ in range(2))
+        for some, side in zip(self._some, plan, strict=True):
+            some[places] = side
+        priced = costs.price(f, g, ARCS, wanted=plan)
+        self.plan, self._arcs = priced.wanted, priced.arcs
+
+    def most(self, direction: Vector) -> float:
+        """Return max <d, f> over optimal f, for a direction d (n,); NaN if d is."""
+        if np.isnan(direction).any():
+            return float("nan")
+        known = self.rows >= 0
+        supply = np.bincount(self.rows[known], direction[known], self.count)
+        base = float(direction[known] @ self.f[known])
+        room = np.maximum(supply, 0).sum()
+        if self.count == 1 or not room > 0:
+            return base
+        sides = np.maximum(supply, 0) + room, np.maximum(-supply, 0) + room
+        integers = integer_masses(*sides)
+        arcs = self._with_tree(corner_tree(*integers)[:2])
+        slack = 4 * DOUBLE_UNIT * max(abs(self.costs.lowest), abs(self.costs.highest))
+        for _ in range(MOST_PASSES):
+            gaps = self._gaps(arcs)
+            nothing = np.zeros(self.count)
+            vertex = solve_program(*integers, gaps, nothing, nothing)
+            if vertex is None:
+                break
+            t = vertex.f
+            f = self.f + np.where(known, t[self.rows], 0)
+            g = self.g - np.where(self.columns >= 0, t[self.columns], 0)
+            more = self.costs.price(f, g, ARCS, below=-8 * slack).arcs
+            joined = Arcs.joined(len(g), arcs, more)
+            if len(joined.rows) == len(arcs.rows):
+                return base + float(supply @ t)
+            arcs = joined
+        return float("inf")
+
+    def _with_tree(self, tree: tuple[Places, Places]) -> Arcs:
+        """Return the arcs with those of a tree between groups, by a row and a column of each."""
+        rows, columns = (some[side] for some, side in zip(self._some, tree, strict=True))
+        order = np.argsort(rows, kind="stable")
+        wanted = rows[order], columns[order]
+        found = self.costs.price(self.f, self.g, 1, below=-np.inf, wanted=wanted).wanted
+        return Arcs.joined(len(self.g), self._arcs, found)
+
+    def _gaps(self, arcs: Arcs) -> Arcs:
+        """Return the shortest arcs between groups, and one of length 0 within each."""
+        rows, columns = self.rows[arcs.rows], self.columns[arcs.columns]
+        both: NDArray[np.bool_] = (rows >= 0) & (columns >= 0) & (rows != columns)
+        keys, lengths = (rows * self.count + columns)[both], arcs.reduced(self.f, self.g)[both]
+        order = np.lexsort((lengths, keys))
+        keys, first = np.unique(keys[order], return_index=True)
+        shortest = np.maximum(lengths[order][first], 0)
+        own = np.arange(self.count)
+        between = Arcs(keys // self.count, keys % self.count, shortest)
+        return Arcs.joined(self.count, between, Arcs(own, own, np.zeros(self.count)))

@@ -1,0 +1,407 @@
+"""The solve of OT_0: potentials, arcs, then linear programs and passes in turn until it is proven.
+
+A round solves the linear program on the arcs so far, whose plan is an upper bound, and passes over
+all costs at its potentials. The pass gives a lower bound, and the arcs of negative reduced cost
+that the program has missed; these are added. The first arcs are those of the least reduced costs of
+every row and every column at entropic potentials of a small epsilon. Where these have no plan, the
+tree of the north-west corner is added, with which the program always has one. Small problems take
+all arcs.
+
+`solving` and `matrix.transport` call `solve_exact` for `Exact` options.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otdd_flash.cost.facts import TERMS
+from otdd_flash.cost.ground import NO_OFFSET
+from otdd_flash.cost.points import DOUBLE_UNIT, LabelledCost
+from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.errors import InputError
+from otdd_flash.formulas.decision import CROSS
+from otdd_flash.memory import free_memory
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.comparison import Comparison
+from otdd_flash.solver.divergence import Compared, Divergence
+from otdd_flash.solver.exact.bounds import Bound, lower_bound, mean_errors, upper_bound
+from otdd_flash.solver.exact.pricing import (
+    Arcs,
+    ExactCosts,
+    MatrixCosts,
+    Places,
+    PointCosts,
+    Priced,
+    SharedCosts,
+    Vector,
+)
+from otdd_flash.solver.exact.program import corner_tree, integer_masses, solve_program
+from otdd_flash.solver.exact.term import ExactTerm
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import Exact, needs_zero
+from otdd_flash.solver.solve import solve_term
+from otdd_flash.solver.term import SolverProgress, StoppedBy, TermProgress
+
+if TYPE_CHECKING:
+    # Of several processes alone.
+    from otdd_flash.operators.sharded import ShardedOperator
+
+# Entries of a cost up to which the program takes all of them.
+FEW_ENTRIES = 1 << 15
+
+# The epsilon of the first potentials, over the mean cost, and by how much it is raised where its
+# precision cannot hold it. Their marginal error.
+FIRST_LEVEL, RAISED, FIRST_ERROR = 1e-3, 10.0, 0.05
+
+# Arcs of every row and of every column: those at first, and most of those added in a round.
+FIRST_ARCS, MORE_ARCS = 10, 10
+
+# A program takes the arcs of reduced costs up to this many times the largest one in the last plan,
+# which the pass has found: the smaller the costs, the smaller their rounding.
+NEAR = 100.0
+
+# Rounds that add no arc and do not halve the gap after which rounding alone keeps the bounds apart.
+MOST_STALLED = 3
+
+# Where costs tie, the arcs that a round adds may change little: after so many rounds it adds twice
+# as many.
+DOUBLED = 4
+
+# Bytes of an arc, with the copies of the simplex.
+ARC_BYTES = 64
+
+TINY = float(np.finfo(np.float64).tiny)
+
+
+def solve_exact(
+    compared: Compared,
+    options: Exact,
+    *,
+    progress: SolverProgress | None = None,
+) -> Divergence:
+    """Solve OT_0, or S_0 with its self terms.
+
+    Args:
+        compared: two datasets with class distances, or given costs.
+        options: the width to reach, and the time.
+        progress: called as progress(term, round, relative width).
+
+    Raises:
+        InputError: epsilon is positive, arcs do not fit in memory, or points not on every process
+            of a group.
+    """
+    if compared.epsilon > 0:
+        raise needs_zero()
+    seconds = math.inf if options.max_seconds is None else options.max_seconds
+    end = time.perf_counter() + seconds
+    if len(compared.terms) > 1 and compared.identical:
+        term = _solve_named(compared, "xx", options.bound_width, end, progress)
+        terms = dict.fromkeys(TERMS, term)
+        return _divergence(compared, terms, options, identical=True)
+    width = options.bound_width
+    terms = {}
+    for name in (*compared.terms[1:], "xy"):
+        terms[name] = _solve_named(compared, name, width, end, progress)
+    divergence = _divergence(compared, terms, options)
+    if divergence.converged and divergence.bound_width > width:
+        # Terms of which each is narrow enough, and whose difference is small.
+        for name, term in terms.items():
+            if term.stopped_by != "optimal":
+                terms[name] = _solve_named(compared, name, 0.0, end, progress)
+        divergence = _divergence(compared, terms, options)
+    return divergence
+
+
+def _divergence(
+    compared: Compared,
+    terms: Mapping[str, ExactTerm],
+    options: Exact,
+    *,
+    identical: bool = False,
+) -> Divergence:
+    xy, xx, yy = (terms.get(name) for name in TERMS)
+    assert xy is not None
+    return Divergence(
+        xy,
+        xx,
+        yy,
+        backend="torch, network simplex of POT",
+        device=str(xy.f.device),
+        passes=sum(term.passes for term in terms.values()),
+        identical=identical,
+        schedule=options.name,
+        offset=NO_OFFSET if identical else compared.offset,
+    )
+
+
+def _solve_named(
+    compared: Compared,
+    name: str,
+    width: float,
+    end: float,
+    progress: SolverProgress | None,
+) -> ExactTerm:
+    """Solve the term "xy", "xx" or "yy" until `end`, a time of `time.perf_counter`."""
+    costs: ExactCosts
+    told = None if progress is None else partial(progress, name)
+    if isinstance(compared, Comparison):
+        cost = compared.cost(name)
+        if cost.symmetric and _is_zero(cost):
+            return _diagonal_term(cost.a)
+        if isinstance(compared.compute.group, Ranks):
+            shared = cast("ShardedOperator", compared.operator(name))
+            costs = SharedCosts(shared, compared.cost_error)
+            return _Solve(costs, width, end, told).run(lambda: shared)
+        costs = PointCosts(cost, compared.cost_error)
+    else:
+        costs = MatrixCosts(compared.torch_operator(name))
+    return _Solve(costs, width, end, told).run(lambda: compared.operator(name))
+
+
+def _is_zero(cost: LabelledCost) -> bool:
+    """Whether a cloud is at no cost from itself: C(x, x) = 0 and C is nowhere negative."""
+    table = cost.class_costs
+    return bool((table >= 0).all()) and not bool(cost.own_costs().any())
+
+
+def _diagonal_term(a: Tensor) -> ExactTerm:
+    """Return the self term of a cloud at no cost from itself."""
+    nothing, every = torch.zeros_like(a), a.nonzero().squeeze(1)
+    return ExactTerm(
+        nothing,
+        nothing,
+        epsilon=0.0,
+        value=0.0,
+        bounds=(0.0, 0.0),
+        marginal_error=0.0,
+        tolerance=None,
+        iterations=0,
+        passes=0.0,
+        converged=True,
+        stopped_by="optimal",
+        rows=every,
+        columns=every,
+        masses=a[every],
+    )
+
+
+class _Upper(NamedTuple):
+    """A plan with masses on arcs, its bound, and the L1 error of its marginals."""
+
+    bound: Bound
+    plan: Arcs
+    masses: Vector
+    error: float
+
+
+class _Lower(NamedTuple):
+    """Potentials f (n,) and g (m,), and their bound."""
+
+    bound: Bound
+    f: Vector
+    g: Vector
+
+
+class _Solve:
+    """The solve of one term: the best bounds so far, and when to stop.
+
+    Args:
+        costs: C.
+        width: to reach, relative to the value.
+        end: the time of `time.perf_counter` after which no round begins.
+        progress: called as progress(round, relative width).
+    """
+
+    def __init__(
+        self, costs: ExactCosts, width: float, end: float, progress: TermProgress | None
+    ) -> None:
+        self.costs, self.width, self.end, self.progress = costs, width, end, progress
+        self.a, self.b = _host(costs.a), _host(costs.b)
+        self.integers = integer_masses(self.a, self.b)
+        self.errors = _host(costs.errors[0]), _host(costs.errors[1])
+        self.mean_error = mean_errors(costs)
+        self.forbidden, self.rounds, self.passes = False, 0, 0.0
+        self.lower: _Lower | None = None
+        self.upper: _Upper | None = None
+
+    def run(self, operator: Callable[[], Operator]) -> ExactTerm:
+        """Solve; `operator` builds that of the entropic potentials, if they are needed."""
+        n, m = len(self.a), len(self.b)
+        rows, columns, masses = corner_tree(*self.integers)
+        f, g, count = np.zeros(n), np.zeros(m), max(n, m)
+        if n * m > FEW_ENTRIES:
+            f, g, self.passes = first_potentials(self.costs, operator(), self.seconds_left)
+            count = FIRST_ARCS
+        check_arcs(min(n * m, (n + m) * (count + 1)))
+        priced = self.price(f, g, count, wanted=(rows, columns))
+        self.improve_upper(priced.wanted, masses)
+        arcs, plan, cutoff, stalled = priced.arcs, priced.wanted, math.inf, 0
+        while (stopped := self.stopped()) is None and stalled < MOST_STALLED:
+            gap = self.upper_end - self.lower_end
+            used = arcs.some(arcs.reduced(priced.row_least, g) <= cutoff)
+            if self.rounds > 0:
+                used = Arcs.joined(m, used, plan)
+            vertex = solve_program(*self.integers, used, priced.row_least, g)
+            if vertex is None and self.rounds == 0:
+                # The first arcs alone have no plan. With the corner's, whose large costs would cost
+                # potentials digits, they have one.
+                used = Arcs.joined(m, used, plan)
+                vertex = solve_program(*self.integers, used, priced.row_least, g)
+            self.rounds += 1
+            if vertex is None:
+                break
+            g, found = vertex.g, used.some(vertex.which)
+            if self.improve_upper(found, vertex.masses):
+                # From here on these arcs have a plan, and the corner's are not needed.
+                plan = found
+            count = MORE_ARCS << (self.rounds // DOUBLED)
+            priced = self.price(vertex.f, g, count, below=-self.negligible)
+            known, arcs = len(arcs.rows), Arcs.joined(m, arcs, priced.arcs)
+            cutoff = NEAR * plan.reduced(priced.row_least, g).max()
+            halved = self.upper_end - self.lower_end < gap / 2
+            stalled = 0 if halved or len(arcs.rows) > known else stalled + 1
+            if self.progress is not None:
+                self.progress(self.rounds, self.relative_width)
+        return self.term(stopped or "rounding")
+
+    def price(
+        self,
+        f: Vector,
+        g: Vector,
+        count: int,
+        *,
+        below: float = math.inf,
+        wanted: tuple[Places, Places] | None = None,
+    ) -> Priced:
+        """Pass over all costs as `ExactCosts.price`, which may raise the lower bound."""
+        priced = self.costs.price(f, g, count, below=below, wanted=wanted)
+        self.passes += 1
+        bound = lower_bound(self.a, self.b, priced.row_least, g, self.mean_error)
+        if self.lower is None or bound.value - bound.rounding > self.lower_end:
+            self.lower = _Lower(bound, priced.row_least, g)
+        return priced
+
+    def improve_upper(self, plan: Arcs, masses: Vector) -> bool:
+        """Take a plan if it is better; return False if it uses a forbidden pair."""
+        if not np.isfinite(plan.costs).all():
+            return False
+        spread = 0.0 if self.costs.forbidden else self.costs.highest - self.costs.lowest
+        masses = masses / math.fsum(masses)
+        bound, error = upper_bound(self.a, self.b, plan, masses, spread, self.errors)
+        if bound.value + bound.rounding < self.upper_end:
+            self.upper = _Upper(bound, plan, masses, error)
+        return True
+
+    def stopped(self) -> StoppedBy | None:
+        """Return what ends the solve, or None if it goes on."""
+        if self.upper is not None and self.lower is not None:
+            upper, lower = self.upper.bound, self.lower.bound
+            if upper.value - lower.value <= upper.rounding + lower.rounding:
+                return "optimal"
+        if self.width > 0 and self.relative_width <= self.width:
+            return "bound_width"
+        return "max_seconds" if self.seconds_left <= 0 else None
+
+    @property
+    def seconds_left(self) -> float:
+        """The time until no further round begins."""
+        return self.end - time.perf_counter()
+
+    @property
+    def negligible(self) -> float:
+        """Reduced costs that are negative by less than this are 0 but for rounding."""
+        return 4 * DOUBLE_UNIT * max(abs(self.costs.lowest), abs(self.costs.highest))
+
+    @property
+    def lower_end(self) -> float:
+        """The best lower bound."""
+        return (
+            -math.inf if self.lower is None else self.lower.bound.value - self.lower.bound.rounding
+        )
+
+    @property
+    def upper_end(self) -> float:
+        """The best upper bound."""
+        return (
+            math.inf if self.upper is None else self.upper.bound.value + self.upper.bound.rounding
+        )
+
+    @property
+    def relative_width(self) -> float:
+        """(upper - lower) / max(|upper|, mean cost times rounding)."""
+        least = max(abs(self.costs.mean) * DOUBLE_UNIT, TINY)
+        return (self.upper_end - self.lower_end) / max(abs(self.upper_end), least)
+
+    def term(self, stopped_by: StoppedBy) -> ExactTerm:
+        """Return the term, on the device of the costs."""
+        assert self.lower is not None
+        plan, masses, error = Arcs.joined(1), np.empty(0), math.inf
+        if self.upper is not None:
+            plan, masses, error = self.upper.plan, self.upper.masses, self.upper.error
+        arrays = self.lower.f, self.lower.g, plan.rows, plan.columns, masses
+        f, g, *entries = (torch.from_numpy(each).to(self.costs.a.device) for each in arrays)
+        return ExactTerm(
+            f,
+            g,
+            epsilon=0.0,
+            value=self.upper_end,
+            bounds=(self.lower_end, self.upper_end),
+            marginal_error=error,
+            tolerance=None,
+            iterations=self.rounds,
+            passes=self.passes,
+            converged=stopped_by in ("optimal", "bound_width"),
+            stopped_by=stopped_by,
+            rows=entries[0],
+            columns=entries[1],
+            masses=entries[2],
+        )
+
+
+def check_arcs(count: int) -> None:
+    """Refuse arcs that do not fit in memory.
+
+    Raises:
+        InputError: they do not.
+    """
+    needed, free = ARC_BYTES * count, free_memory(torch.device("cpu"))
+    if needed > free:
+        raise InputError(
+            f"epsilon=0 takes {count:,} arcs, some {needed / 1e9:.1f} GB of memory, of which "
+            f"{free / 1e9:.1f} GB are free; compare fewer points, or set a positive epsilon"
+        )
+
+
+def first_potentials(
+    costs: ExactCosts, operator: Operator, seconds: float
+) -> tuple[Vector, Vector, float]:
+    """Compute entropic potentials f (n,) and g (m,) at a small epsilon, and the passes they took.
+
+    Where the precision cannot hold an epsilon, or rounding leaves nothing of the marginals, it is
+    raised. Costs that are all alike or beyond the precision, or no time, leave potentials of 0.
+    """
+    scale = costs.mean - min(costs.lowest, 0.0)
+    epsilon, limits = FIRST_LEVEL * scale, torch.finfo(operator.passes.dtype)
+    most = min(scale, limits.max / 4)
+    while limits.tiny < epsilon <= most and seconds > 0:
+        limit = None if seconds == math.inf else seconds
+        try:
+            term = solve_term(operator, epsilon, Converged(FIRST_ERROR, max_seconds=limit), CROSS)
+        except InputError:
+            epsilon *= RAISED
+            continue
+        return _host(term.f), _host(term.g), term.passes
+    return np.zeros(len(costs.a)), np.zeros(len(costs.b)), 0.0
+
+
+def _host(values: Tensor) -> Vector:
+    found: Vector = values.double().cpu().numpy()
+    return found
