@@ -1,7 +1,7 @@
 """One step of conjugate gradients for several right-hand sides, in one launch.
 
-`derivatives.conjugate_gradients_kernels` calls `cg_step` and `cg_turn`. The formulas of a step are
-those of `derivatives.conjugate_gradients`, which computes in PyTorch. Here a program owns one of
+`engine.conjugate_gradients_kernels` calls `cg_step` and `cg_turn`. The formulas of a step are
+those of `engine.conjugate_gradients`, which computes in PyTorch. Here a program owns one of
 the right-hand sides, with its search direction: its vectors lie in the cache, and its sums are
 added in the same order whatever other directions there are. It takes the image of the direction as
 the last product of a plan leaves it,
