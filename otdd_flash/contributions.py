@@ -29,9 +29,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.ground import NO_OFFSET
 from otdd_flash.cost.points import mass_per_class
 from otdd_flash.derivatives.gradient import DivergenceGradient, Needs
 from otdd_flash.derivatives.groups import Groups
+from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table, mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
@@ -103,12 +105,28 @@ def contributions_of(
     return Contributions(values.cpu(), through is not None, slopes)
 
 
-def exact_contributions(comparison: Comparison, term: ExactTerm) -> Contributions:
+def exact_contributions(
+    comparison: Comparison, divergence: Divergence, term: ExactTerm
+) -> Contributions:
     """Compute what the rows of the source pay, and the slopes of its classes, at epsilon 0.
 
+    Args:
+        comparison: of the distance.
+        divergence: its terms.
+        term: the cross term among them.
+
     Raises:
-        InputError: the term is not proven optimal.
+        InputError: the term is not proven optimal, or the distance has other terms than it.
     """
+    others = [each for name, each in divergence.terms.items() if name != "xy"]
+    if any(each.bounds != (0.0, 0.0) for each in others) or (
+        not others and divergence.offset != NO_OFFSET
+    ):
+        raise InputError(
+            "contributions at epsilon 0 are those of the cross term, and this distance has other "
+            "terms that move with the masses, of ground=inner or of class distances within a class "
+            "or below 0; take ground=sqeuclidean or cosine, and debias=false, or a positive epsilon"
+        )
     # It imports SciPy's graphs and POT's simplex.
     from otdd_flash.solver.exact.slopes import slopes_of
 

@@ -259,7 +259,8 @@ class DistanceResult:
         are those of both sides of each kink.
 
         Raises:
-            InputError: there is not enough memory, or the plan at epsilon 0 is not proven optimal.
+            InputError: there is not enough memory, or at epsilon 0 the plan is not proven optimal
+                or self terms are not 0.
             ConvergenceError: `required`, and the masses leave potentials of groups of points
                 undetermined against each other.
 
@@ -269,7 +270,7 @@ class DistanceResult:
         self._check_unchanged()
         term = self.divergence.xy
         if isinstance(term, ExactTerm):
-            return exact_contributions(self._prepared, term)
+            return exact_contributions(self._prepared, self.divergence, term)
         with self._prepared.within_memory():
             return contributions_of(
                 self._prepared, self.divergence, self.method, required=self.required

@@ -559,7 +559,7 @@ def relative_width(value: float, bounds: tuple[float, float]) -> float:
     width = bounds[1] - bounds[0]
     if width == 0:
         return 0.0
-    return width / abs(value) if value else math.inf
+    return width / abs(value) if value and math.isfinite(width) else math.inf
 
 
 def _terms_to_tighten(

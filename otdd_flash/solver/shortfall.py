@@ -64,6 +64,8 @@ def shortfall(
     if isinstance(options, Exact):
         goal, asked = "solver.bound_width", options.bound_width
         reached = f"the bounds are {bound_width:.2e} of the value wide"
+        if marginal_error == math.inf:
+            reached = "no plan without forbidden pairs was found"
     elif tolerance is not None:
         goal, asked = "solver.tolerance", tolerance
         reached = f"marginal error {marginal_error:.2e}"
@@ -80,7 +82,13 @@ def shortfall(
             advice = f"Raise solver.max_seconds{goals}"
         case "rounding" if isinstance(options, Exact):
             limit = "as far as rounding allows"
-            advice = "Scale costs and masses so that the largest are not far above the others"
+            advice = (
+                "Lower costs that are far above the others, or set them to inf to forbid their "
+                f"pairs, or raise {goal}"
+            )
+        case "infeasible":
+            limit = "as far as rounding of the masses allows"
+            advice = "Allow more pairs, or change a and b so that allowed pairs can hold them"
         case "rounding":
             limit = "as far as rounding allows"
             double = "" if dtype == torch.float64 else ", or set precision=double"

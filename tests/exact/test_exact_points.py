@@ -68,7 +68,7 @@ def test_distances_have_the_true_value(settings):
     assert low - slack <= truth <= high + slack
     assert high - low <= slack
     assert found.divergence.stopped_by == "optimal"
-    assert found.value == high
+    assert low <= found.value <= high
     assert found.epsilon == 0
     plan = found.plan().to_dense()
     assert float((plan * costs).sum()) == pytest.approx(truth, abs=slack)

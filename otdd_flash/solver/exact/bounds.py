@@ -9,14 +9,27 @@ with x, C_ij - A_i - B_j >= f_i + g_j - u |f_i| for all pairs with mass, so that
 
     OT_0 >= <a, f - A - u |f|> + <b, g - B>.                                                  (1)
 
+Both sums also differ by <r - a, f> + <c - b, g> from those for the masses r and c of a plan, which
+are a and b to rounding; (1) is lowered by as much, so that it is below the cost of that plan.
+
 Upper bound. A plan P of mass 1 has row sums r and column sums c. Lower every row that has too much,
 then every column: that removes at most rho / 2, with rho = ||r - a||_1 + ||c - b||_1. As much is
 missing now, and any plan of what is missing completes it. So
 
     OT_0 <= <C, P> + (max C - min C) rho / 2,                                                 (2)
 
-with range of C over pairs with mass. The plan is divided by its mass, which is 1 but for rounding.
-With forbidden pairs (2) holds for the masses r and c, as the rest may have no pair to use.
+with range of C over pairs with mass. Few costs may be far above the others, which (2) then pays
+for. A hub (p, q), an arc of mass rho or more, gives another bound: a row that lacks mass takes it
+from q; one that has too much leaves an arc (i, j) of its own, and p serves j instead; columns
+likewise; (p, q) gives what p and q had to take. As deficits and excesses of a side are equal,
+
+    OT_0 <= <C, P> + sum_i |r - a|_i max(C_iq - C_pq, max_j (C_pj - C_ij), 0)
+                   + sum_j |c - b|_j max(C_pj - C_pq, max_i (C_iq - C_ij), 0),                (3)
+
+with inner maxima over the arcs of the plan, and (p, j). The lesser of (2) and (3) is taken. The
+plan is divided by its mass, which is 1 but for rounding. Its sums are sums of integers, without
+error; where the integers are the masses, r = a and c = b. With forbidden pairs the upper bound
+holds for the masses r and c, as the rest may have no pair to use.
 
 `solve` calls these.
 """
@@ -29,7 +42,14 @@ from typing import NamedTuple
 import numpy as np
 
 from otdd_flash.cost.points import DOUBLE_UNIT
-from otdd_flash.solver.exact.pricing import Arcs, ExactCosts, Vector
+from otdd_flash.solver.exact.pricing import Arcs, ExactCosts, Places, Vector
+
+# What a product may lose that underflows.
+UNDERFLOW = 5e-324
+
+# Hubs of (3) that are tried, and by how much the rounding of both ends may exceed that of n + m
+# common costs, and the common error of costs, where a plan is called optimal.
+HUBS, MOST_SHARE = 4, 64.0
 
 
 class Bound(NamedTuple):
@@ -38,10 +58,41 @@ class Bound(NamedTuple):
     Attributes:
         value: of the dual, or the cost of the plan, as computed.
         rounding: by how much the end is beyond it.
+        marginals: the part of `rounding` that the marginals of a plan cost, of the upper end.
     """
 
     value: float
     rounding: float
+    marginals: float = 0.0
+
+
+class Marginals(NamedTuple):
+    """How far the marginals of a plan are from the masses.
+
+    Attributes:
+        rows: (n,) bounds of |r - a|.
+        columns: (m,) bounds of |c - b|.
+    """
+
+    rows: Vector
+    columns: Vector
+
+    @property
+    def error(self) -> float:
+        """The larger L1 error."""
+        return max(math.fsum(self.rows), math.fsum(self.columns))
+
+
+def marginals_of(a: Vector, b: Vector, plan: Arcs, masses: Vector) -> Marginals:
+    """Compare the marginals of a plan, of integer masses (k,) on arcs, with a (n,) and b (m,)."""
+    total, found = math.fsum(masses), []
+    for wanted, places in ((a, plan.rows), (b, plan.columns)):
+        # Integers add without error.
+        sums = np.bincount(places, masses, len(wanted)) / total
+        apart = np.abs(sums - wanted / math.fsum(wanted))
+        # Two quotients, a sum and a difference.
+        found.append(apart + 4 * DOUBLE_UNIT * (sums + apart))
+    return Marginals(found[0], found[1])
 
 
 def mean_errors(costs: ExactCosts) -> float:
@@ -49,8 +100,10 @@ def mean_errors(costs: ExactCosts) -> float:
     return float(costs.a @ costs.errors[0] + costs.b @ costs.errors[1])
 
 
-def lower_bound(a: Vector, b: Vector, f: Vector, g: Vector, error: float) -> Bound:
-    """Return (1) for f (n,) as `price` found it for g (m,).
+def lower_bound(
+    a: Vector, b: Vector, f: Vector, g: Vector, error: float, marginals: Marginals
+) -> Bound:
+    """Return (1) for f (n,) as `price` found it for g (m,), and for the masses of a plan.
 
     Args:
         a: (n,) masses.
@@ -58,41 +111,87 @@ def lower_bound(a: Vector, b: Vector, f: Vector, g: Vector, error: float) -> Bou
         f: row potentials; read where rows have mass.
         g: column potentials, likewise.
         error: `mean_errors`.
+        marginals: of a plan.
     """
-    value = size = 0.0
-    for masses, potential in ((a, f), (b, g)):
+    value = size = apart = 0.0
+    for masses, potential, off in ((a, f, marginals.rows), (b, g, marginals.columns)):
         present = masses > 0
         terms, total = masses[present] * potential[present], math.fsum(masses)
         value += math.fsum(terms) / total
         size += math.fsum(np.abs(terms)) / total
+        apart += math.fsum(off[present] * np.abs(potential[present]))
     # u |f| of (1); products, sums, quotients; the error is itself rounded.
-    return Bound(value, 8 * DOUBLE_UNIT * size + error * (1 + 1e-6))
+    rounding = 8 * DOUBLE_UNIT * size + (error + apart) * (1 + 1e-6)
+    return Bound(value, rounding + 2 * UNDERFLOW * (len(a) + len(b)))
 
 
 def upper_bound(
-    a: Vector, b: Vector, plan: Arcs, masses: Vector, spread: float, errors: tuple[Vector, Vector]
-) -> tuple[Bound, float]:
-    """Return (2) for a plan with masses (k,) on arcs, and the larger L1 error of its marginals.
+    plan: Arcs,
+    masses: Vector,
+    marginals: Marginals,
+    spread: float,
+    errors: tuple[Vector, Vector],
+    hubs: Arcs | None = None,
+) -> Bound:
+    """Return the lesser of (2) and (3) for a plan with masses (k,) on arcs.
 
     Args:
-        a: (n,) masses.
-        b: (m,) masses.
         plan: arcs of pairs with mass.
         masses: of the arcs.
-        spread: max C - min C over pairs with mass; 0 if pairs are forbidden.
+        marginals: of the plan; 0 if its masses are exact, or pairs forbidden.
+        spread: max C - min C over pairs with mass.
         errors: A (n,) and B (m,).
+        hubs: `hub_arcs` of the plan with their costs; (2) alone if None.
     """
     total = math.fsum(masses)
-    terms = masses * plan.costs
-    value, size = math.fsum(terms) / total, math.fsum(np.abs(terms)) / total
-    residuals = []
-    for wanted, places in ((a, plan.rows), (b, plan.columns)):
-        sums = np.bincount(places, masses, len(wanted)) / total
-        count = np.bincount(places, minlength=len(wanted))
-        apart = np.abs(sums - wanted / math.fsum(wanted))
-        # The sum of k masses, and three quotients.
-        slack = (count + 4) * DOUBLE_UNIT * (sums + apart)
-        residuals.append(math.fsum(apart + slack))
-    error = math.fsum(masses * (errors[0][plan.rows] + errors[1][plan.columns])) / total
-    rounding = 8 * DOUBLE_UNIT * size + (spread * sum(residuals) / 2 + error) * (1 + 1e-6)
-    return Bound(value, rounding), max(residuals)
+    shares = masses / total
+    terms = shares * plan.costs
+    value, size = math.fsum(terms), math.fsum(np.abs(terms))
+    rho = math.fsum(marginals.rows) + math.fsum(marginals.columns)
+    paid = spread * rho / 2
+    if hubs is not None and rho > 0:
+        # The costs of (3) are computed ones.
+        of_costs = 4 * rho * float(errors[0].max() + errors[1].max())
+        for hub in largest(plan, masses):
+            if shares[hub] > rho:
+                paid = min(paid, of_costs + _through_hub(plan, hub, marginals, hubs))
+    error = math.fsum(shares * (errors[0][plan.rows] + errors[1][plan.columns]))
+    rounding = 8 * DOUBLE_UNIT * size + (paid + error) * (1 + 1e-6)
+    return Bound(value, rounding + 2 * UNDERFLOW * len(masses), paid)
+
+
+def largest(plan: Arcs, masses: Vector) -> Places:
+    """Return the places of the arcs of most mass, at most `HUBS`."""
+    places: Places = np.argsort(-masses, kind="stable")[:HUBS]
+    return places
+
+
+def hub_arcs(plan: Arcs, masses: Vector, n: int, m: int) -> tuple[Places, Places]:
+    """Return rows, sorted, and columns of all pairs in the row or the column of a hub."""
+    hubs = largest(plan, masses)
+    rows, columns = np.unique(plan.rows[hubs]), np.unique(plan.columns[hubs])
+    keys = np.unique(
+        np.concatenate(
+            (
+                (rows[:, None] * m + np.arange(m)).ravel(),
+                (np.arange(n)[:, None] * m + columns).ravel(),
+            )
+        )
+    )
+    return keys // m, keys % m
+
+
+def _through_hub(plan: Arcs, hub: int, marginals: Marginals, hubs: Arcs) -> float:
+    """Return what (3) adds to the cost of the plan."""
+    p, q, n, m = plan.rows[hub], plan.columns[hub], len(marginals.rows), len(marginals.columns)
+    to_q, from_p, centre = np.zeros(n), np.zeros(m), plan.costs[hub]
+    for costs, into, some in (
+        (to_q, hubs.rows, hubs.columns == q),
+        (from_p, hubs.columns, hubs.rows == p),
+    ):
+        costs[into[some]] = hubs.costs[some]
+    rows, columns = np.maximum(to_q - centre, 0), np.maximum(from_p - centre, 0)
+    np.maximum.at(rows, plan.rows, from_p[plan.columns] - plan.costs)
+    np.maximum.at(columns, plan.columns, to_q[plan.rows] - plan.costs)
+    columns = np.maximum(columns, centre - from_p)
+    return math.fsum(marginals.rows * rows) + math.fsum(marginals.columns * columns)

@@ -114,12 +114,17 @@ class _InBlocks(ABC):
         )
         least = torch.full_like(a, torch.inf)
         columns = _ColumnLeast(count, torch.full_like(b, below))
+        massless, feasible = (b == 0).nonzero().squeeze(1), torch.full_like(b, torch.inf)
         found, asked, buffer = [], [], torch.empty(0)
         for rows, block in self.blocks():
             if len(buffer) < len(block):
                 buffer = torch.empty_like(block)
             less = torch.sub(block, of_columns, out=buffer[: len(block)])
             torch.amin(less, 1, out=least[rows])
+            if len(massless) > 0:
+                known = least[rows].isfinite()
+                above = (block[:, massless] - least[rows, None])[known]
+                feasible[massless] = torch.cat((feasible[massless][None], above)).amin(0)
             if wanted is not None:
                 part = slice(*np.searchsorted(wanted[0], (rows.start, rows.stop)))
                 i, j = (torch.from_numpy(places[part]).to(a.device) for places in wanted)
@@ -138,7 +143,8 @@ class _InBlocks(ABC):
             found.append(_on_host(places[i], j, block[i, j]))
             columns.add(places, less, block)
         found.append(columns.arcs())
-        return Priced(least.cpu().numpy(), Arcs.joined(m, *found), Arcs.joined(m, *asked))
+        arcs, wanted_arcs = Arcs.joined(m, *found), Arcs.joined(m, *asked)
+        return Priced(least.cpu().numpy(), feasible.cpu().numpy(), arcs, wanted_arcs)
 
 
 class PointCosts(_InBlocks):
@@ -232,11 +238,13 @@ class Priced(NamedTuple):
 
     Attributes:
         row_least: (n,) min_j (C_ij - g_j) over columns with mass.
+        massless: (m,) min_i (C_ij - row_least_i), the g of columns without mass; inf of others.
         arcs: those of the least reduced costs.
         wanted: those asked for, of any cost; none if none were.
     """
 
     row_least: Vector
+    massless: Vector
     arcs: Arcs
     wanted: Arcs
 
@@ -280,12 +288,15 @@ class SharedCosts:
         """Pass over all costs, of which every rank takes a share of the rows."""
         ranks, number = self._operator.ranks, self._operator.number
         found = ranks.order(_price_share, number, self._error, f, g, count, below, wanted)
-        least = np.minimum.reduce([each.row_least for each in found])
+        least, massless = (
+            np.minimum.reduce(each)
+            for each in zip(*((some.row_least, some.massless) for some in found), strict=True)
+        )
         arcs, asked = (
             Arcs.joined(len(g), *parts)
             for parts in zip(*((each.arcs, each.wanted) for each in found), strict=True)
         )
-        return Priced(least, arcs, asked)
+        return Priced(least, massless, arcs, asked)
 
 
 def _price_share(

@@ -31,23 +31,50 @@ MOST_PIVOTS = 10**12
 # The largest reduced cost has so many bits.
 COST_BITS = 20
 
+# The least number above 0.
+LEAST_UNIT = 2.0**-1074
+
+# The cost of a slack arc and of a forbidden one, over (n + m) times the largest reduced cost. A unit
+# of slack takes two arcs.
+SLACK_COST, FORBIDDEN_COST = 1.0, 4.0
+
 # POT's code for an optimal plan. With any other code there is no plan.
 OPTIMAL = 1
 
 
-def integer_masses(a: Vector, b: Vector) -> tuple[Vector, Vector]:
-    """Return integers, float64, near multiples of masses a (n,) and b (m,), of equal sums.
+class IntegerMasses(NamedTuple):
+    """Integers, float64, in proportion to masses, of equal sums below 2^53.
 
-    Equal masses on both sides are represented exactly. Others are off by at most half of an integer
-    in about 2^52, and the largest mass of a side by what its sum lacks then.
+    Attributes:
+        supply: (n,) of rows.
+        demand: (m,) of columns.
+        exact: whether these are the masses over their sums as real numbers.
     """
-    if (a == a[0]).all() and (b == b[0]).all():
-        common = math.gcd(len(a), len(b))
-        return np.full(len(a), len(b) // common, float), np.full(len(b), len(a) // common, float)
-    sides = [np.rint(side / math.fsum(side) * TOTAL) for side in (a, b)]
-    for side in sides:
-        side[side.argmax()] += TOTAL - math.fsum(side)
-    return sides[0], sides[1]
+
+    supply: Vector
+    demand: Vector
+    exact: bool
+
+
+def integer_masses(a: Vector, b: Vector) -> IntegerMasses:
+    """Return integers near multiples of masses a (n,) and b (m,).
+
+    Where the masses of each side are all equal, or 0, they are represented exactly. Others are off
+    by at most half of an integer in about 2^52, equal ones by as much, and the largest mass of one
+    side by what its sum lacks then: masses that are permuted lack nothing.
+    """
+    sizes = [np.unique(side[side > 0]) for side in (a, b)]
+    if all(len(each) == 1 for each in sizes):
+        n, m = np.count_nonzero(a), np.count_nonzero(b)
+        common = math.gcd(n, m)
+        return IntegerMasses(
+            np.where(a > 0, float(m // common), 0), np.where(b > 0, float(n // common), 0), True
+        )
+    supply, demand = (np.rint(side / math.fsum(side) * TOTAL) for side in (a, b))
+    lacking = math.fsum(demand) - math.fsum(supply)
+    more = supply if lacking > 0 else demand
+    more[more.argmax()] += abs(lacking)
+    return IntegerMasses(supply, demand, False)
 
 
 def corner_tree(supply: Vector, demand: Vector) -> tuple[Places, Places, Vector]:
@@ -80,7 +107,7 @@ class Vertex(NamedTuple):
 
 
 def solve_program(
-    supply: Vector, demand: Vector, arcs: Arcs, f: Vector, g: Vector
+    supply: Vector, demand: Vector, arcs: Arcs, f: Vector, g: Vector, *, slack: bool = False
 ) -> Vertex | None:
     """Solve the transport problem on some arcs; None if there is no plan or no proof of one.
 
@@ -90,6 +117,8 @@ def solve_program(
         arcs: a cost of +inf is taken only where nothing else has a plan.
         f: (n,) potentials to reduce costs by.
         g: (m,) likewise.
+        slack: whether up to n + m units may be left out where no plan has them, as masses that
+            forbidden pairs allow may be an integer apart once they are rounded.
     """
     # They take seconds to import.
     import ot
@@ -102,25 +131,36 @@ def solve_program(
     forbidden = ~np.isfinite(reduced)
     # A power of two, so that the 1 that the simplex adds to the largest cost is nothing.
     most = np.abs(reduced[~forbidden]).max(initial=0.0)
-    unit = 2.0 ** (math.frexp(most)[1] - COST_BITS) if most > 0 else 1.0
+    unit = max(2.0 ** (math.frexp(most)[1] - COST_BITS), LEAST_UNIT) if most > 0 else 1.0
     reduced /= unit
     # No cycle of allowed arcs pays as much as one forbidden arc.
-    reduced[forbidden] = (n + m) * 2.0**COST_BITS
-    reduced = coo_matrix((reduced, (used.rows, used.columns)), shape=(n, m))
+    large = (n + m) * 2.0**COST_BITS
+    reduced[forbidden] = FORBIDDEN_COST * large
+    rows, columns, shape, units = used.rows, used.columns, (n, m), (supply, demand)
+    if slack:
+        # A row n and a column m of n + m units each, which are for one another but for the slack.
+        i, j = supply.nonzero()[0], demand.nonzero()[0]
+        rows = np.concatenate((rows, i, np.full(len(j) + 1, n)))
+        columns = np.concatenate((columns, np.full(len(i), m), j, [m]))
+        costs = np.full(len(i) + len(j), SLACK_COST * large)
+        reduced, shape = np.concatenate((reduced, costs, [0.0])), (n + 1, m + 1)
+        units = np.append(supply, n + m), np.append(demand, n + m)
+    reduced = coo_matrix((reduced, (rows, columns)), shape=shape)
     with warnings.catch_warnings():
         # Its warnings are the codes that are read below.
         warnings.simplefilter("ignore")
         plan, log = ot.emd(
-            supply, demand, reduced, MOST_PIVOTS, log=True, center_dual=False, check_marginals=False
+            *units, reduced, MOST_PIVOTS, log=True, center_dual=False, check_marginals=False
         )
     if log["result_code"] != OPTIMAL:
         return None
     keys = arcs.rows * m + arcs.columns
-    places = np.searchsorted(keys, plan.row.astype(np.int64) * m + plan.col)
+    own = (plan.row < n) & (plan.col < m)
+    places = np.searchsorted(keys, plan.row[own].astype(np.int64) * m + plan.col[own])
     masses = np.zeros(len(keys))
-    masses[places] = plan.data
+    masses[places] = plan.data[own]
     which = masses > 0
-    u, v = f + unit * log["u"], g + unit * log["v"]
+    u, v = f + unit * log["u"][:n], g + unit * log["v"][:m]
     # The simplex leaves out masses that are 0 as integers. Others of their points' arcs decide.
     u = np.where(supply > 0, u, _least(n, arcs.rows, arcs.costs - v[arcs.columns], u))
     v = np.where(demand > 0, v, _least(m, arcs.columns, arcs.costs - u[arcs.rows], v))

@@ -125,12 +125,13 @@ class _Groups:
             return base
         sides = np.maximum(supply, 0) + room, np.maximum(-supply, 0) + room
         integers = integer_masses(*sides)
-        arcs = self._with_tree(corner_tree(*integers)[:2])
+        units = integers.supply, integers.demand
+        arcs = self._with_tree(corner_tree(*units)[:2])
         slack = 4 * DOUBLE_UNIT * max(abs(self.costs.lowest), abs(self.costs.highest))
         for _ in range(MOST_PASSES):
             gaps = self._gaps(arcs)
             nothing = np.zeros(self.count)
-            vertex = solve_program(*integers, gaps, nothing, nothing)
+            vertex = solve_program(*units, gaps, nothing, nothing)
             if vertex is None:
                 break
             t = vertex.f

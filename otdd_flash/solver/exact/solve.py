@@ -32,7 +32,17 @@ from otdd_flash.memory import free_memory
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Compared, Divergence
-from otdd_flash.solver.exact.bounds import Bound, lower_bound, mean_errors, upper_bound
+from otdd_flash.solver.exact.bounds import (
+    MOST_SHARE,
+    UNDERFLOW,
+    Bound,
+    Marginals,
+    hub_arcs,
+    lower_bound,
+    marginals_of,
+    mean_errors,
+    upper_bound,
+)
 from otdd_flash.solver.exact.pricing import (
     Arcs,
     ExactCosts,
@@ -78,6 +88,9 @@ DOUBLED = 4
 # Bytes of an arc, with the copies of the simplex.
 ARC_BYTES = 64
 
+# Costs up to this leave sums of them, and costs of artificial arcs, in the range of float64.
+LARGEST = 2.0**1000
+
 TINY = float(np.finfo(np.float64).tiny)
 
 
@@ -95,8 +108,8 @@ def solve_exact(
         progress: called as progress(term, round, relative width).
 
     Raises:
-        InputError: epsilon is positive, arcs do not fit in memory, or points not on every process
-            of a group.
+        InputError: epsilon is positive, costs are near the end of float64, arcs do not fit in
+            memory, or points not on every process of a group.
     """
     if compared.epsilon > 0:
         raise needs_zero()
@@ -194,16 +207,17 @@ def _diagonal_term(a: Tensor) -> ExactTerm:
 
 
 class _Upper(NamedTuple):
-    """A plan with masses on arcs, its bound, and the L1 error of its marginals."""
+    """A plan with integer masses on arcs, its bound, its marginals, and the scale of costs."""
 
     bound: Bound
     plan: Arcs
     masses: Vector
-    error: float
+    marginals: Marginals
+    scale: float
 
 
 class _Lower(NamedTuple):
-    """Potentials f (n,) and g (m,), and their bound."""
+    """Potentials f (n,) and g (m,), and their bound for the best plan."""
 
     bound: Bound
     f: Vector
@@ -225,17 +239,29 @@ class _Solve:
     ) -> None:
         self.costs, self.width, self.end, self.progress = costs, width, end, progress
         self.a, self.b = _host(costs.a), _host(costs.b)
+        largest = max(abs(costs.lowest), abs(costs.highest))
+        if not largest <= LARGEST:
+            raise InputError(
+                f"epsilon=0 takes costs up to {LARGEST:.0e} in size, got {largest:.2g}; scale them "
+                "down"
+            )
         self.integers = integer_masses(self.a, self.b)
         self.errors = _host(costs.errors[0]), _host(costs.errors[1])
         self.mean_error = mean_errors(costs)
-        self.forbidden, self.rounds, self.passes = False, 0, 0.0
+        # The errors of most costs, and what underflows.
+        self.common_error = (len(self.a) + len(self.b)) * UNDERFLOW + sum(
+            float(np.median(each[masses > 0]))
+            for each, masses in zip(self.errors, (self.a, self.b), strict=True)
+        )
+        self.slack, self.rounds, self.passes = False, 0, 0.0
         self.lower: _Lower | None = None
         self.upper: _Upper | None = None
 
     def run(self, operator: Callable[[], Operator]) -> ExactTerm:
         """Solve; `operator` builds that of the entropic potentials, if they are needed."""
         n, m = len(self.a), len(self.b)
-        rows, columns, masses = corner_tree(*self.integers)
+        units = self.integers.supply, self.integers.demand
+        rows, columns, masses = corner_tree(*units)
         f, g, count = np.zeros(n), np.zeros(m), max(n, m)
         if n * m > FEW_ENTRIES:
             f, g, self.passes = first_potentials(self.costs, operator(), self.seconds_left)
@@ -249,28 +275,32 @@ class _Solve:
             used = arcs.some(arcs.reduced(priced.row_least, g) <= cutoff)
             if self.rounds > 0:
                 used = Arcs.joined(m, used, plan)
-            vertex = solve_program(*self.integers, used, priced.row_least, g)
+            vertex = solve_program(*units, used, priced.row_least, g, slack=self.slack)
             if vertex is None and self.rounds == 0:
                 # The first arcs alone have no plan. With the corner's, whose large costs would cost
                 # potentials digits, they have one.
-                used = Arcs.joined(m, used, plan)
-                vertex = solve_program(*self.integers, used, priced.row_least, g)
+                used, self.slack = Arcs.joined(m, used, plan), self.costs.forbidden
+                vertex = solve_program(*units, used, priced.row_least, g, slack=self.slack)
             self.rounds += 1
             if vertex is None:
                 break
             g, found = vertex.g, used.some(vertex.which)
-            if self.improve_upper(found, vertex.masses):
+            count = MORE_ARCS << (self.rounds // DOUBLED)
+            hubs = None if self.costs.forbidden else hub_arcs(found, vertex.masses, n, m)
+            below = -self.negligible(vertex.f, g)
+            priced = self.price(vertex.f, g, count, below=below, wanted=hubs)
+            if self.improve_upper(found, vertex.masses, None if hubs is None else priced.wanted):
                 # From here on these arcs have a plan, and the corner's are not needed.
                 plan = found
-            count = MORE_ARCS << (self.rounds // DOUBLED)
-            priced = self.price(vertex.f, g, count, below=-self.negligible)
             known, arcs = len(arcs.rows), Arcs.joined(m, arcs, priced.arcs)
             cutoff = NEAR * plan.reduced(priced.row_least, g).max()
             halved = self.upper_end - self.lower_end < gap / 2
             stalled = 0 if halved or len(arcs.rows) > known else stalled + 1
             if self.progress is not None:
                 self.progress(self.rounds, self.relative_width)
-        return self.term(stopped or "rounding")
+        if stopped is None:
+            stopped = "infeasible" if self.upper is None else "rounding"
+        return self.term(stopped)
 
     def price(
         self,
@@ -284,28 +314,60 @@ class _Solve:
         """Pass over all costs as `ExactCosts.price`, which may raise the lower bound."""
         priced = self.costs.price(f, g, count, below=below, wanted=wanted)
         self.passes += 1
-        bound = lower_bound(self.a, self.b, priced.row_least, g, self.mean_error)
+        bound = self.bounded(priced.row_least, g)
         if self.lower is None or bound.value - bound.rounding > self.lower_end:
-            self.lower = _Lower(bound, priced.row_least, g)
+            completed = np.where(self.b > 0, g, priced.massless)
+            self.lower = _Lower(bound, priced.row_least, completed)
         return priced
 
-    def improve_upper(self, plan: Arcs, masses: Vector) -> bool:
-        """Take a plan if it is better; return False if it uses a forbidden pair."""
+    def bounded(self, f: Vector, g: Vector) -> Bound:
+        """Return the lower bound of potentials, for the masses and for those of the best plan."""
+        marginals = Marginals(np.zeros_like(f), np.zeros_like(g))
+        if self.upper is not None:
+            marginals = self.upper.marginals
+        return lower_bound(self.a, self.b, f, g, self.mean_error, marginals)
+
+    def improve_upper(self, plan: Arcs, masses: Vector, hubs: Arcs | None = None) -> bool:
+        """Take a plan of integer masses if it is better; return False if it uses a forbidden pair.
+
+        `hubs` are its `hub_arcs`.
+        """
         if not np.isfinite(plan.costs).all():
             return False
         spread = 0.0 if self.costs.forbidden else self.costs.highest - self.costs.lowest
-        masses = masses / math.fsum(masses)
-        bound, error = upper_bound(self.a, self.b, plan, masses, spread, self.errors)
+        marginals = self.marginals(plan, masses)
+        bound = upper_bound(plan, masses, marginals, spread, self.errors, hubs)
         if bound.value + bound.rounding < self.upper_end:
-            self.upper = _Upper(bound, plan, masses, error)
+            # Potentials of blocks that forbidden pairs part are as large as paths through all.
+            common = plan.costs * (len(self.a) + len(self.b)) if hubs is None else hubs.costs
+            scale = float(np.median(np.abs(common)))
+            self.upper = _Upper(bound, plan, masses, marginals, max(scale, abs(bound.value)))
+            if self.lower is not None:
+                f, g = self.lower.f, self.lower.g
+                self.lower = _Lower(self.bounded(f, g), f, g)
         return True
+
+    def marginals(self, plan: Arcs, masses: Vector) -> Marginals:
+        """Return how far the marginals of a plan of integer masses are from the masses."""
+        supply, demand, exact = self.integers
+        rows = np.bincount(plan.rows, masses, len(supply))
+        columns = np.bincount(plan.columns, masses, len(demand))
+        if exact and (rows == supply).all() and (columns == demand).all():
+            return Marginals(np.zeros_like(rows), np.zeros_like(columns))
+        return marginals_of(self.a, self.b, plan, masses)
 
     def stopped(self) -> StoppedBy | None:
         """Return what ends the solve, or None if it goes on."""
         if self.upper is not None and self.lower is not None:
             upper, lower = self.upper.bound, self.lower.bound
-            if upper.value - lower.value <= upper.rounding + lower.rounding:
-                return "optimal"
+            # Complementary slackness: but for what marginals may cost, sums round by so much.
+            rounding = upper.rounding - upper.marginals + lower.rounding
+            if upper.value - lower.value <= rounding:
+                # A few costs or potentials far above the others leave more than this.
+                units = (len(self.a) + len(self.b)) * DOUBLE_UNIT * self.upper.scale
+                common = MOST_SHARE * (units + self.common_error)
+                if rounding + upper.marginals <= common or self.relative_width <= self.width:
+                    return "optimal"
         if self.width > 0 and self.relative_width <= self.width:
             return "bound_width"
         return "max_seconds" if self.seconds_left <= 0 else None
@@ -315,10 +377,12 @@ class _Solve:
         """The time until no further round begins."""
         return self.end - time.perf_counter()
 
-    @property
-    def negligible(self) -> float:
+    def negligible(self, f: Vector, g: Vector) -> float:
         """Reduced costs that are negative by less than this are 0 but for rounding."""
-        return 4 * DOUBLE_UNIT * max(abs(self.costs.lowest), abs(self.costs.highest))
+        # Costs far above the others have none.
+        largest = np.abs(f[self.a > 0]).max() + np.abs(g[self.b > 0]).max()
+        most = max(abs(self.costs.lowest), abs(self.costs.highest))
+        return 4 * DOUBLE_UNIT * min(float(largest), most)
 
     @property
     def lower_end(self) -> float:
@@ -336,23 +400,28 @@ class _Solve:
 
     @property
     def relative_width(self) -> float:
-        """(upper - lower) / max(|upper|, mean cost times rounding)."""
-        least = max(abs(self.costs.mean) * DOUBLE_UNIT, TINY)
-        return (self.upper_end - self.lower_end) / max(abs(self.upper_end), least)
+        """(upper - lower) / |upper|."""
+        if self.upper is None:
+            return math.inf
+        return (self.upper_end - self.lower_end) / max(abs(self.upper_end), TINY)
 
     def term(self, stopped_by: StoppedBy) -> ExactTerm:
         """Return the term, on the device of the costs."""
         assert self.lower is not None
-        plan, masses, error = Arcs.joined(1), np.empty(0), math.inf
+        plan, masses, value, error = Arcs.joined(1), np.empty(0), math.inf, math.inf
         if self.upper is not None:
-            plan, masses, error = self.upper.plan, self.upper.masses, self.upper.error
+            plan, value = self.upper.plan, self.upper.bound.value
+            masses = self.upper.masses / math.fsum(self.upper.masses)
+            # The quotients, and those of the masses.
+            error = self.upper.marginals.error + 4 * DOUBLE_UNIT
         arrays = self.lower.f, self.lower.g, plan.rows, plan.columns, masses
-        f, g, *entries = (torch.from_numpy(each).to(self.costs.a.device) for each in arrays)
+        # A copy: NumPy's empty arrays may have strides of 0, which files do not take.
+        f, g, *entries = (torch.tensor(each, device=self.costs.a.device) for each in arrays)
         return ExactTerm(
             f,
             g,
             epsilon=0.0,
-            value=self.upper_end,
+            value=value,
             bounds=(self.lower_end, self.upper_end),
             marginal_error=error,
             tolerance=None,

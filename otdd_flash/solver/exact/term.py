@@ -35,14 +35,16 @@ class ExactTerm(TransportTerm):
             of the lower end; others may prove as much.
         g: (m,) column potential.
         epsilon: 0.
-        value: the cost of the plan, with what its rounding adds: the upper end of `bounds`.
+        value: the cost of the plan as computed, within `bounds`; inf if there is none.
         bounds: (lower, upper): an interval that holds OT_0.
         marginal_error: bound of the larger L1 error of the plan's marginals, which is rounding.
         tolerance: None.
         iterations: linear programs solved.
         passes: evaluations of all costs, those of the potentials that it starts from included.
         converged: whether the width that was asked for was reached, or the plan proved `optimal`.
-        stopped_by: `optimal`, the interval is as narrow as rounding allows; else as elsewhere.
+        stopped_by: `optimal`, the plan is optimal and the interval as narrow as rounding allows;
+            `rounding`, that leaves it wider, as where few costs are far above the others;
+            `infeasible`, no plan without forbidden pairs has these masses; else as elsewhere.
         rows: (k,) int64, the rows of the entries of the plan, k at most n + m - 1.
         columns: (k,) int64, their columns.
         masses: (k,) float64, their masses.

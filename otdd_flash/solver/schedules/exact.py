@@ -8,6 +8,7 @@ from otdd_flash.arguments import NotNegative, Positive
 from otdd_flash.errors import InputError
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term import refuse_both
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class Exact(Schedule):
     It goes with `epsilon=0`, which selects it. The interval holds whatever stopped the solve.
 
     Args:
-        bound_width: (upper - lower) / max(|upper|, mean cost times rounding) to reach, of the
-            number asked for. 0: until the interval is as narrow as rounding allows.
+        bound_width: (upper - lower) / |upper| to reach, of the number asked for. 0: until the
+            interval is as narrow as rounding allows.
         max_seconds: wall time after which no further round begins, all terms together. Programs and
             passes are not interrupted.
         require_convergence: raise a `ConvergenceError` instead of warning where the width is
@@ -65,8 +66,9 @@ def schedule_of(
     An epsilon of 0 selects `Exact`, and `Exact` without an epsilon is of 0.
 
     Raises:
-        InputError: `Exact` with a positive epsilon, or another schedule with 0.
+        InputError: both epsilons, `Exact` with a positive one, or another schedule with 0.
     """
+    refuse_both(epsilon, relative)
     given = {"epsilon": epsilon, "epsilon_relative": relative}
     positive = {name: value for name, value in given.items() if value}
     if isinstance(options, Exact) and positive:
