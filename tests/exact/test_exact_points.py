@@ -272,6 +272,45 @@ def test_contributions_are_the_slopes_to_both_sides(n, m, weights, monkeypatch):
         assert weights or n == 31 or most > least + 1e-3
 
 
+@pytest.mark.parametrize("debias", [False, True])
+@pytest.mark.parametrize("ground", ["sqeuclidean", "inner"])
+@pytest.mark.parametrize("diagonal", [0.0, 2.0])
+def test_contributions_are_refused_where_other_terms_move_with_masses(debias, ground, diagonal):
+    x, y = cloud(15, 0, weights=True), cloud(12, 1)
+    table = torch.rand(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    table = table + table.T
+    table.diagonal().copy_(diagonal * torch.arange(6))
+    classes = otdd.ClassDistances(table[:3, :3], table[:3, 3:], table[3:, 3:])
+
+    def distance(weights):
+        moved = otdd.LabeledSamples(x.features, x.labels, x.class_names, weights)
+        return otdd.dataset_distance(
+            moved,
+            y,
+            epsilon=0,
+            class_distances=classes,
+            ground=ground,
+            debias=debias,
+            solver=otdd.Exact(bound_width=0),
+        )
+
+    masses = x.masses
+    found = distance(masses)
+    if (diagonal and debias) or (ground == "inner" and not debias):
+        with pytest.raises(InputError, match=r"has other terms .*; take ground=sqeuclidean"):
+            found.contributions()
+        return
+    rows, _, ends = found.contributions()
+    assert float(rows @ masses) == pytest.approx(found.value, rel=1e-12)
+    for c in range(3):
+        share = masses[x.labels == c].sum()
+        moved = masses + 1e-6 * (torch.where(x.labels == c, masses / share, 0) - masses) / (
+            1 - share
+        )
+        slope = (distance(moved).value - found.value) / 1e-6
+        assert float(ends[1, c]) == pytest.approx(slope, abs=1e-6)
+
+
 X, Y = cloud(20, 0), cloud(20, 1)
 LOSS = (X.features, Y.features)
 

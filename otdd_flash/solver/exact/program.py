@@ -34,8 +34,8 @@ COST_BITS = 20
 # The least number above 0.
 LEAST_UNIT = 2.0**-1074
 
-# The cost of a slack arc and of a forbidden one, over (n + m) times the largest reduced cost. A unit
-# of slack takes two arcs.
+# The cost of a slack arc, of which a unit takes two, and of a forbidden one, over (n + m) times the
+# largest reduced cost.
 SLACK_COST, FORBIDDEN_COST = 1.0, 4.0
 
 # POT's code for an optimal plan. With any other code there is no plan.

@@ -262,8 +262,8 @@ class _Solve:
         n, m = len(self.a), len(self.b)
         units = self.integers.supply, self.integers.demand
         rows, columns, masses = corner_tree(*units)
-        f, g, count = np.zeros(n), np.zeros(m), max(n, m)
-        if n * m > FEW_ENTRIES:
+        f, g, count, plain = np.zeros(n), np.zeros(m), max(n, m), n * m <= FEW_ENTRIES
+        if not plain:
             f, g, self.passes = first_potentials(self.costs, operator(), self.seconds_left)
             count = FIRST_ARCS
         check_arcs(min(n * m, (n + m) * (count + 1)))
@@ -296,6 +296,11 @@ class _Solve:
             cutoff = NEAR * plan.reduced(priced.row_least, g).max()
             halved = self.upper_end - self.lower_end < gap / 2
             stalled = 0 if halved or len(arcs.rows) > known else stalled + 1
+            if stalled == MOST_STALLED and not plain:
+                # A few huge costs may have left the first potentials without a digit of the others.
+                plain, stalled, cutoff, g = True, 0, math.inf, np.zeros(m)
+                priced = self.price(np.zeros(n), g, FIRST_ARCS)
+                arcs = priced.arcs
             if self.progress is not None:
                 self.progress(self.rounds, self.relative_width)
         if stopped is None:
@@ -415,8 +420,7 @@ class _Solve:
             # The quotients, and those of the masses.
             error = self.upper.marginals.error + 4 * DOUBLE_UNIT
         arrays = self.lower.f, self.lower.g, plan.rows, plan.columns, masses
-        # A copy: NumPy's empty arrays may have strides of 0, which files do not take.
-        f, g, *entries = (torch.tensor(each, device=self.costs.a.device) for each in arrays)
+        f, g, *entries = (torch.from_numpy(each).to(self.costs.a.device) for each in arrays)
         return ExactTerm(
             f,
             g,

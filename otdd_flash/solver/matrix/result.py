@@ -78,7 +78,7 @@ class MatrixTransport:
 
     @property
     def value(self) -> float:
-        """The dual value D(f, g)."""
+        """The dual value D(f, g); at epsilon 0 the cost of the plan, inf if there is none."""
         return self.term.value
 
     @property

@@ -1,0 +1,241 @@
+"""Exact transport at its edges: tight masses, spread costs, the ends of float64, no plan at all."""
+
+import math
+import warnings
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+
+import otdd_flash as otdd
+from otdd_flash.solver.exact import bounds, pricing, program
+
+TO_THE_END = otdd.Exact(bound_width=0)
+
+
+def solved(costs, a=None, b=None, options=TO_THE_END):
+    """The result, and what it warned of."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = otdd.matrix_transport(costs, a, b, epsilon=0, options=options)
+    return found, [str(each.message) for each in seen]
+
+
+def best_permutation(costs):
+    """The value for equal masses, as a rational number."""
+    pairs = linear_sum_assignment(costs)
+    return sum((Fraction(float(cost)) for cost in costs[pairs]), Fraction()) / len(costs)
+
+
+def blocks(of_rows, of_columns, rng):
+    shape = len(of_rows), len(of_columns)
+    return np.where(of_rows[:, None] == of_columns, rng.random(shape), math.inf)
+
+
+def test_blocks_that_rounding_parts_have_a_plan():
+    rng = np.random.default_rng(0)
+    a, b = np.full(10, 0.1), np.array([0.3, 0.7])
+    costs = blocks(np.arange(10) < 3, np.array([True, False]), rng)
+    found, said = solved(costs, a, b)
+    expected = np.where(np.isfinite(costs), costs, 0).sum() / 10
+    assert not said
+    assert found.stopped_by == "optimal"
+    assert found.value == pytest.approx(expected, rel=1e-14)
+    assert found.bounds[0] <= found.value <= found.bounds[1]
+    plan = found.plan().to_dense().numpy()
+    assert np.abs(plan.sum(1) - a).sum() <= found.marginal_error < 1e-14
+    for size in (2, 4, 20, 60):
+        labels = np.repeat(np.arange(4), size)
+        a, b = rng.random(4 * size), rng.random(4 * size)
+        for label in range(4):
+            b[labels == label] *= a[labels == label].sum() / b[labels == label].sum()
+        a, b = a / a.sum(), b / b.sum()
+        found, said = solved(blocks(labels, labels, rng), a, b)
+        assert found.converged, said
+        assert found.marginal_error < 1e-13
+        assert found.bounds[1] - found.bounds[0] < 1e-9
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_permuted_masses_with_ties_have_their_plan(seed):
+    rng = np.random.default_rng(seed)
+    a, order = rng.random(8), rng.permutation(8)
+    a[:4] = a.max()
+    a /= a.sum()
+    costs = np.full((8, 8), math.inf)
+    costs[order, np.arange(8)] = 1.0
+    supply, demand, _ = program.integer_masses(a, a[order])
+    assert (supply[order] == demand).all()
+    found, said = solved(costs, a, a[order])
+    assert not said
+    assert found.value == pytest.approx(1, abs=1e-15)
+
+
+def test_masses_that_allowed_pairs_cannot_hold_are_said_to_be_infeasible():
+    costs = np.array([[1.0, math.inf], [1.0, math.inf], [1.0, 1.0]])
+    found, said = solved(costs, [0.1, 0.2, 0.7], [0.3 - 1e-12, 0.7 + 1e-12])
+    assert (found.value, found.bounds[1]) == (math.inf, math.inf)
+    assert found.stopped_by == "infeasible"
+    assert "no plan without forbidden pairs was found" in said[0]
+    assert "change a and b so that allowed pairs can hold them" in said[0]
+    assert "nan" not in said[0]
+
+
+def test_a_result_without_a_plan_is_saved(tmp_path):
+    costs = torch.full((4, 4), math.inf, dtype=torch.float64)
+    costs[range(4), [3, 2, 1, 0]] = 1.0
+    found, _ = solved(costs, options=otdd.Exact(max_seconds=1e-9))
+    assert found.stopped_by == "max_seconds"
+    found.save(tmp_path)
+    loaded = otdd.MatrixTransport.load(tmp_path, costs)
+    assert loaded.plan().values().numel() == 0
+    assert loaded.bounds == found.bounds
+
+
+@pytest.mark.parametrize("outlier", [1e9, 1e14, 1e20, 1e30])
+@pytest.mark.parametrize("n", [6, 60, 200])
+def test_an_outlier_leaves_equal_masses_their_optimum(outlier, n):
+    costs = np.random.default_rng(0).random((n, n))
+    costs[0, n - 1] = outlier
+    found, said = solved(costs, options=otdd.Exact())
+    truth = best_permutation(costs)
+    assert not said
+    assert Fraction(found.bounds[0]) <= truth <= Fraction(found.bounds[1])
+    assert found.value == pytest.approx(float(truth), rel=1e-13)
+    assert found.bounds[1] - found.bounds[0] <= 1e-4 * found.value
+    plan = found.plan().to_dense().numpy()
+    assert found.transport_cost == pytest.approx((plan * costs).sum(), rel=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["big M", "log-normal", "outlier", "far point"])
+@pytest.mark.parametrize("masses", ["equal", "random"])
+def test_optimal_is_said_of_narrow_intervals_alone(kind, masses):
+    rng = np.random.default_rng(1)
+    said_rounding = 0
+    for case in range(12):
+        n = int(rng.integers(3, 40))
+        costs = rng.random((n, n))
+        if kind == "big M":
+            costs[rng.random((n, n)) < 0.4] = 10.0 ** rng.uniform(6, 20)
+        elif kind == "log-normal":
+            costs = np.exp(20 * rng.standard_normal((n, n)))
+        elif kind == "outlier":
+            costs[0, 1] = 10.0 ** rng.uniform(9, 25)
+        else:
+            costs[0] += 1e9
+        a, b = (np.full(n, 1 / n) if masses == "equal" else rng.dirichlet(np.ones(n)) for _ in "ab")
+        for width in (0.0, 1e-4):
+            found, _ = solved(costs, a, b, otdd.Exact(bound_width=width))
+            low, high = found.bounds
+            plan = found.plan().to_dense().numpy()
+            cost = (plan * costs).sum()
+            assert found.value == pytest.approx(cost, rel=1e-12), case
+            assert low <= found.value <= high
+            if masses == "equal":
+                truth = best_permutation(costs)
+                assert Fraction(low) <= truth <= Fraction(high)
+            assert found.converged == (found.stopped_by != "rounding")
+            said_rounding += found.stopped_by == "rounding"
+            common = max(float(np.median(costs)), abs(high))
+            if found.converged:
+                assert high - low <= max(width * high, 1e-11 * common), (case, width)
+    assert said_rounding == 0 or kind in ("big M", "log-normal")
+
+
+def test_a_tiny_mass_with_a_huge_cost_is_not_called_optimal():
+    rng = np.random.default_rng(2)
+    costs, a, b = rng.random((20, 30)), rng.random(20), rng.random(30)
+    a[5] = 0
+    a, b = a / a.sum(), b / b.sum()
+    a[5], costs[5] = 1e-17, 1e17
+    found, said = solved(costs, a, b, otdd.Exact())
+    assert found.stopped_by == "rounding"
+    assert not found.converged
+    assert "Lower costs that are far above the others" in said[0]
+    # Its mass is lost to rounding, and not the 1 that it costs.
+    assert found.bounds[0] < found.value + 0.9 < found.bounds[1]
+
+
+def test_a_residual_takes_the_detour_by_a_hub():
+    rng = np.random.default_rng(3)
+    none = np.zeros(5), np.zeros(5)
+    for _ in range(200):
+        costs = np.rint(10 * rng.random((5, 5)))
+        costs[rng.random((5, 5)) < 0.1] = 1e6
+        plan = np.rint(100 * rng.random((5, 5)) * (rng.random((5, 5)) < 0.5))
+        plan[rng.integers(5), rng.integers(5)] += 5000
+        total = plan.sum()
+        # Whole units between the marginals of the plan and the masses.
+        a, b = (np.maximum(plan.sum(axis) + rng.integers(-9, 10, 5), 0) for axis in (1, 0))
+        for side in (a, b):
+            side[side.argmax()] += total - side.sum()
+        rows, columns = plan.nonzero()
+        arcs = pricing.Arcs(rows, columns, costs[rows, columns])
+        masses = plan[rows, columns]
+        marginals = bounds.marginals_of(a, b, arcs, masses)
+        pairs = bounds.hub_arcs(arcs, masses, 5, 5)
+        hubs = pricing.Arcs(*pairs, costs[pairs])
+        spread = costs.max() - costs.min()
+        wide = bounds.upper_bound(arcs, masses, marginals, spread, none)
+        bound = bounds.upper_bound(arcs, masses, marginals, spread, none, hubs)
+        truth, _ = solved(costs, a / total, b / total)
+        assert truth.bounds[0] <= bound.value + bound.rounding
+        assert bound.marginals <= wide.marginals
+
+
+def test_equal_masses_are_exact_and_others_add_up():
+    equal = np.where(np.arange(12) % 3 > 0, 0.3, 0.0)
+    supply, demand, exact = program.integer_masses(equal, np.ones(6))
+    assert exact
+    assert set(supply) == {0.0, 3.0}
+    assert set(demand) == {4.0}
+    rng = np.random.default_rng(4)
+    supply, demand, exact = program.integer_masses(rng.random(50), rng.random(70))
+    assert not exact
+    assert supply.sum() == demand.sum()
+
+
+def test_potentials_are_feasible_at_points_without_mass():
+    rng = np.random.default_rng(5)
+    for n, m in ((5, 6), (60, 50)):
+        costs, a, b = rng.random((n, m)), rng.random(n), rng.random(m)
+        a[n // 2] = b[m - 1] = b[0] = 0
+        costs[:, m - 1] = -3
+        costs[n // 2, 0] = -7
+        a, b = a / a.sum(), b / b.sum()
+        found, _ = solved(costs, a, b)
+        reduced = costs - found.f.numpy()[:, None] - found.g.numpy()
+        assert reduced.min() >= -1e-14
+        assert np.abs(reduced[:, [0, m - 1]].min(0)).max() <= 1e-14
+
+
+@pytest.mark.parametrize(("epsilon", "relative"), [(0, 0.01), (0, 0), (0.1, 0)])
+def test_both_epsilons_are_refused(epsilon, relative):
+    with pytest.raises(otdd.InputError, match="got both"):
+        otdd.matrix_transport(torch.eye(3), epsilon=epsilon, epsilon_relative=relative)
+
+
+@pytest.mark.parametrize("largest", [1e302, -1e308, 1.7e308])
+def test_costs_near_the_end_of_float64_are_refused(largest):
+    costs = np.full((3, 2), largest)
+    costs[0, 0] = -largest
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(otdd.InputError, match=r"takes costs up to 1e\+301 in size, got .*down"):
+            otdd.matrix_transport(costs, epsilon=0)
+    found, said = solved(np.random.default_rng(6).random((7, 9)) * 1e300)
+    assert not said
+    assert found.stopped_by == "optimal"
+
+
+@pytest.mark.parametrize("scale", [5e-324, 1e-322, 1e-310])
+def test_costs_that_underflow_are_in_the_interval(scale):
+    rng = np.random.default_rng(7)
+    for n in (2, 5, 9):
+        costs = rng.integers(1, 4, (n, n)) * scale
+        found, said = solved(costs)
+        truth = best_permutation(costs)
+        assert not [each for each in said if "divide" in each]
+        assert Fraction(found.bounds[0]) <= truth <= Fraction(found.bounds[1])
