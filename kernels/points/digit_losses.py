@@ -1,16 +1,16 @@
 """The rounding errors of points that are cut into digits.
 
-`digits` approximates a point x_i by `digits` vectors of whole numbers in base B,
+`digits.pack_digits` approximates a point x_i by D vectors of whole numbers in base B,
 
     v_i = (x_i - centre) scale ~ X_i0 + X_i1 / B + X_i2 / B^2 + ...,
 
-and a score <v_i, v_j> by the products <X_is, X_jt> with s + t < digits. Here
+and a score <v_i, v_j> by the products <X_is, X_jt> with s + t < D. Here
 
     lost_i    >= ||v_i - sum_s X_is B^-s||^2
-    omitted_i  = sum over pairs s + t >= digits of B^-(s + t) ||X_it||^2 / 2
+    omitted_i  = sum over pairs s + t >= D of B^-(s + t) ||X_it||^2 / 2
 
 so that the products that the score of i and j leaves out are at most omitted_i + omitted_j.
-`operators.fixed_point` makes bounds on costs from both.
+`operators.fixed_point` makes bounds on costs from both, and from what carrying digits loses.
 
 Shapes: points (N, d), losses (2, N) float64. No digits are stored.
 """

@@ -10,7 +10,7 @@ with their masses a. Between x and y the sign is 1 and h are the potentials of t
 the points of one side it is -1 and h are the potentials of the self terms, or 0 where there are no
 self terms. `solver.small.pooled_solve` multiplies Q by the points for gradients of a divergence.
 
-Columns without mass are never read, whatever their scores and potentials are.
+Scores and potentials of columns without mass have no influence, whatever they are.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from otdd_flash.errors import InputError
 
 # The largest number of rows or columns.
 MOST = 128
-# Iterations that can be differentiated one by one: history is kept at every 128th, and of 128.
+# Iterations that can be differentiated one by one. A backward pass keeps the scalings of every
+# 128th, at most 128 of them, and computes those between again.
 MOST_UNROLLED = 128**2
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -1,4 +1,4 @@
-"""Small divergences on stored scores, and given matrices of any size; on a GPU in recordings.
+"""Small divergences on stored scores, and on a GPU given matrices; on a GPU in recordings.
 
 `route` is the caller. It takes a `PooledSolve` from the cache (`kept`) and calls `begin` with its
 input, a `Batch` of problems or one problem of `GivenCosts`. Then it calls `iterate` and `read` in
@@ -6,8 +6,9 @@ turn until `Read.done`, or until what was read shows that a problem cannot conve
 the solve back it takes copies of `potentials` and of a `gradient`.
 
 Below some thousand points a side the work of a solve takes less time than to launch its kernels one
-by one. So three CUDA graphs hold it all: one prepares scores and potentials, one takes some
-iterations of all terms, the cross term beside the self terms, and one certifies. They read sizes,
+by one. So CUDA graphs hold it all: one prepares scores and potentials, one takes some iterations of
+all terms, the cross term beside the self terms, one certifies, and one computes the gradient by the
+points of each side. They read sizes,
 weights, epsilon and the address of a given matrix from the device's memory, so that a solve in the
 cache serves every problem that fits its `Room`. The host waits for the device once, in `read`, for
 the state of the iterations and the numbers of the certificate. On a processor nothing is recorded,
@@ -120,7 +121,7 @@ class PooledSolve:
             for segments, form in zip(self._segments, (CROSS, SELF), strict=False)
         ]
         recordings = RecordingPool(device)
-        self._beginning, self._iterating, self._ending, *self._pulling = (
+        self._beginning, self._iterating, self._ending, *self._differentiating = (
             Recorded(recordings) for _ in range(5)
         )
         self._replays = FIRST_REPLAYS
@@ -175,7 +176,7 @@ class PooledSolve:
         first = torch.where(started[0], of_cross, 0).view(-1)
         cross.begin(self._iterations[0], first, inputs.cross, start)
         for own, iterations in zip(self._segments[1:], self._iterations[1:], strict=True):
-            # As `solve.begin` does.
+            # The constant whose plan has about mass 1, as in `solve._constant`.
             squares = [pool.masses[:, side].square().sum(1) for side in room.sides]
             highest = -epsilon * torch.stack(squares, 1).log()
             constants = torch.minimum(pool.own.mean, highest) / 2
@@ -284,7 +285,7 @@ class PooledSolve:
         evidence = self_evidence(operator, plan, epsilon)
         return [evidence] if term is not None else [evidence.every_other(k) for k in (0, 1)]
 
-    def gradient(self, place: int) -> Tensor:
+    def gradient(self, side: int) -> Tensor:
         """Compute the gradient of the divergences by one side's points, at the potentials read.
 
             d/dz_i = 2 lambda_x sum_j Q_ij (z_i - z_j)
@@ -292,15 +293,15 @@ class PooledSolve:
         with the plan of the cross term in Q, both ways, less those of the self terms.
 
         Args:
-            place: 0 for x, 1 for y.
+            side: 0 for x, 1 for y.
 
         Returns:
             (B, n, d) or (B, m, d) float32, with all points that there is room for.
         """
-        self._pulling[place].run(partial(self._pull, place))
-        return self._gradients[place].clone()
+        self._differentiating[side].run(partial(self._differentiate, side))
+        return self._gradients[side].clone()
 
-    def _pull(self, place: int) -> None:
+    def _differentiate(self, side: int) -> None:
         pool, room, epsilon = self.pool, self.room, self._inputs.cross[0]
         assert isinstance(pool, ScorePool)
         cross = self._potentials[:, : room.points].contiguous()
@@ -308,14 +309,14 @@ class PooledSolve:
         points = (pool.points.double() - pool.centre).float()
         # What rows of Q sum to, with the same rounding as their products.
         columns = torch.cat((points, torch.ones_like(points[..., :1])), 2)
-        side, found = room.sides[place], []
+        places, found = room.sides[side], []
         height = max(1, ENTRIES // (room.problems * room.points))
-        for first in range(side.start, side.stop, height):
-            rows = slice(first, min(first + height, side.stop))
+        for first in range(places.start, places.stop, height):
+            rows = slice(first, min(first + height, places.stop))
             plan = pool.signed_plan(cross, own, epsilon, rows)
             images = plan @ columns
             found.append(points[:, rows] * images[..., -1:] - images[..., :-1])
-        self._gradients[place] = torch.cat(found, 1) * (2 * pool.lambda_x).float()
+        self._gradients[side] = torch.cat(found, 1) * (2 * pool.lambda_x).float()
 
     def potentials(self, sizes: tuple[int, int]) -> list[Tensor]:
         """Return copies of f (n,) and g (m,) of the first cross term, then f of its self terms."""
