@@ -396,8 +396,9 @@ def test_the_command_takes_epsilon_0(tmp_path, monkeypatch, capsys):
 
     monkeypatch.chdir(tmp_path)
     asked = ["source=blobs", "target=blobs", "target.split=test", "extractor=identity"]
+    # The default solver, also if it is named, gives way to exact.
     asked += ["max_samples=40", "cache_dir=null", "epsilon=0", "save_result=true"]
-    asked += ["hydra.run.dir=run", "solver.require_convergence=true"]
+    asked += ["hydra.run.dir=run", "solver.require_convergence=true", "solver=converged"]
     ended = run_here(main, asked, monkeypatch, capsys)
     assert ended.code == 0
     assert "stopped by" in ended.out
