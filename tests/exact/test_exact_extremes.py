@@ -11,7 +11,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 import otdd_flash as otdd
-from otdd_flash.solver.exact import bounds, pricing, program
+from otdd_flash.solver.exact import bounds, pricing, program, solve
 
 TO_THE_END = otdd.Exact(bound_width=0)
 
@@ -246,3 +246,51 @@ def test_costs_that_underflow_are_in_the_interval(scale):
         truth = best_permutation(costs)
         assert not [each for each in said if "divide" in each]
         assert Fraction(found.bounds[0]) <= truth <= Fraction(found.bounds[1])
+
+
+# Numbers that are chosen for speed, each with two others that are far too small and too large.
+CHOSEN = {
+    (solve, "FEW_ENTRIES"): (1, 10**9),
+    (solve, "FIRST_LEVEL"): (1e-9, 1.0),
+    (solve, "FIRST_ERROR"): (1e-5, 1.0),
+    (solve, "FIRST_ARCS"): (1, 10**9),
+    (solve, "MORE_ARCS"): (1, 10**9),
+    (solve, "NEAR"): (1.0, 1e9),
+    (solve, "MOST_STALLED"): (1, 10),
+    (solve, "DOUBLED"): (1, 10**9),
+    (solve, "TWELVE_DIGITS"): (1.0, 1e9),
+    (solve, "common_rounding"): (lambda *_: 1.0, lambda *_: 1e9),
+    (bounds, "HUBS"): (1, 10**9),
+    (program, "COST_BITS"): (1, 40),
+    (program, "SLACK_COST"): (0.1, 1e9),
+    (program, "FORBIDDEN_COST"): (1e-9, 1e9),
+    (pricing, "POOLED"): (1, 10**9),
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [(where, value) for where, values in CHOSEN.items() for value in values],
+    ids=lambda each: each[1] if isinstance(each, tuple) else "",
+)
+def test_no_chosen_number_makes_an_interval_false(where, value, monkeypatch):
+    monkeypatch.setattr(solve, "FEW_ENTRIES", 0)
+    monkeypatch.setattr(*where, value)
+    rng = np.random.default_rng(8)
+    for kind in ("normal", "ties", "far", "forbidden", "masses"):
+        n, m = (30, 30) if kind != "masses" else (25, 31)
+        costs = rng.random((n, m)) if kind != "ties" else rng.integers(0, 3, (n, m)) + 0.0
+        if kind == "far":
+            costs[0] += 1e9
+            costs[1, 3] = 1e14
+        if kind == "forbidden":
+            costs[rng.random((n, m)) < 0.6] = math.inf
+            costs[np.arange(n), rng.permutation(n)] = 2.0
+        a, b = (rng.dirichlet(np.ones(s)) if kind == "masses" else None for s in (n, m))
+        found, _ = solved(costs, a, b)
+        low, high = found.bounds
+        if kind == "masses":
+            truth = ot.emd2(a, b, costs)
+            assert low - 1e-13 <= truth <= high + 1e-13
+        else:
+            assert Fraction(low) <= best_permutation(costs) <= Fraction(high), kind

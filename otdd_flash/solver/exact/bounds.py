@@ -9,8 +9,9 @@ with x, C_ij - A_i - B_j >= f_i + g_j - u |f_i| for all pairs with mass, so that
 
     OT_0 >= <a, f - A - u |f|> + <b, g - B>.                                                  (1)
 
-Both sums also differ by <r - a, f> + <c - b, g> from those for the masses r and c of a plan, which
-are a and b to rounding; (1) is lowered by as much, so that it is below the cost of that plan.
+Both sums also differ by <r - a, f - s> + <c - b, g - t> from those for the masses r and c of a plan,
+for any s and t, here the medians of f and of g. (1) is lowered by as much, so that it is below the
+cost of that plan.
 
 Upper bound. A plan P of mass 1 has row sums r and column sums c. Lower every row that has too much,
 then every column: that removes at most rho / 2, with rho = ||r - a||_1 + ||c - b||_1. As much is
@@ -47,9 +48,8 @@ from otdd_flash.solver.exact.pricing import Arcs, ExactCosts, Places, Vector
 # What a product may lose that underflows.
 UNDERFLOW = 5e-324
 
-# Hubs of (3) that are tried, and by how much the rounding of both ends may exceed that of n + m
-# common costs, and the common error of costs, where a plan is called optimal.
-HUBS, MOST_SHARE = 4, 64.0
+# Hubs of (3) that are tried.
+HUBS = 4
 
 
 class Bound(NamedTuple):
@@ -100,6 +100,24 @@ def mean_errors(costs: ExactCosts) -> float:
     return float(costs.a @ costs.errors[0] + costs.b @ costs.errors[1])
 
 
+def common_rounding(count: int, scale: float, error: float) -> float:
+    """Return how far rounding leaves (1) and (2) apart at most where no cost is above the others.
+
+    For costs within +-K the potentials of either side span 2 K at most: f_i - f_k <= max C - min C.
+    Integer masses of a sum near 2^52 leave rho <= (2 count + 12) u: half an integer a point, as
+    much again that equal sums take, and quotients. So (2) pays rho K and (1) 2 rho K; products and
+    sums are off by 8 u times sizes of K and of 5 K, for g within +-2 K and f within +-3 K, and the
+    costs by their error at either end. Forbidden pairs leave rho <= (6 count + 12) u, with what
+    `solve_program` may leave out, which (1) pays alone; K is the mean size of potentials then.
+
+    Args:
+        count: n + m.
+        scale: K.
+        error: the mean error of costs.
+    """
+    return (6 * count + 84) * DOUBLE_UNIT * scale + 2 * error
+
+
 def lower_bound(
     a: Vector, b: Vector, f: Vector, g: Vector, error: float, marginals: Marginals
 ) -> Bound:
@@ -119,10 +137,18 @@ def lower_bound(
         terms, total = masses[present] * potential[present], math.fsum(masses)
         value += math.fsum(terms) / total
         size += math.fsum(np.abs(terms)) / total
-        apart += math.fsum(off[present] * np.abs(potential[present]))
+        apart += math.fsum((off * np.abs(potential - np.median(potential[present])))[present])
     # u |f| of (1); products, sums, quotients; the error is itself rounded.
     rounding = 8 * DOUBLE_UNIT * size + (error + apart) * (1 + 1e-6)
     return Bound(value, rounding + 2 * UNDERFLOW * (len(a) + len(b)))
+
+
+def centred_size(a: Vector, b: Vector, f: Vector, g: Vector) -> float:
+    """Return <a, |f - s|> + <b, |g - t|> for the medians s of f and t of g."""
+    return math.fsum(
+        float(masses[masses > 0] @ np.abs(known - np.median(known)))
+        for masses, known in ((a, f[a > 0]), (b, g[b > 0]))
+    )
 
 
 def upper_bound(

@@ -164,7 +164,9 @@ def solve_program(
     # The simplex leaves out masses that are 0 as integers. Others of their points' arcs decide.
     u = np.where(supply > 0, u, _least(n, arcs.rows, arcs.costs - v[arcs.columns], u))
     v = np.where(demand > 0, v, _least(m, arcs.columns, arcs.costs - u[arcs.rows], v))
-    return Vertex(which, masses[which], u, v)
+    # Large offsets would cost sums of potentials digits.
+    offset = np.median(v[demand > 0])
+    return Vertex(which, masses[which], u + offset, v - offset)
 
 
 def _least(count: int, places: Places, values: Vector, otherwise: Vector) -> Vector:

@@ -33,10 +33,11 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Compared, Divergence
 from otdd_flash.solver.exact.bounds import (
-    MOST_SHARE,
     UNDERFLOW,
     Bound,
     Marginals,
+    centred_size,
+    common_rounding,
     hub_arcs,
     lower_bound,
     marginals_of,
@@ -90,6 +91,9 @@ ARC_BYTES = 64
 
 # Costs up to this leave sums of them, and costs of artificial arcs, in the range of float64.
 LARGEST = 2.0**1000
+
+# A value is known, whatever its costs, where both ends agree in twelve digits.
+TWELVE_DIGITS = 1e-12
 
 TINY = float(np.finfo(np.float64).tiny)
 
@@ -343,10 +347,9 @@ class _Solve:
         marginals = self.marginals(plan, masses)
         bound = upper_bound(plan, masses, marginals, spread, self.errors, hubs)
         if bound.value + bound.rounding < self.upper_end:
-            # Potentials of blocks that forbidden pairs part are as large as paths through all.
-            common = plan.costs * (len(self.a) + len(self.b)) if hubs is None else hubs.costs
-            scale = float(np.median(np.abs(common)))
-            self.upper = _Upper(bound, plan, masses, marginals, max(scale, abs(bound.value)))
+            common = plan.costs if hubs is None else hubs.costs
+            scale = max(float(np.median(np.abs(common))), abs(bound.value))
+            self.upper = _Upper(bound, plan, masses, marginals, scale)
             if self.lower is not None:
                 f, g = self.lower.f, self.lower.g
                 self.lower = _Lower(self.bounded(f, g), f, g)
@@ -369,9 +372,12 @@ class _Solve:
             rounding = upper.rounding - upper.marginals + lower.rounding
             if upper.value - lower.value <= rounding:
                 # A few costs or potentials far above the others leave more than this.
-                units = (len(self.a) + len(self.b)) * DOUBLE_UNIT * self.upper.scale
-                common = MOST_SHARE * (units + self.common_error)
-                if rounding + upper.marginals <= common or self.relative_width <= self.width:
+                count, scale = len(self.a) + len(self.b), self.upper.scale
+                if self.costs.forbidden:
+                    scale = max(scale, centred_size(self.a, self.b, self.lower.f, self.lower.g))
+                common = common_rounding(count, scale, self.common_error)
+                known = self.relative_width <= max(self.width, TWELVE_DIGITS)
+                if known or rounding + upper.marginals <= common:
                     return "optimal"
         if self.width > 0 and self.relative_width <= self.width:
             return "bound_width"
