@@ -108,11 +108,11 @@ def common_rounding(count: int, scale: float, error: float) -> float:
     much again that equal sums take, and quotients. So (2) pays rho K and (1) 2 rho K; products and
     sums are off by 8 u times sizes of K and of 5 K, for g within +-2 K and f within +-3 K, and the
     costs by their error at either end. Forbidden pairs leave rho <= (6 count + 12) u, with what
-    `solve_program` may leave out, which (1) pays alone; K is the mean size of potentials then.
+    `solve_program` may leave out, which (1) pays alone, with the mean size of potentials as K.
 
     Args:
         count: n + m.
-        scale: K.
+        scale: K: the largest of the median cost, the value and the mean size of potentials.
         error: the mean error of costs.
     """
     return (6 * count + 84) * DOUBLE_UNIT * scale + 2 * error

@@ -372,9 +372,8 @@ class _Solve:
             rounding = upper.rounding - upper.marginals + lower.rounding
             if upper.value - lower.value <= rounding:
                 # A few costs or potentials far above the others leave more than this.
-                count, scale = len(self.a) + len(self.b), self.upper.scale
-                if self.costs.forbidden:
-                    scale = max(scale, centred_size(self.a, self.b, self.lower.f, self.lower.g))
+                size = centred_size(self.a, self.b, self.lower.f, self.lower.g)
+                count, scale = len(self.a) + len(self.b), max(self.upper.scale, size)
                 common = common_rounding(count, scale, self.common_error)
                 known = self.relative_width <= max(self.width, TWELVE_DIGITS)
                 if known or rounding + upper.marginals <= common:
