@@ -38,7 +38,7 @@ def solved(
     sides: list[otdd.LabeledSamples], table: otdd.ClassDistances, **settings: Any
 ) -> dict[str, Any]:
     """A distance, its interval, how it ended and its seconds."""
-    compute = otdd.ComputeOptions(sides[0].features.device, precision="double")
+    compute = otdd.ComputeOptions(str(sides[0].features.device), precision="double")
     started = time.perf_counter()
     with warnings.catch_warnings():
         # That their updates stop early is what is measured.

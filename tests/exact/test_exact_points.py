@@ -96,12 +96,21 @@ def test_inner_products_may_have_any_sign(debias):
     assert found.bounds[1] - found.bounds[0] < 1e-12
 
 
-def test_points_on_a_line_are_sorted():
-    size, draw = 1500, torch.Generator().manual_seed(0)
+@pytest.mark.parametrize(
+    ("size", "device"),
+    [
+        (1500, "cpu"),
+        pytest.param(6000, "cpu", marks=pytest.mark.slow),
+        pytest.param(100_000, "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_points_on_a_line_are_sorted(size, device):
+    draw = torch.Generator().manual_seed(0)
     along = torch.randn(50, generator=draw, dtype=torch.float64)
     along /= along.norm()
     s, t = (torch.randn(size, generator=draw, dtype=torch.float64) for _ in range(2))
-    found = otdd.sinkhorn(s[:, None] * along, 2 * t[:, None] * along + 3, epsilon=0)
+    x, y = s[:, None] * along, 2 * t[:, None] * along + 3
+    found = otdd.sinkhorn(x.to(device), y.to(device), epsilon=0)
     place = t.sort().values * 2 + float(3 * along.sum())
     across = 9 * 50 - float(3 * along.sum()) ** 2
     truth = (float((s.sort().values - place).square().mean()) + across) / 2
