@@ -204,7 +204,9 @@ def test_equal_masses_are_exact_and_others_add_up():
     assert supply.sum() == demand.sum()
 
 
-def test_potentials_are_feasible_at_points_without_mass():
+@pytest.mark.parametrize("block", [1 << 8, 1 << 20])
+def test_potentials_are_feasible_at_points_without_mass(block, monkeypatch):
+    monkeypatch.setattr(pricing, "BLOCK_ELEMENTS_CPU", block)
     rng = np.random.default_rng(5)
     for n, m in ((5, 6), (60, 50)):
         costs, a, b = rng.random((n, m)), rng.random(n), rng.random(m)
