@@ -4,10 +4,10 @@
 
 MNIST against Fashion-MNIST test images of 784 pixels, or digits of 64 where there are 600 points.
 `ours` is `dataset_distance` with labels, class distances included, at a width of 1e-4 and proven
-(0). POT's `emd2`, SciPy's `linear_sum_assignment` and lapx's `lapjv` get the matrix of labelled costs,
-whose time counts; POT's `emd2_lazy` knows squared distances alone and gets points without labels.
-Each runs in a process of its own and is stopped after the cap. A value that is wrong is not timed.
-The package `wasserstein` wraps a network simplex as well; its 1.1.0 needs an older NumPy.
+(0). POT's `emd2`, SciPy's `linear_sum_assignment` and `lapjv` of lapx get the matrix of labelled
+costs, whose time counts; POT's `emd2_lazy` knows squared distances alone and gets points without
+labels. Each runs in a process of its own and is stopped after the cap. A value that is wrong is not
+timed. The package `wasserstein` wraps a network simplex as well; its 1.1.0 needs an older NumPy.
 """
 
 from __future__ import annotations
