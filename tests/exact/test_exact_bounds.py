@@ -191,6 +191,27 @@ def test_the_interval_holds_after_any_round(rounds, monkeypatch):
     assert rounds > 1 or max(widths) > 1e3
 
 
+@pytest.mark.usefixtures("few_arcs")
+def test_no_round_gives_up_what_an_earlier_one_proved(monkeypatch):
+    rng, ends = np.random.default_rng(3), []
+    stopped = solve._Solve.stopped
+
+    def watch(self):
+        ends.append((self.lower_end, -self.upper_end))
+        return stopped(self)
+
+    monkeypatch.setattr(solve._Solve, "stopped", watch)
+    for kind in KINDS:
+        costs = costs_of(kind, 80, 90, rng)
+        ends.clear()
+        exactly(costs, bound_width=0)
+        slack = TRUTH * np.abs(costs).max()
+        assert len(ends) > 2
+        for earlier, later in itertools.pairwise(ends):
+            assert later[0] >= earlier[0] - slack
+            assert later[1] >= earlier[1] - slack
+
+
 def test_no_time_leaves_a_plan_and_an_interval():
     costs = np.random.default_rng(3).random((30, 40))
     found = exactly(costs, bound_width=0, max_seconds=1e-9)
