@@ -298,6 +298,11 @@ def normalised(masses: Tensor) -> tuple[Tensor, float]:
     return masses / mass, mass
 
 
+def inverse(masses: Tensor) -> Tensor:
+    """Return 1 / a_i, and 0 where a_i is 0."""
+    return torch.where(masses > 0, 1 / masses, 0)
+
+
 # A selection of points of a cloud: a range, or indices (k,) int64.
 Cut = slice | Tensor
 

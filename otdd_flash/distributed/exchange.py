@@ -157,6 +157,24 @@ class Exchange:
         self._moved += 2 * (self.size - 1) * sent[0].nbytes
         return found.to(parts.device)
 
+    def exchanged_rows(self, rows: Tensor, sent: Sequence[int], coming: Sequence[int]) -> Tensor:
+        """Send every rank so many of the rows (k, ...) in turn; return what comes, in their order.
+
+        Args:
+            rows: those for rank 0 first.
+            sent: how many of them each rank gets, this one included.
+            coming: how many rows each rank has for this one.
+        """
+        here, own = self._movable(rows), coming[self.rank]
+        found = here.new_empty((sum(coming), *rows.shape[1:]))
+        with self.moving():
+            torch.distributed.all_to_all_single(
+                found, here, list(coming), list(sent), group=self._group
+            )
+        row = rows.nbytes // max(1, len(rows)) if len(rows) else found.nbytes // max(1, len(found))
+        self._moved += (len(rows) + len(found) - 2 * own) * row
+        return found.to(rows.device)
+
     def circulated(
         self,
         own: Sequence[Tensor],

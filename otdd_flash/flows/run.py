@@ -41,7 +41,6 @@ from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.copies import Copied
-from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, LostRankError, NotConvergedWarning, prefixed, warn
 from otdd_flash.features.file_features import FileFeatures
@@ -334,7 +333,7 @@ class Loop:
         # If points are features, the evaluation itself checks that they are finite.
         in_features = isinstance(self._flow.space, FeatureSpace)
         self._unchecked = [*mode.variables.values(), *([] if in_features else [self.points])]
-        ranks = ranks_of(setting.comparison.compute.group)
+        ranks = setting.ranks
         if ranks is not None:
             # Tensors that do not change are sent to the ranks once.
             for fixed in (setting.source.labels, setting.source.weights):

@@ -293,6 +293,23 @@ def apply_plan(
 ) -> Applied:
     """Compute a product with the plan, of all rows, or with its transpose, of all columns."""
     parts: Parts = ranks.held[number]
+    own = own_product(ranks, parts, transposed, f, g, epsilon, values, left, right)
+    owned = parts.sides[transposed]
+    return Applied(*(owned.gathered(ranks, each) for each in own))
+
+
+def own_product(
+    ranks: Ranks,
+    parts: Parts,
+    transposed: bool,
+    f: Tensor,
+    g: Tensor,
+    epsilon: float,
+    values: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+) -> Applied:
+    """Compute this rank's rows of a product with the plan, or its columns of the transpose's."""
     part, owned = parts.by(ranks, columns=transposed)
     own, dtype = owned.of(ranks), parts.representative.dtype
     rows: Rows = EVERY if transposed else own
@@ -305,7 +322,7 @@ def apply_plan(
         plan = part.operator.plan(f[rows], g[columns], epsilon)
         found = plan.applied(values, transposed=transposed, factors=factors)
         applied, masses = part.mass * found.values.to(dtype), part.mass * found.masses
-    return Applied(owned.gathered(ranks, applied), owned.gathered(ranks, masses))
+    return Applied(applied, masses)
 
 
 def apply_plan_to_points(
