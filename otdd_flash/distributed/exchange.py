@@ -126,6 +126,16 @@ class Exchange:
             [every[rank, : share.stop - share.start] for rank, share in enumerate(shares)]
         )
 
+    def from_leader(self, tensor: Tensor) -> Tensor:
+        """What rank 0 has of a tensor of the same shape and type on every rank."""
+        there = self._movable(tensor)
+        if self.rank > 0:
+            there = torch.empty_like(there)
+        with self.moving():
+            torch.distributed.broadcast(there, self._leader, group=self._group)
+        self._moved += there.nbytes
+        return there.to(tensor.device)
+
     def deal(self, whole: Tensor) -> None:
         """Send every other rank its share of a tensor (count, ...): rank 0 alone.
 

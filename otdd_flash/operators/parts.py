@@ -33,6 +33,8 @@ from torch import Tensor
 from otdd_flash.cost.points import DOUBLE_UNIT, LabelledCost, less_origin
 from otdd_flash.distributed.exchange import added
 from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.engine.run import LateReader
+from otdd_flash.errors import LostRankError
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator
 from otdd_flash.operators.blocked import ROUNDINGS, BlockOperator
 from otdd_flash.operators.owned import Owned, Rows
@@ -242,6 +244,70 @@ def marginals(
     ranks: Ranks, number: int, f: Tensor, g: Tensor, epsilon: Epsilon, accurate: bool
 ) -> Marginals:
     """Compute the row and column sums of the plan of f (n,) and g (m,), of the P_r."""
+    return _of_same_potentials(ranks, _marginals, number, (f, g), epsilon, accurate)
+
+
+def marginals_self(
+    ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon, accurate: bool
+) -> Marginals:
+    """Compute the row and column sums of the symmetric plan of f (n,)."""
+    return _of_same_potentials(ranks, _marginals_self, number, (f,), epsilon, accurate)
+
+
+# Of the own part of a plan: its errors as `_largest` takes them, and all sums.
+Numbers = tuple[float, float, float]
+Sums = tuple[Numbers, tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def _of_same_potentials(
+    ranks: Ranks,
+    sums: Callable[..., Sums],
+    number: int,
+    potentials: tuple[Tensor, ...],
+    epsilon: Epsilon,
+    accurate: bool,
+) -> Marginals:
+    """Compute sums of a plan of which a certificate is made: all ranks have the same potentials.
+
+    Where a rank has others, those of rank 0 are sent once more.
+
+    Raises:
+        LostRankError: on every rank, where potentials differ again.
+    """
+    for _ in range(2):
+        reader: LateReader[None] = LateReader()
+        check = torch.stack([checksum(each) for each in potentials])
+        # On its way to the host while the sums are computed.
+        told = reader.exchange(check, None)
+        numbers, found = sums(ranks, number, *potentials, epsilon, accurate)
+        told = told or reader.last()
+        assert told is not None
+        same, largest = _largest(ranks, numbers, [int(each) for each in told.numbers])
+        if same:
+            return Marginals(*found, *largest)
+        potentials = tuple(ranks.from_leader(each) for each in potentials)
+    raise LostRankError(
+        "processes of compute.group have other potentials than rank 0, which has sent them twice; "
+        "a GPU, its memory or a link of this machine is at fault"
+    )
+
+
+def checksum(potential: Tensor) -> Tensor:
+    """Return a number (), int64, that differs where any bit of a potential (n,) does.
+
+    The bits of every entry are multiplied by an odd number of its own, and sums of integers depend
+    on no order. No change of one bit leaves the sum as it was.
+    """
+    bits = potential.contiguous().view(
+        torch.int64 if potential.dtype.itemsize == 8 else torch.int32
+    )
+    odd = torch.arange(1, 2 * len(bits), 2, device=bits.device)
+    return (bits.to(torch.int64) * odd).sum()
+
+
+def _marginals(
+    ranks: Ranks, number: int, f: Tensor, g: Tensor, epsilon: Epsilon, accurate: bool
+) -> Sums:
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=False)
     numbers = (0.0, 0.0, 0.0)
@@ -256,13 +322,10 @@ def marginals(
     rows, row_errors = owned.gathered(ranks, of_rows).unbind(1)
     every = ranks.all_gathered(of_columns)
     columns = added(every[:, 0])
-    return Marginals(rows, columns, row_errors, every[:, 1].amax(0), *_largest(ranks, numbers))
+    return numbers, (rows, columns, row_errors, every[:, 1].amax(0))
 
 
-def marginals_self(
-    ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon, accurate: bool
-) -> Marginals:
-    """Compute the row and column sums of the symmetric plan of f (n,)."""
+def _marginals_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon, accurate: bool) -> Sums:
     parts: Parts = ranks.held[number]
     share, owned = parts.share, parts.sides[0]
     assert share is not None
@@ -271,13 +334,21 @@ def marginals_self(
     found = torch.stack((added(every[..., 0]), every[..., 1].amax(0)), 1)
     sums, errors = owned.gathered(ranks, found).unbind(1)
     numbers = part.cost_rounding, part.relative_error, part.lost
-    return Marginals(sums, sums, errors, errors, *_largest(ranks, numbers))
+    return numbers, (sums, sums, errors, errors)
 
 
-def _largest(ranks: Ranks, numbers: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Return the largest error numbers of any rank, with the rounding of sums over ranks."""
-    cost_rounding, relative_error, lost = ranks.largest(numbers)
-    return cost_rounding, relative_error + (ranks.size + ROUNDINGS) * DOUBLE_UNIT, lost
+def _largest(ranks: Ranks, numbers: Numbers, checks: list[int]) -> tuple[bool, Numbers]:
+    """Return whether all ranks have the same checks, and the largest errors of any.
+
+    The rounding of sums over ranks is among these.
+    """
+    # Halves of int64, which float64 holds: they are one where the largest is the smallest.
+    halves = [float(half) for each in checks for half in divmod(each, 1 << 32)]
+    said = ranks.largest([*numbers, *halves, *(-half for half in halves)])
+    (cost_rounding, relative_error, lost), said = said[:3], said[3:]
+    highest, lowest = said[: len(halves)], [-half for half in said[len(halves) :]]
+    relative_error += (ranks.size + ROUNDINGS) * DOUBLE_UNIT
+    return highest == lowest, (cost_rounding, relative_error, lost)
 
 
 def apply_plan(
