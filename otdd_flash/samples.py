@@ -313,6 +313,16 @@ def displaced(
     return found
 
 
+def unchecked(
+    class_names: tuple[str, ...], features: Tensor, labels: Tensor | None, weights: Tensor | None
+) -> LabeledSamples:
+    """Return samples of the tensors of others on one device, which were checked and normalised."""
+    found = displaced(LabeledSamples(torch.zeros(1, 1), None, ()), features)
+    for name, part in (("labels", labels), ("class_names", class_names), ("weights", weights)):
+        object.__setattr__(found, name, part)
+    return found
+
+
 # Sums over a dataset of squares up to this stay finite in float64.
 LARGEST_SQUARE = 1e300
 

@@ -170,8 +170,11 @@ def _count(ranks: Ranks, step: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
 def test_a_step_asks_for_little() -> None:
-    """Some tenth above what it does; on a GPU a copy less of every piece that is centred."""
-    most = (1070, 27), (800, 18)
+    """Some tenth above what it does; on a GPU a copy less of every piece that is centred.
+
+    Two of the reads are of checksums, which arrive while sums of a plan are computed.
+    """
+    most = (1070, 29), (770, 18)
     for found, (operations, reads) in zip(pool(2).run(asked_of_the_device), most, strict=True):
         assert 0.8 * operations <= found[0] <= operations
         assert found[1] <= reads
