@@ -228,16 +228,13 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
     own = owned.of(ranks)
     found = merged(owned.exchanged(ranks, share.softmin(f, epsilon), math.inf), epsilon)
     if math.isfinite(share.reach):
-        # NaN marks rows out of reach; a NaN is never within it.
-        within = (found - f[own]).abs() <= share.reach * epsilon
-        found = torch.where(within, found, math.nan)
-    found = owned.gathered(ranks, found.to(parts.representative.dtype))
-    if math.isfinite(share.reach) and bool((missing := found.isnan()).any()):
-        rows = torch.zeros_like(missing)
-        rows[own] = missing[own]
-        again = torch.where(rows, share.repaired(f, epsilon, rows), found)
-        found = owned.gathered(ranks, again[own])
-    return found
+        # Rows out of reach are computed again; a NaN is never within it. Where there are none the
+        # device has nothing to do, for which the host need not wait.
+        far = ~((found - f[own]).abs() <= share.reach * epsilon)
+        rows = torch.zeros_like(f, dtype=torch.bool)
+        rows[own] = far
+        found = torch.where(far, share.repaired(f, epsilon, rows)[own].to(found.dtype), found)
+    return owned.gathered(ranks, found.to(parts.representative.dtype))
 
 
 def marginals(
