@@ -63,6 +63,7 @@ class KernelSelfShare:
 
     # Beyond it sums leave the range of float32.
     reach = math.log(LARGEST_SUM)
+    repairs_alone = True
 
     def __init__(
         self, cost: KernelSelf, place: tuple[int, int], refine: Callable[[], KernelSelfShare]

@@ -228,12 +228,13 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
     own = owned.of(ranks)
     found = merged(owned.exchanged(ranks, share.softmin(f, epsilon), math.inf), epsilon)
     if math.isfinite(share.reach):
-        # Rows out of reach are computed again; a NaN is never within it. Where there are none the
-        # device has nothing to do, for which the host need not wait.
+        # Rows out of reach are computed again; a NaN is never within it.
         far = ~((found - f[own]).abs() <= share.reach * epsilon)
-        rows = torch.zeros_like(f, dtype=torch.bool)
-        rows[own] = far
-        found = torch.where(far, share.repaired(f, epsilon, rows)[own].to(found.dtype), found)
+        # Whether there are any, the host has to know of a pass that all ranks do together alone.
+        if share.repairs_alone or bool(ranks.all_gathered(far.sum()).any()):
+            rows = torch.zeros_like(f, dtype=torch.bool)
+            rows[own] = far
+            found = torch.where(far, share.repaired(f, epsilon, rows)[own].to(found.dtype), found)
     return owned.gathered(ranks, found.to(parts.representative.dtype))
 
 

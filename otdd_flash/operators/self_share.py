@@ -40,9 +40,12 @@ class SelfShare(Protocol):
 
     Attributes:
         reach: largest |f - T(f)| over epsilon for which `softmin` is accurate.
+        repairs_alone: whether `repaired` computes the marked rows only, without other ranks, which
+            takes nothing where there are none.
     """
 
     reach: float
+    repairs_alone: bool
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
         """Return the p_ri (n,), float64."""
@@ -98,6 +101,8 @@ class BlockShare:
         pairs: of this rank, each once.
         reach: as for `SelfShare`.
     """
+
+    repairs_alone = False
 
     def __init__(self, pairs: BlockSums, reach: float = math.inf) -> None:
         self._pairs, self.reach = pairs, reach

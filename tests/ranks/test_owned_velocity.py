@@ -47,7 +47,11 @@ def moved(ranks: Ranks | None, case: str) -> tuple[Tensor, list[float], set[str]
 
     classes = 1 if case == "one class" else 2
     table = torch.ones(2 * classes, 2 * classes, dtype=torch.float64).fill_diagonal_(0)
-    options = {"momentum": 0.5} if case == "momentum" else {}
+    options: dict[str, dict[str, Any]] = {
+        "momentum": {"optimizer_options": {"momentum": 0.5}},
+        "noise and a box": {"noise": 0.1, "box": (-1.0, 1.5)},
+        "a minibatch": {"minibatch": 6},
+    }
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Stepper, "step", seen)
         # Terms in turn, as ranks solve them.
@@ -58,7 +62,7 @@ def moved(ranks: Ranks | None, case: str) -> tuple[Tensor, list[float], set[str]
             patched.setattr(sharing, "_in_a_ring", lambda *_: True)
         result = otdd.gradient_flow(
             *sides(case),
-            otdd.Flow(3, stepping=otdd.Stepping(0.2, optimizer_options=options)),
+            otdd.Flow(3, stepping=otdd.Stepping(0.2, **options.get(case, {}))),
             epsilon=0.5,
             labels=otdd.labels.Given(otdd.ClassDistances.from_full(table, classes)),
             solver=otdd.Converged(tolerance=1e-5),
@@ -71,10 +75,12 @@ def moved(ranks: Ranks | None, case: str) -> tuple[Tensor, list[float], set[str]
 CASES = {
     "labels": "OwnedVelocity",
     "momentum": "OwnedVelocity",
+    "noise and a box": "OwnedVelocity",
     "one class": "OwnedVelocity",
     "some of no mass": "OwnedVelocity",
     "fewer points than ranks": "OwnedVelocity",
     "one cloud": "OwnedVelocity",
+    "a minibatch": "Tensor",
     "cross terms in a ring": "Tensor",
     "all in a ring": "Tensor",
 }
