@@ -198,7 +198,10 @@ def flow(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[st
         iterations[term] += 1
 
     few = min(settings["steps"], COUNTED_STEPS)
-    told = exchanging(settings, move(few, otdd.Callbacks(solver_progress=count)), ranks)
+    counted = move(few, otdd.Callbacks(solver_progress=count))
+    told = exchanging(settings, counted, ranks)
+    if ranks is None:
+        counted()
     return {
         **moved,
         "seconds": seconds,
@@ -254,7 +257,6 @@ def exchanging(
     if not settings["shares"]:
         return {"communication_share": None}
     if ranks is None:
-        run()
         return {"communication_share": 0.0}
     ranks.seconds = 0.0
     _wait()
