@@ -78,7 +78,7 @@ class Work:
 
     def ours(self) -> Backward:
         """By the kernel."""
-        return lambda: plan_gradient(self.plans, self.cotangents)
+        return lambda: plan_gradient(self.plans, self.cotangents, in_triton=self.plans.is_cuda)
 
     def torch(self) -> Backward:
         """By PyTorch's operations."""

@@ -30,12 +30,12 @@ from experiments.certified_solves import load_pair
 from experiments.environment import environment, write_result
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.point_scores import KeptScores
+from otdd_flash.operators.point_scores import StoredScores
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 PAIRS = (("mnist", "usps"), ("mnist", "fashion_mnist"))
 # Multiples of the mean cost; None is epsilon = 0.1.
@@ -111,7 +111,7 @@ def newton(operator: Operator, g: torch.Tensor, epsilon: float) -> torch.Tensor:
     """
     assert isinstance(operator, TorchOperator)
     source = operator.source
-    assert isinstance(source, KeptScores), "so many samples need their scores streamed"
+    assert isinstance(source, StoredScores), "so many samples need their scores streamed"
     a, b, scores = operator.a, operator.b, source.scores
 
     def dual(g: torch.Tensor) -> float:

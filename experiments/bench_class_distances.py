@@ -36,7 +36,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from experiments.environment import RESULTS, environment, write_result
 from otdd_flash.labels.classes import ClassCloud, pool
-from otdd_flash.labels.gaussian import gaussian_distances
+from otdd_flash.labels.gaussian import gaussian_table
 from otdd_flash.labels.pairs import PairDistances, all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 
@@ -113,7 +113,7 @@ def bench_images(clouds: list[ClassCloud], epsilon: float, sampled: int) -> dict
     pairs = all_pairs(len(clouds))
     chosen = torch.linspace(0, len(pairs) - 1, min(sampled, len(pairs))).long()
     scale = len(pairs) / len(chosen)
-    gaussian, _ = seconds_of(partial(gaussian_distances, clouds, pairs))
+    gaussian, _ = seconds_of(partial(gaussian_table, clouds, pairs))
     ours, distances = seconds_of(partial(sinkhorn_distances, clouds, pairs, epsilon, TOLERANCE))
     alone, values = seconds_of(partial(pair_by_pair, clouds, pairs[chosen], epsilon))
     _check(distances, chosen, values)
@@ -176,7 +176,7 @@ def bench_many(classes: int, device: str, epsilon_relative: float = 0.05) -> dic
     pairs = all_pairs(len(clouds))
     # ||x - y||^2 is 4 d on average.
     epsilon = epsilon_relative * 4 * MANY_CLASS_DIM
-    gaussian, _ = seconds_of(partial(gaussian_distances, clouds, pairs))
+    gaussian, _ = seconds_of(partial(gaussian_table, clouds, pairs))
     sinkhorn, distances = seconds_of(partial(sinkhorn_distances, clouds, pairs, epsilon, TOLERANCE))
     width = (distances.upper - distances.lower) / distances.values
     return {

@@ -83,8 +83,8 @@ class Ours:
         """The potentials, which the next call overwrites."""
         self.f.zero_()
         self.g.zero_()
-        for _ in range(ITERATIONS // STEPS if self.operator.recorded else ITERATIONS):
-            if self.operator.recorded:
+        for _ in range(ITERATIONS // STEPS if self.operator.passes.recorded else ITERATIONS):
+            if self.operator.passes.recorded:
                 self.repeated.run(self.step)
             else:
                 self.step()

@@ -246,7 +246,7 @@ def ours_alone(work: Work) -> dict[str, Any]:
     problem = MatrixComparison.prepare(work.costs, work.a, work.b, None)
     operator, g = problem.operator("xy"), found.g
     return {
-        "backend": operator.backend,
+        "backend": operator.passes.backend,
         "iterations": found.iterations,
         "passes": found.passes,
         "value": found.value,

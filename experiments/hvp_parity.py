@@ -23,7 +23,7 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from experiments.environment import RESULTS, environment, write_result
-from otdd_flash.derivatives import direct
+from otdd_flash.derivatives import plan_system
 
 POINTS, DIM, DIRECTIONS, EPSILONS, TAU = 512, 4, 10, (0.1, 0.25, 0.5), 1e-5
 DECOMPOSED = "decomposed"
@@ -33,7 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "tolerance 1e-6": {"tolerance": 1e-6},
     "damped": {"damping": TAU * POINTS},
 }
-MOST_POINTS = direct.MOST_POINTS
+MOST_POINTS = plan_system.MOST_POINTS
 # Of the cost ||x - y||^2.
 FACTOR = 2.0
 
@@ -98,7 +98,7 @@ def measure(epsilon: float, device: str) -> list[dict[str, Any]]:
                 if hessian.divergence.xx is not None:
                     plan = dense_plan(hessian.divergence.xx, of_x, of_x, a, a)
                     expected -= own_truth(plan, of_x, of_v, epsilon) / 2
-            direct.MOST_POINTS = MOST_POINTS if name == DECOMPOSED else 0
+            plan_system.MOST_POINTS = MOST_POINTS if name == DECOMPOSED else 0
             product = hessian.product(v)
             errors = (product.values - expected).flatten(1).norm(dim=1)
             relative = errors / expected.flatten(1).norm(dim=1)

@@ -33,7 +33,7 @@ from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import measure_all
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 
 class Sizes(NamedTuple):

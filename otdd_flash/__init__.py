@@ -64,9 +64,8 @@ if TYPE_CHECKING:
     from otdd_flash.derivatives.hessian import HessianProduct, SinkhornHessian, sinkhorn_hessian
     from otdd_flash.derivatives.loss import sinkhorn_loss
     from otdd_flash.derivatives.losses import sinkhorn_losses
-    from otdd_flash.derivatives.potentials import sinkhorn_potentials
-    from otdd_flash.derivatives.schur import CGOptions
-    from otdd_flash.derivatives.transport_map import transport_map
+    from otdd_flash.derivatives.plan_system import CGOptions
+    from otdd_flash.derivatives.potentials import sinkhorn_potentials, transport_map
     from otdd_flash.distributed.ranks import led
     from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
     from otdd_flash.extractors import embed
@@ -159,7 +158,7 @@ _HOMES = {
     "Callbacks": "otdd_flash.flows.flow",
     "Checkpoints": "otdd_flash.flows.checkpoint",
     "ClassDistances": "otdd_flash.labels",
-    "CGOptions": "otdd_flash.derivatives.schur",
+    "CGOptions": "otdd_flash.derivatives.plan_system",
     "ComputeOptions": "otdd_flash.cost.compute",
     "CostBlocks": "otdd_flash.cost.matrix",
     "Converged": "otdd_flash.solver.schedules.converged",
@@ -208,7 +207,7 @@ _HOMES = {
     "sinkhorn_potentials": "otdd_flash.derivatives.potentials",
     "sliced_distances": "otdd_flash.sliced.distances",
     "subsample_interval": "otdd_flash.sampling",
-    "transport_map": "otdd_flash.derivatives.transport_map",
+    "transport_map": "otdd_flash.derivatives.potentials",
 }
 _MODULES = ("extractors", "labels")
 

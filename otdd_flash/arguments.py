@@ -120,7 +120,7 @@ OBJECTS = {
         "be otdd.Converged() or another schedule",
         "otdd_flash.solver.schedules.base.Schedule",
     ),
-    "CGOptions": ("be otdd.CGOptions()", "otdd_flash.derivatives.schur.CGOptions"),
+    "CGOptions": ("be otdd.CGOptions()", "otdd_flash.derivatives.plan_system.CGOptions"),
     "Flow": ("be an otdd.Flow", "otdd_flash.flows.flow.Flow"),
     "Stepping": ("be a Stepping", "otdd_flash.flows.stepping.Stepping"),
     "Callbacks": ("be otdd.Callbacks", "otdd_flash.flows.flow.Callbacks"),

@@ -30,12 +30,10 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.points import mass_per_class
-from otdd_flash.derivatives.gradient import DivergenceGradient
+from otdd_flash.derivatives.gradient import DivergenceGradient, Needs
 from otdd_flash.derivatives.groups import Groups
-from otdd_flash.derivatives.term_gradient import Needs
 from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table
-from otdd_flash.labels.moments import mean_table
+from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table, mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
@@ -99,7 +97,7 @@ def contributions_of(
     found = torch.where(masses > 0, found, 0.0)
     values = (found - masses @ found) / (1 - masses)
     values[masses == 0] = torch.nan
-    slopes = _slopes(comparison.given[0], found.cpu(), gradient.groups)
+    slopes = _slopes(comparison.given[0], found.cpu(), gradient.groups.get("xy"))
     return Contributions(values.cpu(), through is not None, slopes)
 
 

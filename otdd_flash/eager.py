@@ -8,10 +8,10 @@ dtype, the default device and inference mode do not reach into the call.
 `computes` decorates every entry point that computes (`otdd`, `pairwise`, `flows.run`,
 `labels.measuring`, `derivatives.loss`, `batched.plans`, methods of `result`, ...), so that
 surrounding modes change no number of its result; a new entry point needs it too. Backward passes
-(`derivatives.known_gradient`, `derivatives.solved_gradient`) use `own_settings` and
-`check_transforms`, as they may be called inside such a context although the forward pass was
-outside; `samples` uses them and `untraced`, because users make samples inside such contexts, and
-`batched.doubly_stochastic`, which may be traced by `torch.compile`, uses `check_transforms` alone.
+(`derivatives.autograd`) use `own_settings` and `check_transforms`, as they may be called inside
+such a context although the forward pass was outside; `samples` uses them and `untraced`, because
+users make samples inside such contexts, and `batched.doubly_stochastic`, which may be traced by
+`torch.compile`, uses `check_transforms` alone.
 """
 
 from __future__ import annotations
@@ -58,18 +58,19 @@ def computes(function: Callable[P, R]) -> Callable[P, R]:
         with own_settings():
             yield
 
-    return _untraced(function, alone)
+    return untraced(function, alone)
 
 
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep `torch.compile` out of a function, without the slow import of the compiler."""
-    return _untraced(function, lambda _: nullcontext())
-
-
-def _untraced(
-    function: Callable[P, R], within: Callable[[Iterable[Any]], AbstractContextManager[None]]
+def untraced(
+    function: Callable[P, R],
+    within: Callable[[Iterable[Any]], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> Callable[P, R]:
-    """Keep `torch.compile` out of a function that runs within a context of its arguments."""
+    """Keep `torch.compile` out of a function, without the slow import of the compiler.
+
+    Args:
+        function: to decorate.
+        within: makes a context of its arguments, in which it runs.
+    """
     disabled: list[Callable[P, R]] = []
 
     def entered(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -21,7 +21,7 @@ mark. Labels stay as they are while points move: their order in blocks, and who 
 same at every step of a flow. So is the target, and particles stand in several costs of a step.
 
 `samples` uses `fingerprint` and a mark; `otdd`, `result`, `flows.run` and `flows.result` use
-`Unchanged`; `operators.comparison`, `derivatives.solved_gradient`, `operators.sharing`,
+`Unchanged`; `operators.comparison`, `derivatives.autograd`, `operators.sharing`,
 `distributed.copies` and `distributed.ranks` use marks; `cost.points` and operators use
 `remembered`; `extractors.feature_store` uses `digest_of_rows`. A change of what `fingerprint`
 digests must raise VERSION, because saved results hold fingerprints, and studies (`study.setup`) and
@@ -231,10 +231,9 @@ def remembered(of: Tensor | LabeledSamples, name: Hashable, find: Callable[[], T
 
 
 def forget(of: LabeledSamples, name: Hashable) -> None:
-    """Drop a cached result, as not every change of the samples can be detected.
+    """Drop a cached result, where not every change of the samples can be detected.
 
     On a GPU torch counts its own changes, and neither those through `x.data`, of fused optimisers
     and of replayed CUDA graphs, nor those of other libraries. On a CPU the content is marked.
     """
-    if of.features.device.type != "cpu":
-        _KEPT.get(of, {}).pop(name, None)
+    _KEPT.get(of, {}).pop(name, None)

@@ -22,7 +22,8 @@ from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress,
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
-from otdd_flash.distributed.ranks import shared_since, sharing_from_here
+from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.distributed.shared import ALONE
 from otdd_flash.eager import computes
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.labels import (
@@ -45,8 +46,7 @@ from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.result import SolverProgress
-from otdd_flash.solver.term.tolerance import refuse_both, regularised
+from otdd_flash.solver.term import SolverProgress, epsilon_of_datasets, refuse_both, resolve_epsilon
 
 
 # `computes` keeps PyTorch's surrounding modes (autocast, inference, compilation) out,
@@ -128,7 +128,8 @@ def dataset_distance(
     unchanged = Unchanged.of(source, target)
 
     # The result reports how ranks shared the work from here on.
-    before, started = sharing_from_here(compute.group), time.perf_counter()
+    ranks, started = compute.group, time.perf_counter()
+    before = ranks.sharing_from_here() if isinstance(ranks, Ranks) else ALONE
     if class_statistics is not None:
         one, other = class_statistics
         # Moved to the device and transformed as the ground cost takes points, as both datasets are.
@@ -136,12 +137,15 @@ def dataset_distance(
     x, y = comparison.transformed
     # Only a Sinkhorn metric without an epsilon of its own changes: it gets one here.
     metric = settled_metric(metric, epsilon, class_statistics or (x, y), comparison.streaming)
+    measure = metric
+    # Points that are streamed are in the memory of this process alone, which then measures without
+    # the other ranks.
+    if ranks is not None and comparison.streaming is None:
+        measure = measured_by_ranks(metric, ranks)
     table = measure_classes(
         x,
         y,
-        # Points that are streamed are in the memory of this process alone, which then measures
-        # without the other ranks.
-        measured_by_ranks(metric, None if comparison.streaming else compute.group),
+        measure,
         statistics=class_statistics,
         cache_dir=cache_dir,
         progress=class_progress,
@@ -149,7 +153,8 @@ def dataset_distance(
     measured = time.perf_counter()
     comparison = comparison.with_classes(table.full)
     mean, scale = comparison.mean_cost, cost.standardized(source.dim)
-    with regularised(epsilon, epsilon_relative, mean, scale) as used:
+    name, given, used = resolve_epsilon(epsilon, epsilon_relative, mean)
+    with epsilon_of_datasets(name, given, used, mean, scale):
         comparison = comparison.at(used)
         divergence = solve(comparison, options, progress=progress)
     report_convergence(divergence, options)
@@ -170,7 +175,7 @@ def dataset_distance(
         labels_epsilon=getattr(metric, "epsilon", None),
         seconds=seconds,
         comparison=replace(comparison, compute=compute.alone),
-        shared=shared_since(before, compute.group),
+        shared=ranks.shared_since(before) if isinstance(ranks, Ranks) else ALONE,
         streamed=None if streaming is None else streaming.tally.summary(seconds["solve"]),
         unchanged=unchanged,
         required=options.require_convergence,

@@ -37,7 +37,7 @@ from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import Pair
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples
-from otdd_flash.distributed.ranks import Ranks, balanced, ranks_of, restored, saved
+from otdd_flash.distributed.ranks import Ranks, balanced, restored, saved
 from otdd_flash.eager import computes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.files.atomic import json_content, write_json
@@ -70,8 +70,12 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.result import largest_tolerance
-from otdd_flash.solver.term.tolerance import refuse_both, regularised
+from otdd_flash.solver.term import (
+    epsilon_of_datasets,
+    largest_tolerance,
+    refuse_both,
+    resolve_epsilon,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -146,7 +150,9 @@ def pairwise_distances(
     started = time.perf_counter()
     if class_distances is None:
         metric = settled_metric(metric, epsilon, comparison.transformed, comparison.streaming)
-        measure = measured_by_ranks(metric, None if comparison.streaming else compute.group)
+        measure = metric
+        if compute.group is not None and comparison.streaming is None:
+            measure = measured_by_ranks(metric, compute.group)
         table = measure_all(
             comparison.transformed, measure, cache_dir=cache_dir, progress=class_progress
         )
@@ -154,7 +160,8 @@ def pairwise_distances(
         table = class_distances.named_for(sides)
     measured = time.perf_counter()
     mean, scale = _mean_cost(comparison, table), cost.standardized(sides[0].dim)
-    with regularised(epsilon, epsilon_relative, lambda: mean, scale) as used:
+    name, given, used = resolve_epsilon(epsilon, epsilon_relative, lambda: mean)
+    with epsilon_of_datasets(name, given, used, lambda: mean, scale):
         found = _solve_all(comparison.at(used), table, options, progress)
     solved = time.perf_counter()
     labels_epsilon = getattr(metric, "epsilon", None) if class_distances is None else None
@@ -241,7 +248,7 @@ def _terms(
     pairs: Sequence[Pair],
 ) -> Iterator[Divergence | None]:
     """Yield the terms of pairs, solved by this process or distributed over ranks by size."""
-    if (ranks := ranks_of(comparison.compute.group)) is None:
+    if not isinstance(ranks := comparison.compute.group, Ranks):
         yield from (_term(comparison, table, options, pair) for pair in pairs)
         return
     sizes = [len(side) for side in comparison.transformed]

@@ -29,7 +29,7 @@ from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import SIDES
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.derivatives.centred import conditional_means, origin_near
-from otdd_flash.derivatives.groups import report_groups, settled_points
+from otdd_flash.derivatives.groups import settle, settle_images
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.eager import computes
@@ -45,7 +45,7 @@ from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
@@ -217,6 +217,14 @@ class DistanceResult:
         """Return where the plan sends each source point on average: (P y)_i / r_i, shape (n, d).
 
         Points without mass are mapped too, by the conditional plan that their potential defines.
+
+        Raises:
+            InputError: there is not enough memory.
+            ConvergenceError: `required`, and the masses leave images of points without mass
+                undetermined.
+
+        Warns:
+            NotConvergedWarning: the same, if not required.
         """
         self._check_unchanged()
         with self._prepared.within_memory():
@@ -371,10 +379,14 @@ class DistanceResult:
         weighted = self.source.weights is not None
         operator = self._built(weighted=False) if weighted else self._operator
         f, g = self._potentials_on_device()
+        if weighted:
+            term = replace(self.divergence.xy, f=f, g=g)
+            term = settle_images(self._prepared, term, required=self.required)
+            f, g = term.f, term.g
         # The plan is of the points after the ground cost's transform; it is applied to the given
         # ones.
         points = self._prepared.points("xy")[0], self._prepared.given_points(1)
-        origin = origin_near([(points[1], operator.b)], operator.dtype)
+        origin = origin_near([(points[1], operator.b)], operator.passes.dtype)
         found = conditional_means(operator, f, g, self.epsilon, points, origin)
         return found.add_(origin.to(found.device))
 
@@ -388,13 +400,13 @@ class DistanceResult:
             self.unchanged.check()
 
     @cached_property
+    @computes
     def _settled(self) -> TransportTerm:
         """The cross term with potentials balanced between groups, on its original device."""
         self._check_unchanged()
         term, device = self.divergence.xy, self.divergence.xy.f.device
         with self._prepared.within_memory():
-            found, groups = settled_points(self._prepared, term)
-        report_groups(groups, "potentials", self.source, required=self.required)
+            found = settle(self._prepared, term, "potentials", required=self.required)
         return replace(found, f=found.f.to(device), g=found.g.to(device))
 
     @cached_property

@@ -2,8 +2,8 @@
 
 Nearly every package imports it; `LabeledDataset.with_features` (`data.dataset`) makes samples of
 the user's datasets. This module also holds the checks of their parts (`check_squares`,
-`check_masses`) and the comparison of content (`same_content`). `displaced` makes derived copies
-without checks.
+`check_masses`), of two of them (`check_same_dimension`) and the comparison of content
+(`same_content`). `displaced` makes derived copies without checks.
 
 A change must respect that samples are valid by construction, that numbers are never rounded
 silently, and that features stay where they are: in a file (`features.file_features`), in shared
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -368,6 +369,67 @@ def check_squares(*sides: LabeledSamples) -> None:
                 f"the features of {side.name} reach {largest:.1e}, whose squared distances "
                 f"overflow float64; {HOW_TO_SCALE}"
             )
+
+
+def check_same_dimension(source: LabeledSamples, target: LabeledSamples) -> None:
+    """Refuse datasets with different numbers of features, or a name at different positions.
+
+    Raises:
+        InputError: their dimensions differ, or a common feature name has different positions.
+    """
+    if source.dim == target.dim:
+        _check_same_order(source, target)
+        return
+    raise InputError(
+        f"{source.name} has {source.dim} features and {target.name} has {target.dim}, but both "
+        f"must have the same number; images: extractor=pixels {_pixel_settings(source, target)}, "
+        "or the same network for both (extractor=timm or torchvision); text: one extractor.model "
+        "for both; tables: the same columns. extractor.pca cannot help, as it is fitted on both "
+        "sides together"
+    )
+
+
+def _check_same_order(source: LabeledSamples, target: LabeledSamples) -> None:
+    """Refuse a column name at different positions, because features are compared by position."""
+    if source.feature_names is None or target.feature_names is None:
+        return
+    places = {name: place for place, name in enumerate(target.feature_names)}
+    for place, name in enumerate(source.feature_names):
+        # A name that only one side has is no contradiction.
+        if places.get(name, place) != place:
+            raise InputError(
+                f"the column {display(repr(name))} is number {place + 1} of {source.name} and "
+                f"number {places[name] + 1} of {target.name}, and columns are compared by place; "
+                "give both in one order: of tables target[list(source.columns)], of files the same "
+                "source.features=[...] and target.features=[...] (input=[...] for huggingface), or "
+                "arrays, which have no names"
+            )
+
+
+def _pixel_settings(source: LabeledSamples, target: LabeledSamples) -> str:
+    """Return settings that give images one dimension.
+
+    They have a number for N if both dimensions fit square images.
+    """
+    sides = [_image_sides(source.dim), _image_sides(target.dim)]
+    known = [side for side in sides if side is not None]
+    if len(known) < len(sides):
+        return "extractor.size=N"
+    size = max(side for side, _ in known)
+    one_kind = len({colour for _, colour in known}) == 1
+    return f"extractor.size={size}" + ("" if one_kind else " extractor.grayscale=true")
+
+
+def _image_sides(d: int) -> tuple[int, bool] | None:
+    """Return the side, and whether it has three channels, of the square image with d values.
+
+    None if there is no such image.
+    """
+    if isqrt(d) ** 2 == d:
+        return isqrt(d), False
+    if d % 3 == 0 and isqrt(d // 3) ** 2 == d // 3:
+        return isqrt(d // 3), True
+    return None
 
 
 def _as_features(values: Any) -> Tensor:

@@ -53,11 +53,11 @@ def takes_shards(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
                 # The call fails again, in the function, whose error names it.
                 return function(*args, **kwargs)
             compute = ComputeOptions.of(bound.arguments.get("compute"))
-            ranks = ranks_of(compute.group)
             # One process, or a call inside `otdd.led`: there `group` is a `Ranks`, and the datasets
             # are whole.
-            if ranks is None or ranks is compute.group:
+            if compute.group is None or isinstance(compute.group, Ranks):
                 return function(*args, **kwargs)
+            ranks = ranks_of(compute.group)
             given = {name: bound.arguments[name] for name in names}
             settings = {key: value for key, value in bound.arguments.items() if key not in names}
             bound.arguments |= _whole_datasets(ranks, given, {**settings, "compute": compute})

@@ -54,9 +54,9 @@ def _quicker_interpreter() -> None:
 @pytest.fixture
 def iterations_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear systems of few points are solved as those of many are, by conjugate gradients."""
-    from otdd_flash.derivatives import direct
+    from otdd_flash.derivatives import plan_system
 
-    monkeypatch.setattr(direct, "MOST_POINTS", 0)
+    monkeypatch.setattr(plan_system, "MOST_POINTS", 0)
 
 
 @pytest.fixture

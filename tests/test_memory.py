@@ -23,7 +23,7 @@ from otdd_flash.cost.points import (
 )
 from otdd_flash.errors import InputError
 from otdd_flash.memory import check_memory, free_memory, shortage, within_memory
-from otdd_flash.operators import segment_tiles
+from otdd_flash.operators import stored_segments
 from otdd_flash.operators.build import CostSize, kernel_bytes
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
@@ -265,10 +265,10 @@ def test_a_row_that_is_longer_than_a_chunk_is_taken_by_itself(
 
 def test_tiles_of_padded_problems_fit_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole problems while several fit, else rows of one; the scratch is no larger than either."""
-    monkeypatch.setattr(segment_tiles, "TILE_ELEMENTS_CPU", 100)
+    monkeypatch.setattr(stored_segments, "TILE_ELEMENTS_CPU", 100)
     for size, most in (((7, 5, 6), 90), ((2, 5, 6), 60), ((3, 20, 9), 99), ((2, 3, 200), 200)):
         taken = torch.zeros(size[:2], dtype=torch.int64)
-        for segments, rows, scratch in segment_tiles.tiles(size, torch.float64, CPU):
+        for segments, rows, scratch in stored_segments.tiles(size, torch.float64, CPU):
             taken[segments, rows] += 1
             assert scratch.untyped_storage().nbytes() == 8 * most
         assert bool((taken == 1).all())

@@ -126,7 +126,7 @@ class Plain:
             torch.zeros_like(side, dtype=operator.costs.dtype) for side in (operator.a, operator.b)
         )
         # Recorded steps read it from the device.
-        recorded = operator.recorded
+        recorded = operator.passes.recorded
         self.epsilon = operator.a.new_tensor(self.term.epsilon) if recorded else self.term.epsilon
         self.repeated = Repeated()
         self.passes = 0
@@ -138,7 +138,7 @@ class Plain:
 
     def advance(self, steps: int) -> Solved:
         """Update both potentials, some times; a recording takes two steps at once."""
-        pairs = steps // STEPS if self.operator.recorded else 0
+        pairs = steps // STEPS if self.operator.passes.recorded else 0
         for _ in range(pairs):
             self.repeated.run(self.step)
         for _ in range(steps - STEPS * pairs):

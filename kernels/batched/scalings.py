@@ -32,6 +32,18 @@ def first_scalings(logits, a, b, m_row, m_column):
 
 
 @triton.jit
+def first_kernel(logits, u, v, a, m_column):
+    """E (N, BATCH, M) of the scalings of the first iteration; without masses columns sum to 1.
+
+    Logarithms are rounded by the range of logits, and columns by as much after a single iteration.
+    """
+    kernel = tl.exp2(logits + u[:, :, None] + v[None, :, :])
+    if a is None:
+        kernel *= tl.where(m_column, 1 / tl.sum(kernel, 0), 0)[None, :, :]
+    return kernel
+
+
+@triton.jit
 def with_masses(values, masses, AXIS: tl.constexpr):
     """Values times the masses of rows (AXIS 2), or of columns, which are 1 where they are None."""
     return values if masses is None else values * tl.expand_dims(masses, AXIS)

@@ -19,49 +19,38 @@ twice, and those in float64 at every step. Work: 4 n m operations a step, and 12
 
 from __future__ import annotations
 
-from functools import cache
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.batched.loading import (
+    Packing,
+    batch_of,
+    first_rows,
+    load_numbers,
+    load_tile,
+    packing_for,
+    padded,
+    store_numbers,
+    store_tile,
+)
 from otdd_flash.kernels.launch import on_its_device
 
-
-class Packing(NamedTuple):
-    """What a program holds.
-
-    Attributes:
-        matrices: that it solves for.
-        rows: of a matrix that are loaded at once, before and after the iteration.
-        held: whether matrices stay in registers while it iterates; else rows are loaded again.
-        warps: that it has.
-    """
-
-    matrices: int
-    rows: int
-    held: bool
-    warps: int
-
-
-# Matrices of a program and its warps, by the bytes of a padded matrix; the fastest without spilled
-# registers of those measured on an H200 for 4, 16 and 64 rows in float32; for others the fewest
-# warps that spill none. Float64 takes twice the warps where one is not enough.
+# By the bytes of a padded matrix up to which it holds; the fastest without spilled registers of
+# those measured on an H200 for 4, 16 and 64 rows in float32; for others the fewest warps that spill
+# none. Float64 takes twice the warps where one is not enough.
 PACKINGS = {
-    1 << 4: (32, 1),
-    1 << 6: (16, 1),
-    1 << 8: (4, 1),
-    1 << 10: (2, 1),
-    1 << 12: (1, 1),
-    1 << 14: (1, 2),
-    1 << 15: (1, 8),
+    1 << 4: Packing(32, 1),
+    1 << 6: Packing(16, 1),
+    1 << 8: Packing(4, 1),
+    1 << 10: Packing(2, 1),
+    1 << 12: Packing(1, 1),
+    1 << 14: Packing(1, 2),
+    1 << 15: Packing(1, 8),
 }
-# Of a larger one.
-MOST_WARPS = 8
-# Bytes of the rows that are loaded at once of a matrix larger than that.
-ROW_BYTES = 1 << 14
+# Of a larger one, of which rows of so many bytes are loaded at once.
+LARGER, ROW_BYTES = Packing(1, 8), 1 << 14
 
 
 @on_its_device
@@ -109,7 +98,7 @@ def small_adjoint_kernel(
         plan_stride, plan_row_stride, plan_column_stride = N * M, M, 1
         cotangent_stride, cotangent_row_stride, cotangent_column_stride = N * M, M, 1
         weighted_stride, weighted_row_stride, weighted_column_stride = N * M, M, 1
-    o_batch = tl.program_id(0).to(tl.int64) * BATCH + tl.arange(0, BATCH)
+    o_batch = batch_of(BATCH)
     o_column = tl.arange(0, M)
     m_batch = o_batch < count
     m_column = m_batch[:, None] & (o_column < m)[None, :]  # (BATCH, M)
@@ -193,10 +182,8 @@ def small_adjoint_kernel(
             u += load_numbers(row_cotangent_ptr, o_row_batch, o_row[:, None], count, n)
         u *= inverse(tl.sum(plan, 2), SMALLEST)
         weighted = plan * (cotangent - u[:, :, None] - v[None, :, :])
-        m_rows = m_column[None, :, :] & (o_row < n)[:, None, None]
         p_rows = p_weighted + o_row.to(tl.int64)[:, None] * weighted_row_stride
-        wide = tl.reshape(weighted.to(weighted_ptr.dtype.element_ty), p_rows.shape)
-        tl.store(p_rows, wide, mask=tl.reshape(m_rows, p_rows.shape))
+        store_tile(p_rows, weighted, m_column[None, :, :] & (o_row < n)[:, None, None])
         if SIDES:
             store_numbers(rows_ptr, o_row_batch, o_row[:, None], count, n, u)
     if SIDES:
@@ -204,38 +191,10 @@ def small_adjoint_kernel(
 
 
 @triton.jit
-def first_rows(matrices_ptr, stride, column_stride, BATCH: tl.constexpr, M: tl.constexpr):
-    """Pointers (1, BATCH * M) to the first rows of matrices."""
-    o_wide = tl.arange(0, BATCH * M)[None, :]
-    o_matrix = tl.program_id(0).to(tl.int64) * BATCH + o_wide // M
-    return matrices_ptr + o_matrix * stride + (o_wide % M).to(tl.int64) * column_stride
-
-
-@triton.jit
 def load_rows(p_first, o_row, row_stride, n, m_column):
-    """Rows (ROWS, BATCH, M) of matrices.
-
-    Loaded as (ROWS, BATCH * M): consecutive threads then hold consecutive columns, and then
-    matrices, so that most of a column is in one thread, and sums along it take few exchanges.
-    """
-    m_rows = m_column[None, :, :] & (o_row < n)[:, None, None]
+    """Rows (ROWS, BATCH, M) of matrices, of pointers to their first ones."""
     p_rows = p_first + o_row.to(tl.int64)[:, None] * row_stride
-    loaded = tl.load(p_rows, mask=tl.reshape(m_rows, p_rows.shape), other=0.0)
-    return tl.reshape(loaded, m_rows.shape)
-
-
-@triton.jit
-def load_numbers(numbers_ptr, o_batch, o, count, size):
-    """Numbers of rows (ROWS, BATCH), or of columns (BATCH, M), of (B, size)."""
-    m = (o_batch < count) & (o < size)
-    return tl.load(numbers_ptr + o_batch * size + o, mask=m, other=0.0)
-
-
-@triton.jit
-def store_numbers(numbers_ptr, o_batch, o, count, size, numbers):
-    """Store numbers of rows (ROWS, BATCH), or of columns (BATCH, M), as (B, size)."""
-    m = (o_batch < count) & (o < size)
-    tl.store(numbers_ptr + o_batch * size + o, numbers, mask=m)
+    return load_tile(p_rows, m_column[None, :, :] & (o_row < n)[:, None, None])
 
 
 @triton.jit
@@ -250,62 +209,38 @@ def inverse_root(sums, SMALLEST: tl.constexpr):
     return tl.where(sums >= SMALLEST, tl.rsqrt(sums), 0)
 
 
-@cache
-def padded(n: int, m: int) -> tuple[int, int]:
-    """Rows and columns of the tile of a matrix (n, m): powers of two from 2."""
-    return max(2, triton.next_power_of_2(n)), max(2, triton.next_power_of_2(m))
-
-
-def packing_for(n: int, m: int, dtype: torch.dtype) -> Packing:
-    """The packing of matrices (n, m) that are computed in float32 or float64."""
-    rows, columns = padded(n, m)
-    size = rows * columns * dtype.itemsize
-    for most, (matrices, warps) in PACKINGS.items():
-        if size <= most:
-            warps *= dtype.itemsize // 4 if 1 < warps < MOST_WARPS else 1
-            return Packing(matrices, rows, held=True, warps=warps)
-    at_once = ROW_BYTES // (columns * dtype.itemsize)
-    return Packing(1, at_once, held=dtype == torch.float32, warps=MOST_WARPS)
-
-
 def small_adjoint(
     plans: Tensor,
     cotangents: Tensor,
-    row_cotangents: Tensor | None = None,
-    column_cotangents: Tensor | None = None,
+    row_cotangents: Tensor | None,
+    column_cotangents: Tensor | None,
+    found: tuple[Tensor, Tensor, Tensor],
     *,
     tolerance: float,
     rounding: float,
     smallest: float,
     steps_per_row: int,
-    sides: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> None:
     """Solve for all matrices.
 
     Args:
         plans: P (B, n, m), n and m up to 128, float16 to float64, of any strides.
         cotangents: G (B, n, m), likewise.
-        row_cotangents: s (B, n), 0 by default.
+        row_cotangents: s (B, n), None for 0.
         column_cotangents: t (B, m), likewise.
+        found: what is written: P o (G - u 1^T - 1 v^T) (B, n, m) of the type that plans and
+            cotangents have together, u (B, n) and v (B, m) in float32, or float64 if one of them
+            is; both may be empty.
         tolerance: of a residual over the right-hand side.
         rounding: a direction's curvature p^T S p over p^T p that rounding alone may make, and ends
             its matrix.
         smallest: sums below it are 0.
         steps_per_row: at the most, over the rows of the system.
-        sides: whether u and v are asked for.
-
-    Returns:
-        P o (G - u 1^T - 1 v^T) (B, n, m) of the type that plans and cotangents have together, and
-        u (B, n) and v (B, m) in float32, or float64 if one of them is.
     """
-    result = torch.promote_types(plans.dtype, cotangents.dtype)
-    dtype = torch.promote_types(result, torch.float32)
-    weighted = torch.empty(plans.shape, dtype=result, device=plans.device)
-    # What nothing is written to, or read from.
-    u, v = (
-        torch.empty(shape, dtype=dtype, device=plans.device) if sides else weighted
-        for shape in (plans.shape[:2], plans.shape[::2])
-    )
+    weighted, u, v = found
+    dtype, sides = u.dtype, u.numel() > 0
+    # What is empty is not written, and what is None is not read.
+    u, v = (u, v) if sides else (weighted, weighted)
     s, t = (
         plans if given is None else given.to(dtype).contiguous()
         for given in (row_cotangents, column_cotangents)
@@ -317,8 +252,11 @@ def small_adjoint(
         tensors, given = (plans.mT, cotangents.mT, t, s, weighted.mT, v, u), given[::-1]
     count, n, m = tensors[0].shape
     if count == 0:
-        return weighted, (u if sides else None), (v if sides else None)
-    packing, (tile_rows, tile_columns) = packing_for(n, m, dtype), padded(n, m)
+        return
+    packing, (tile_rows, tile_columns) = packing_for(PACKINGS, n, m, dtype, LARGER), padded(n, m)
+    warps, small = packing.warps, packing is not LARGER
+    if small and 1 < warps < LARGER.warps:
+        warps *= dtype.itemsize // 4
     small_adjoint_kernel[(triton.cdiv(count, packing.matrices),)](
         *tensors,
         count,
@@ -338,10 +276,9 @@ def small_adjoint(
         BATCH=packing.matrices,
         N=tile_rows,
         M=tile_columns,
-        ROWS=packing.rows,
-        HELD=packing.held,
+        ROWS=tile_rows if small else ROW_BYTES // (tile_columns * dtype.itemsize),
+        HELD=small or dtype == torch.float32,
         CONTIGUOUS=(n, m) == (tile_rows, tile_columns)
         and all(tensors[place].is_contiguous() for place in (0, 1, 4)),
-        num_warps=packing.warps,
+        num_warps=warps,
     )
-    return weighted, (u if sides else None), (v if sides else None)

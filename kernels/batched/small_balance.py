@@ -22,24 +22,26 @@ Memory: x is read, and R written, once. Work: 4 n m operations an iteration, 3 n
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from otdd_flash.kernels.batched.loading import (
     LOG2_E,
     Packing,
+    batch_of,
+    launch,
+    load_both_masses,
     load_logits,
-    load_masses,
-    packing_for,
     places,
     sides,
+    store_numbers,
     store_tile,
 )
+from otdd_flash.kernels.batched.problems import Balanced, Problems
 from otdd_flash.kernels.batched.scalings import (
     LOG2_SMALL,
     SMALL,
+    first_kernel,
     first_scalings,
     grid_of,
     in_logs,
@@ -50,17 +52,16 @@ from otdd_flash.kernels.batched.scalings import (
     smallest_entry,
     sums_of,
 )
-from otdd_flash.kernels.batched.small_adjoint import padded
 from otdd_flash.kernels.launch import on_its_device
 
-# By the entries of a padded matrix up to which it holds.
+# By the bytes of a padded matrix up to which it holds.
 PACKINGS = {
-    16: Packing(32, 1),
-    64: Packing(8, 1),
-    256: Packing(8, 1, 128),
-    1024: Packing(1, 1, 96),
-    4096: Packing(1, 2, 168),
-    16384: Packing(1, 4),
+    1 << 6: Packing(32, 1),
+    1 << 8: Packing(8, 1),
+    1 << 10: Packing(8, 1, 128),
+    1 << 12: Packing(1, 1, 96),
+    1 << 14: Packing(1, 2, 168),
+    1 << 16: Packing(1, 4),
 }
 
 
@@ -72,22 +73,22 @@ def small_balance_kernel(
     a_ptr,  # (B, n) or (n,), read if MASSES
     b_ptr,  # (B, m) or (m,), read if MASSES
     sizes_ptr,  # (B, 2) int32, read if SIZES
-    balanced_ptr,  # R (B, n, m)
-    rows_ptr,  # t log phi (B, n), written if POTENTIALS
-    columns_ptr,  # t log gamma (B, m), written if POTENTIALS
-    errors_ptr,  # (B,), written if POTENTIALS
-    counts_ptr,  # (B,) int32, written if STOP
     count,
     n,
     m,
     iterations,
-    tolerance,
     stride,
     row_stride,
     column_stride,
     scale_stride,
     a_stride,
     b_stride,
+    balanced_ptr,  # R (B, n, m)
+    rows_ptr,  # t log phi (B, n), written if POTENTIALS
+    columns_ptr,  # t log gamma (B, m), written if POTENTIALS
+    errors_ptr,  # (B,), written if POTENTIALS
+    counts_ptr,  # (B,) int32, written if STOP
+    tolerance,
     TYPE: tl.constexpr,
     TINY: tl.constexpr,
     NEGATED: tl.constexpr,
@@ -105,23 +106,18 @@ def small_balance_kernel(
 
     CONTIGUOUS where they then are.
     """
-    o_batch = tl.program_id(0).to(tl.int64) * BATCH + tl.arange(0, BATCH)
-    m_row, m_column = sides(o_batch, sizes_ptr, count, n, m, SIZES, FULL, BATCH, N, M)
+    m_row, m_column = sides(sizes_ptr, count, n, m, SIZES, FULL, BATCH, N, M)
     logits, highest, scale = load_logits(
-        matrices_ptr, scale_ptr, o_batch, count, m_row, m_column, stride, row_stride,
-        column_stride, scale_stride, TYPE, NEGATED, CONTIGUOUS, BATCH, N, M,
+        matrices_ptr, scale_ptr, count, m_row, m_column, stride, row_stride, column_stride,
+        scale_stride, TYPE, NEGATED, CONTIGUOUS,
     )  # fmt: skip
-    o_row, o_column = tl.arange(0, N)[:, None], tl.arange(0, M)[None, :]
-    rows_of, columns_of = o_batch[None, :], o_batch[:, None]
-    a = load_masses(a_ptr, rows_of, o_row, count, m_row, a_stride, TYPE) if MASSES else None
-    b = (
-        load_masses(b_ptr, columns_of, o_column, count, m_column, b_stride, TYPE)
+    a, b = (
+        load_both_masses(a_ptr, b_ptr, count, m_row, m_column, a_stride, b_stride, TYPE)
         if MASSES
-        else None
+        else (None, None)
     )
-
     u, v = first_scalings(logits, a, b, m_row, m_column)
-    kernel = tl.exp2(logits + u[:, :, None] + v[None, :, :])
+    kernel = first_kernel(logits, u, v, a, m_column)
     smallest = smallest_entry(kernel, logits)
     largest = tl.max(tl.max(kernel, 0), 1)
     phi = tl.where(m_row, tl.full((N, BATCH), 1, TYPE), 0)
@@ -135,7 +131,9 @@ def small_balance_kernel(
     if MASSES:
         # As columns have their masses, a_i E_ij <= 1: without a mass there is no bound.
         again = again | (largest == float("inf"))
-    p_balanced = places(balanced_ptr, n * m, m, 1, FULL, BATCH, N, M)
+    o_batch, o_row, o_column = batch_of(BATCH), tl.arange(0, N)[:, None], tl.arange(0, M)[None, :]
+    rows_of, columns_of = o_batch[None, :], o_batch[:, None]
+    p_balanced = places(balanced_ptr, n * m, m, 1, kernel.shape, FULL)
     # All of a matrix is written, beyond the sizes that it has as well.
     m_rows, m_columns = (rows_of < count) & (o_row < n), (columns_of < count) & (o_column < m)
     m_all = m_rows[:, :, None] & m_columns[None, :, :]
@@ -145,8 +143,8 @@ def small_balance_kernel(
     if tl.max((again | (smallest < SMALL)).to(tl.int32), 0) > 0:
         # Loaded again, so that registers do not hold it till here.
         logits, _highest, _scale = load_logits(
-            matrices_ptr, scale_ptr, o_batch, count, m_row, m_column, stride, row_stride,
-            column_stride, scale_stride, TYPE, NEGATED, CONTIGUOUS, BATCH, N, M,
+            matrices_ptr, scale_ptr, count, m_row, m_column, stride, row_stride, column_stride,
+            scale_stride, TYPE, NEGATED, CONTIGUOUS,
         )  # fmt: skip
         first_u, first_v = first_scalings(logits, a, b, m_row, m_column)
         small = logits + first_u[:, :, None] + first_v[None, :, :] < LOG2_SMALL
@@ -176,8 +174,8 @@ def small_balance_kernel(
         f = unit[None, :] * (u.to(tl.float64) + u_rest.to(tl.float64)) - highest.to(tl.float64)
         g = unit[:, None] * (v.to(tl.float64) + v_rest.to(tl.float64))
         f, g = tl.where(m_row, f, 0).to(TYPE), tl.where(m_column, g, 0).to(TYPE)
-        tl.store(rows_ptr + rows_of * n + o_row, f, mask=m_rows)
-        tl.store(columns_ptr + columns_of * m + o_column, g, mask=m_columns)
+        store_numbers(rows_ptr, rows_of, o_row, count, n, f)
+        store_numbers(columns_ptr, columns_of, o_column, count, m, g)
         tl.store(errors_ptr + o_batch, errors, mask=o_batch < count)
     if STOP:
         tl.store(counts_ptr + o_batch, counts, mask=o_batch < count)
@@ -261,79 +259,25 @@ def row_error(phi, phi_rest, sums, rest, a, m_row, LOG: tl.constexpr):
     return error
 
 
-def small_balance(
-    matrices: Tensor,
-    scale: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    sizes: Tensor | None,
-    iterations: int,
-    tolerance: float | None,
-    negated: bool,
-    *,
-    potentials: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Balance all matrices.
+def small_balance(problems: Problems, found: Balanced) -> None:
+    """Balance all matrices in one launch.
 
     Args:
-        matrices: x (B, n, m), n and m up to 128, float16 to float64, of any strides; computed in
-            float32, or float64 if they are.
-        scale: 1 / t, (B,) or () float64.
-        a: (B, n) or (n,) masses, 1 by default; both or neither.
-        b: (B, m) or (m,), likewise.
-        sizes: (B, 2) int32, rows and columns of each matrix that there are.
-        iterations: at least 1, the most there may be with a tolerance.
-        tolerance: of |R 1 - a|, summed up with masses, else its largest; None makes all iterations.
-        negated: whether `matrices` holds -x.
-        potentials: whether potentials and errors are asked for.
-
-    Returns:
-        R (B, n, m) of the type of the matrices; t log phi (B, n), t log gamma (B, m) and errors
-        (B,) in float32 or float64, empty unless asked for; iterations made (B,) int32, empty
-        without a tolerance.
+        problems: what is balanced.
+        found: what is written: potentials and errors, and iterations, where there is room for them,
+            as there is of iterations with a tolerance.
     """
-    count, n, m = matrices.shape
-    dtype = torch.promote_types(matrices.dtype, torch.float32)
-    device, one = matrices.device, int(potentials)
-    balanced = torch.empty((count, n, m), dtype=matrices.dtype, device=device)
-    rows, columns, errors = (
-        torch.empty(shape, dtype=dtype, device=device)
-        for shape in ((one * count, n), (one * count, m), (one * count,))
-    )
-    stops = tolerance is not None
-    counts = torch.empty(count if stops else 0, dtype=torch.int32, device=device)
-    if balanced.numel() == 0:
-        return balanced, rows, columns, errors, counts
-    packing, (tile_rows, tile_columns) = packing_for(PACKINGS, n, m, dtype), padded(n, m)
-    whole = (n, m) == (tile_rows, tile_columns)
-    small_balance_kernel[(-(-count // packing.matrices),)](
-        matrices,
-        scale,
-        *(matrices if masses is None else masses for masses in (a, b)),
-        matrices if sizes is None else sizes,
-        balanced,
-        *(given if given.numel() else balanced for given in (rows, columns, errors, counts)),
-        count,
-        n,
-        m,
-        iterations,
-        float(tolerance or 0),
-        *matrices.stride(),
-        scale.stride(0) if scale.ndim else 0,
-        *(masses.stride(0) if masses is not None and masses.ndim == 2 else 0 for masses in (a, b)),
-        TYPE=tl.float64 if dtype == torch.float64 else tl.float32,
-        TINY=torch.finfo(dtype).tiny,
-        NEGATED=negated,
-        MASSES=a is not None,
-        SIZES=sizes is not None,
-        FULL=sizes is None and whole,
-        CONTIGUOUS=whole and matrices.is_contiguous(),
-        STOP=stops,
+    if found.matrices.numel() == 0:
+        return
+    potentials = found.errors.numel() > 0
+    grid, given, options = launch(problems, PACKINGS)
+    if potentials:
+        options["maxnreg"] = None
+    small_balance_kernel[grid](
+        *given,
+        # What is empty is not written.
+        *(one if one.numel() else found.matrices for one in found),
+        float(problems.tolerance or 0),
+        **options,
         POTENTIALS=potentials,
-        BATCH=packing.matrices,
-        N=tile_rows,
-        M=tile_columns,
-        num_warps=packing.warps,
-        maxnreg=None if potentials else packing.registers,
     )
-    return balanced, rows, columns, errors, counts

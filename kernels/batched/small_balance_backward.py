@@ -18,22 +18,27 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.batched.loading import (
     Packing,
+    batch_of,
+    launch,
+    load_both_masses,
     load_logits,
-    load_masses,
+    load_numbers,
     load_tile,
-    packing_for,
+    padded,
     places,
     sides,
+    store_numbers,
     store_tile,
 )
+from otdd_flash.kernels.batched.problems import Cotangents, Derivatives, Problems, computed_in
 from otdd_flash.kernels.batched.scalings import (
+    first_kernel,
     first_scalings,
     grid_of,
     in_logs,
@@ -43,17 +48,16 @@ from otdd_flash.kernels.batched.scalings import (
     smallest_entry,
     with_masses,
 )
-from otdd_flash.kernels.batched.small_adjoint import padded
 from otdd_flash.kernels.launch import on_its_device
 
-# By the entries of a padded matrix up to which it holds.
+# By the bytes of a padded matrix up to which it holds.
 PACKINGS = {
-    16: Packing(8, 1),
-    64: Packing(16, 1),
-    256: Packing(4, 1),
-    1024: Packing(1, 1, 168),
-    4096: Packing(1, 2),
-    16384: Packing(1, 4),
+    1 << 6: Packing(8, 1),
+    1 << 8: Packing(16, 1),
+    1 << 10: Packing(4, 1),
+    1 << 12: Packing(1, 1, 168),
+    1 << 14: Packing(1, 2),
+    1 << 16: Packing(1, 4),
 }
 
 
@@ -65,14 +69,6 @@ def small_balance_backward_kernel(
     a_ptr,  # (B, n) or (n,), read if MASSES
     b_ptr,  # (B, m) or (m,), read if MASSES
     sizes_ptr,  # (B, 2) int32, read if SIZES
-    counts_ptr,  # (B,) int32, read if STOP
-    cotangents_ptr,  # (B, n, m) of any strides
-    row_cotangents_ptr,  # (B, n), read if POTENTIALS
-    column_cotangents_ptr,  # (B, m), read if POTENTIALS
-    gradients_ptr,  # (B, n, m)
-    by_scale_ptr,  # (B,)
-    by_a_ptr,  # (B, n), written if MASSES
-    by_b_ptr,  # (B, m), written if MASSES
     count,
     n,
     m,
@@ -83,6 +79,14 @@ def small_balance_backward_kernel(
     scale_stride,
     a_stride,
     b_stride,
+    counts_ptr,  # (B,) int32, read if STOP
+    cotangents_ptr,  # (B, n, m) of any strides
+    row_cotangents_ptr,  # (B, n), read if POTENTIALS
+    column_cotangents_ptr,  # (B, m), read if POTENTIALS
+    gradients_ptr,  # (B, n, m)
+    by_scale_ptr,  # (B,), written if BY_SCALE
+    by_a_ptr,  # (B, n), written if MASSES
+    by_b_ptr,  # (B, m), written if MASSES
     cotangent_stride,
     cotangent_row_stride,
     cotangent_column_stride,
@@ -96,6 +100,7 @@ def small_balance_backward_kernel(
     CONTIGUOUS_COTANGENTS: tl.constexpr,
     STOP: tl.constexpr,
     POTENTIALS: tl.constexpr,
+    BY_SCALE: tl.constexpr,
     LENGTH: tl.constexpr,
     BATCH: tl.constexpr,
     N: tl.constexpr,
@@ -105,27 +110,24 @@ def small_balance_backward_kernel(
 
     FULL where all of them are N by M.
     """
-    o_batch = tl.program_id(0).to(tl.int64) * BATCH + tl.arange(0, BATCH)
-    m_batch = o_batch < count
-    m_row, m_column = sides(o_batch, sizes_ptr, count, n, m, SIZES, FULL, BATCH, N, M)
+    m_row, m_column = sides(sizes_ptr, count, n, m, SIZES, FULL, BATCH, N, M)
     logits, _, scale = load_logits(
-        matrices_ptr, scale_ptr, o_batch, count, m_row, m_column, stride, row_stride,
-        column_stride, scale_stride, TYPE, NEGATED, CONTIGUOUS, BATCH, N, M,
+        matrices_ptr, scale_ptr, count, m_row, m_column, stride, row_stride, column_stride,
+        scale_stride, TYPE, NEGATED, CONTIGUOUS,
     )  # fmt: skip
-    o_row, o_column = tl.arange(0, N)[:, None], tl.arange(0, M)[None, :]
-    rows_of, columns_of = o_batch[None, :], o_batch[:, None]
-    a = load_masses(a_ptr, rows_of, o_row, count, m_row, a_stride, TYPE) if MASSES else None
-    b = (
-        load_masses(b_ptr, columns_of, o_column, count, m_column, b_stride, TYPE)
+    a, b = (
+        load_both_masses(a_ptr, b_ptr, count, m_row, m_column, a_stride, b_stride, TYPE)
         if MASSES
-        else None
+        else (None, None)
     )
+    u, v = first_scalings(logits, a, b, m_row, m_column)
+    o_batch, o_row, o_column = batch_of(BATCH), tl.arange(0, N)[:, None], tl.arange(0, M)[None, :]
+    rows_of, columns_of, m_batch = o_batch[None, :], o_batch[:, None], o_batch < count
     m_entry = m_row[:, :, None] & m_column[None, :, :] & m_batch[None, :, None]
     p_cotangents = places(
         cotangents_ptr, cotangent_stride, cotangent_row_stride, cotangent_column_stride,
-        CONTIGUOUS_COTANGENTS, BATCH, N, M,
+        m_entry.shape, CONTIGUOUS_COTANGENTS,
     )  # fmt: skip
-    p_rows, p_columns = rows_of * n + o_row, columns_of * m + o_column
     counts = tl.full((BATCH,), 0, tl.int32) + iterations
     if STOP:
         counts = tl.load(counts_ptr + o_batch, mask=m_batch, other=1)
@@ -133,26 +135,24 @@ def small_balance_backward_kernel(
     if POTENTIALS:
         # Of t log phi, so of log phi by t.
         unit = (1 / scale).to(TYPE)
-        loaded = tl.load(row_cotangents_ptr + p_rows, mask=m_row & (rows_of < count), other=0.0)
-        by_row = unit[None, :] * loaded.to(TYPE)
-        m_columns = m_column & (columns_of < count)
-        loaded = tl.load(column_cotangents_ptr + p_columns, mask=m_columns, other=0.0)
-        by_column = unit[:, None] * loaded.to(TYPE)
+        loaded = load_numbers(row_cotangents_ptr, rows_of, o_row, count, n).to(TYPE)
+        by_row = tl.where(m_row, unit[None, :] * loaded, 0)
+        loaded = load_numbers(column_cotangents_ptr, columns_of, o_column, count, m).to(TYPE)
+        by_column = tl.where(m_column, unit[:, None] * loaded, 0)
 
-    u, v = first_scalings(logits, a, b, m_row, m_column)
-    kernel = tl.exp2(logits + u[:, :, None] + v[None, :, :])
+    kernel = first_kernel(logits, u, v, a, m_column)
     smallest = smallest_entry(kernel, logits)
     start = tl.where(m_column, tl.exp2(-v), 0)
     first = tl.where(m_column, tl.full((BATCH, M), 1, TYPE), 0)
     gradient, by_a, by_b, most = differentiate(
         kernel, a, b, a, b, start, first, 0 * smallest, p_cotangents, by_row, by_column, counts,
-        m_entry, m_row, m_column, LENGTH, BATCH, N, M, TYPE, False,
+        m_entry, m_row, m_column, LENGTH, False,
     )  # fmt: skip
     again = in_logs(smallest, most, TINY)
     if tl.max(again.to(tl.int32), 0) > 0:
         logits, _highest, _scale = load_logits(
-            matrices_ptr, scale_ptr, o_batch, count, m_row, m_column, stride, row_stride,
-            column_stride, scale_stride, TYPE, NEGATED, CONTIGUOUS, BATCH, N, M,
+            matrices_ptr, scale_ptr, count, m_row, m_column, stride, row_stride, column_stride,
+            scale_stride, TYPE, NEGATED, CONTIGUOUS,
         )  # fmt: skip
         _u, log_v = first_scalings(logits, a, b, m_row, m_column)
         grid = grid_of(logits)
@@ -161,7 +161,7 @@ def small_balance_backward_kernel(
         log_b = tl.log2(b) if MASSES else None
         log_gradient, log_by_a, log_by_b, _most = differentiate(
             logits, log_a, log_b, a, b, 0 * log_v, log_v, grid, p_cotangents,
-            by_row, by_column, counts, m_entry, m_row, m_column, LENGTH, BATCH, N, M, TYPE, True,
+            by_row, by_column, counts, m_entry, m_row, m_column, LENGTH, True,
         )  # fmt: skip
         gradient = tl.where(again[None, :, None], log_gradient, gradient)
         if MASSES:
@@ -169,31 +169,37 @@ def small_balance_backward_kernel(
             by_b = tl.where(again[:, None], log_by_b, by_b)
 
     gradient = -gradient if NEGATED else gradient
-    m_rows, m_columns = (rows_of < count) & (o_row < n), (columns_of < count) & (o_column < m)
-    p_entries = places(matrices_ptr, stride, row_stride, column_stride, CONTIGUOUS, BATCH, N, M)
-    x = load_tile(p_entries, m_entry).to(TYPE)
-    # A forbidden pair has no part in it.
-    paid = tl.where(tl.abs(x) < float("inf"), x * gradient, 0)
-    tl.store(by_scale_ptr + o_batch, tl.sum(tl.sum(paid, 0), 1), mask=m_batch)
+    if BY_SCALE:
+        p_entries = places(
+            matrices_ptr, stride, row_stride, column_stride, m_entry.shape, CONTIGUOUS
+        )
+        x = load_tile(p_entries, m_entry).to(TYPE)
+        # A forbidden pair has no part in it.
+        paid = tl.where(tl.abs(x) < float("inf"), x * gradient, 0)
+        tl.store(by_scale_ptr + o_batch, tl.sum(tl.sum(paid, 0), 1), mask=m_batch)
     gradient = tl.where(m_entry, gradient * scale.to(TYPE)[None, :, None], 0)
-    p_gradients = places(gradients_ptr, n * m, m, 1, FULL, BATCH, N, M)
+    m_rows, m_columns = (rows_of < count) & (o_row < n), (columns_of < count) & (o_column < m)
+    p_gradients = places(gradients_ptr, n * m, m, 1, m_entry.shape, FULL)
     store_tile(p_gradients, gradient, m_rows[:, :, None] & m_columns[None, :, :])
     if MASSES:
-        tl.store(by_a_ptr + p_rows, tl.where(m_row, by_a, 0), mask=m_rows)
-        tl.store(by_b_ptr + p_columns, tl.where(m_column, by_b, 0), mask=m_columns)
+        store_numbers(by_a_ptr, rows_of, o_row, count, n, tl.where(m_row, by_a, 0))
+        store_numbers(by_b_ptr, columns_of, o_column, count, m, tl.where(m_column, by_b, 0))
 
 
 @triton.jit
 def differentiate(
     kernel, a, b, mass_a, mass_b, start, first, grid, p_cotangents, by_row, by_column, counts,
-    m_entry, m_row, m_column, LENGTH: tl.constexpr, BATCH: tl.constexpr, N: tl.constexpr,
-    M: tl.constexpr, TYPE: tl.constexpr, LOG: tl.constexpr,
+    m_entry, m_row, m_column, LENGTH: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """Return derivatives by logits (N, BATCH, M) and masses, and the largest scalings (BATCH,).
 
     `start` and `first` are the column scalings before and after the first iteration. With LOG,
     `kernel`, `a` and `b` are logarithms to base 2, and scalings pairs whose sum is one.
     """
+    N: tl.constexpr = kernel.shape[0]
+    BATCH: tl.constexpr = kernel.shape[1]
+    M: tl.constexpr = kernel.shape[2]
+    TYPE: tl.constexpr = kernel.dtype
     o_kept = tl.arange(0, LENGTH)[:, None, None]
     most_made = tl.max(counts, 0)
     kept = tl.zeros((LENGTH, BATCH, M), TYPE)
@@ -281,95 +287,43 @@ def following(kernel, a, b, gamma, rest, first, grid, i, m_row, m_column, LOG: t
 
 
 def small_balance_backward(
-    matrices: Tensor,
-    scale: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    sizes: Tensor | None,
-    iterations: int,
-    tolerance: float | None,
-    negated: bool,
-    counts: Tensor,
-    cotangents: Tensor,
-    row_cotangents: Tensor | None,
-    column_cotangents: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Differentiate the iterations of all matrices; what is not said here is as in `small_balance`.
+    problems: Problems, counts: Tensor, given: Cotangents, found: Derivatives
+) -> None:
+    """Differentiate the iterations of all matrices in one launch.
 
     Args:
-        matrices: x (B, n, m).
-        scale: 1 / t.
-        a: masses.
-        b: masses.
-        sizes: rows and columns.
-        iterations: at the most.
-        tolerance: None where all of them were made.
-        negated: whether `matrices` holds -x.
+        problems: as for `small_balance`.
         counts: (B,) int32, iterations made, not read without a tolerance.
-        cotangents: of R (B, n, m), of any strides.
-        row_cotangents: of t log phi (B, n), 0 by default.
-        column_cotangents: of t log gamma (B, m), 0 by default.
-
-    Returns:
-        Derivatives by `matrices` (B, n, m) of their type, by 1 / t of each matrix (B,), in float32
-        or float64, with potentials held, and by masses (B, n) and (B, m), empty without masses.
+        given: cotangents of what `small_balance` wrote.
+        found: what is written, with potentials held: by 1 / t where there is room for it, and by
+            masses where there are any.
     """
+    matrices, cotangents = problems.matrices, given.matrices
     count, n, m = matrices.shape
-    dtype, device = torch.promote_types(matrices.dtype, torch.float32), matrices.device
-    kept = 0 if a is None else count
-    found = (
-        torch.empty(matrices.shape, dtype=matrices.dtype, device=device),
-        torch.empty((count,), dtype=dtype, device=device),
-        torch.empty((kept, n), dtype=dtype, device=device),
-        torch.empty((kept, m), dtype=dtype, device=device),
-    )
     if count == 0:
-        return found
-    potentials = row_cotangents is not None or column_cotangents is not None
+        return
+    potentials = given.rows is not None or given.columns is not None
     by_row, by_column = (
         matrices
         if not potentials
-        else torch.zeros((count, size), dtype=dtype, device=device)
-        if given is None
-        else given.contiguous()
-        for given, size in ((row_cotangents, n), (column_cotangents, m))
+        else matrices.new_zeros((count, size), dtype=computed_in(matrices))
+        if one is None
+        else one.contiguous()
+        for one, size in ((given.rows, n), (given.columns, m))
     )
-    packing, (tile_rows, tile_columns) = packing_for(PACKINGS, n, m, dtype), padded(n, m)
-    whole = (n, m) == (tile_rows, tile_columns)
-    stops = tolerance is not None
-    small_balance_backward_kernel[(-(-count // packing.matrices),)](
-        matrices,
-        scale,
-        *(matrices if masses is None else masses for masses in (a, b)),
-        matrices if sizes is None else sizes,
-        counts if stops else matrices,
+    grid, first, options = launch(problems, PACKINGS)
+    small_balance_backward_kernel[grid](
+        *first,
+        counts if options["STOP"] else matrices,
         cotangents,
         by_row,
         by_column,
-        *(one if one.numel() else found[0] for one in found),
-        count,
-        n,
-        m,
-        iterations,
-        *matrices.stride(),
-        scale.stride(0) if scale.ndim else 0,
-        *(masses.stride(0) if masses is not None and masses.ndim == 2 else 0 for masses in (a, b)),
+        # What is empty is not written.
+        *(one if one.numel() else found.matrices for one in found),
         *cotangents.stride(),
-        TYPE=tl.float64 if dtype == torch.float64 else tl.float32,
-        TINY=torch.finfo(dtype).tiny,
-        NEGATED=negated,
-        MASSES=a is not None,
-        SIZES=sizes is not None,
-        FULL=sizes is None and whole,
-        CONTIGUOUS=whole and matrices.is_contiguous(),
-        CONTIGUOUS_COTANGENTS=whole and cotangents.is_contiguous(),
-        STOP=stops,
+        **options,
+        CONTIGUOUS_COTANGENTS=(n, m) == padded(n, m) and cotangents.is_contiguous(),
         POTENTIALS=potentials,
-        LENGTH=triton.next_power_of_2(max(2, math.isqrt(iterations - 1) + 1)),
-        BATCH=packing.matrices,
-        N=tile_rows,
-        M=tile_columns,
-        num_warps=packing.warps,
-        maxnreg=packing.registers,
+        BY_SCALE=found.scale.numel() > 0,
+        LENGTH=triton.next_power_of_2(max(2, math.isqrt(problems.iterations - 1) + 1)),
     )
-    return found

@@ -20,11 +20,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from otdd_flash.kernels.batched.loading import LOG2_E
+from otdd_flash.kernels.batched.loading import LOG2_E, padded
+from otdd_flash.kernels.batched.problems import Balanced, Problems, computed_in
 from otdd_flash.kernels.batched.scalings import SMALL, in_logs, on_grid, reciprocal
-from otdd_flash.kernels.batched.small_adjoint import padded
 from otdd_flash.kernels.launch import on_its_device
 
 # Rows and columns that the kernel takes at the most.
@@ -323,31 +322,28 @@ def moved(most, phi, gamma, N: tl.constexpr):
     return most
 
 
-def tiny_balance(matrices: Tensor, scale: Tensor, iterations: int) -> Tensor:
-    """Balance all matrices.
+def takes(problems: Problems) -> bool:
+    """Whether these are square matrices of up to 4 rows, with nothing else to know of them."""
+    n, m = problems.matrices.shape[1:]
+    plain = problems.tolerance is None and problems.a is None and problems.scale.ndim == 0
+    return plain and n == m <= MOST
 
-    Args:
-        matrices: x (B, n, n), n up to 4, float16 to float64, of any strides; computed in float32,
-            or float64 if they are.
-        scale: 1 / t, () float64.
-        iterations: at least 1.
 
-    Returns:
-        R (B, n, n) of the type of the matrices.
-    """
+def tiny_balance(problems: Problems, found: Balanced) -> None:
+    """Balance all matrices that `takes` says yes of; `found` has room for them alone."""
+    matrices, balanced = problems.matrices, found.matrices
     count, n, _ = matrices.shape
-    balanced = torch.empty(matrices.shape, dtype=matrices.dtype, device=matrices.device)
-    if balanced.numel() == 0:
-        return balanced
-    dtype = torch.promote_types(matrices.dtype, torch.float32)
+    if count == 0:
+        return
+    dtype = computed_in(matrices)
     width = padded(n, n)[0]
     tiny_balance_kernel[(-(-count // BATCH),)](
         matrices,
-        scale,
+        problems.scale,
         balanced,
         count,
         n,
-        iterations,
+        problems.iterations,
         *matrices.stride(),
         TYPE=tl.float64 if dtype == torch.float64 else tl.float32,
         TINY=torch.finfo(dtype).tiny,
@@ -358,4 +354,3 @@ def tiny_balance(matrices: Tensor, scale: Tensor, iterations: int) -> Tensor:
         num_warps=WARPS,
         maxnreg=REGISTERS if n == width else None,
     )
-    return balanced

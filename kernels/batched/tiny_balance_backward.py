@@ -30,11 +30,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from otdd_flash.kernels.batched.loading import LOG2_E
+from otdd_flash.kernels.batched import tiny_balance
+from otdd_flash.kernels.batched.loading import LOG2_E, padded
+from otdd_flash.kernels.batched.problems import Cotangents, Derivatives, Problems, computed_in
 from otdd_flash.kernels.batched.scalings import in_logs
-from otdd_flash.kernels.batched.small_adjoint import padded
 from otdd_flash.kernels.batched.tiny_balance import (
     centred,
     column_scalings,
@@ -63,7 +63,7 @@ def tiny_balance_backward_kernel(
     scale_ptr,  # 1 / t () float64
     cotangents_ptr,  # (B, n, n) of any strides
     gradients_ptr,  # (B, n, n)
-    by_scale_ptr,  # (B,)
+    by_scale_ptr,  # (B,), written if BY_SCALE
     count,
     n,
     steps,
@@ -78,6 +78,7 @@ def tiny_balance_backward_kernel(
     FULL: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     CONTIGUOUS_COTANGENTS: tl.constexpr,
+    BY_SCALE: tl.constexpr,
     ONCE: tl.constexpr,
     EVEN: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -107,8 +108,10 @@ def tiny_balance_backward_kernel(
     )
     again = in_logs(smallest, most, TINY)
     found = before_first(found, kernel, column_sums, False, N)
-    store(found, matrices_ptr, scale, gradients_ptr, by_scale_ptr, o_batch, m_batch, count, n,
-          stride, row_stride, column_stride, TYPE, FULL, CONTIGUOUS, BATCH, N)  # fmt: skip
+    store(
+        found, matrices_ptr, scale, gradients_ptr, by_scale_ptr, o_batch, m_batch, count, n, stride,
+        row_stride, column_stride, TYPE, FULL, CONTIGUOUS, BY_SCALE, BATCH, N,
+    )  # fmt: skip
     if tl.max(again.to(tl.int32), 0) > 0:
         zeros = ()
         for _ in tl.static_range(N):
@@ -135,8 +138,10 @@ def tiny_balance_backward_kernel(
         )
         found = before_first(found, kernel, v, True, N)
         m_again = m_batch & again
-        store(found, matrices_ptr, scale, gradients_ptr, by_scale_ptr, o_batch, m_again, count, n,
-              stride, row_stride, column_stride, TYPE, FULL, CONTIGUOUS, BATCH, N)  # fmt: skip
+        store(
+            found, matrices_ptr, scale, gradients_ptr, by_scale_ptr, o_batch, m_again, count, n,
+            stride, row_stride, column_stride, TYPE, FULL, CONTIGUOUS, BY_SCALE, BATCH, N,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -414,52 +419,51 @@ def columns_of(
 def store(
     found, matrices_ptr, scale, gradients_ptr, by_scale_ptr, o_batch, m_batch, count, n, stride,
     row_stride, column_stride, TYPE: tl.constexpr, FULL: tl.constexpr, CONTIGUOUS: tl.constexpr,
-    BATCH: tl.constexpr, N: tl.constexpr,
+    BY_SCALE: tl.constexpr, BATCH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Derivatives by x, and by 1 / t; x is read again, which costs less than the registers."""
-    x = load_entries(
-        matrices_ptr, o_batch, count, n, stride, row_stride, column_stride, TYPE,
-        -float("inf"), FULL, CONTIGUOUS, BATCH, N,
-    )  # fmt: skip
+    if BY_SCALE:
+        x = load_entries(
+            matrices_ptr, o_batch, count, n, stride, row_stride, column_stride, TYPE,
+            -float("inf"), FULL, CONTIGUOUS, BATCH, N,
+        )  # fmt: skip
+        by_scale = tl.zeros((BATCH,), TYPE)
+        for k in tl.static_range(N * N):
+            by_scale += tl.where(x[k] > -float("inf"), x[k] * found[k], 0.0)
+        tl.store(by_scale_ptr + o_batch, by_scale, mask=m_batch)
     gradients = ()
-    by_scale = tl.zeros((BATCH,), TYPE)
     for k in tl.static_range(N * N):
         gradients += (found[k] * scale.to(TYPE),)
-        by_scale += tl.where(x[k] > -float("inf"), x[k] * found[k], 0.0)
     store_entries(gradients_ptr, gradients, o_batch, m_batch, n, FULL, BATCH, N)
-    tl.store(by_scale_ptr + o_batch, by_scale, mask=m_batch)
 
 
-def tiny_balance_backward(
-    matrices: Tensor, scale: Tensor, iterations: int, cotangents: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Differentiate the iterations of all matrices.
+def takes(problems: Problems) -> bool:
+    """Whether `tiny_balance` takes these, and registers hold the scalings of all iterations."""
+    return tiny_balance.takes(problems) and problems.iterations <= MOST_ITERATIONS
+
+
+def tiny_balance_backward(problems: Problems, given: Cotangents, found: Derivatives) -> None:
+    """Differentiate the iterations of all matrices that `takes` says yes of.
 
     Args:
-        matrices: x (B, n, n), n up to 4, as for `tiny_balance`.
-        scale: 1 / t, () float64.
-        iterations: from 1 to MOST_ITERATIONS.
-        cotangents: of R (B, n, n), of any strides.
-
-    Returns:
-        Derivatives by x (B, n, n) of their type, and by 1 / t of each matrix (B,), in float32 or
-        float64.
+        problems: as for `tiny_balance`.
+        given: cotangents of R alone.
+        found: what is written, by 1 / t where there is room for it.
     """
+    matrices, cotangents = problems.matrices, given.matrices
     count, n, _ = matrices.shape
-    dtype = torch.promote_types(matrices.dtype, torch.float32)
-    gradients = torch.empty(matrices.shape, dtype=matrices.dtype, device=matrices.device)
-    by_scale = torch.empty((count,), dtype=dtype, device=matrices.device)
     if count == 0:
-        return gradients, by_scale
+        return
+    dtype, with_scale = computed_in(matrices), found.scale.numel() > 0
     # The first iteration and the last stand by themselves.
-    width, steps = padded(n, n)[0], max(iterations - 2, 0)
+    width, steps = padded(n, n)[0], max(problems.iterations - 2, 0)
     length, kept = next(found for most, found in SEGMENTS.items() if steps <= most)
     tiny_balance_backward_kernel[(triton.cdiv(count, BATCH),)](
         matrices,
-        scale,
+        problems.scale,
         cotangents,
-        gradients,
-        by_scale,
+        found.matrices,
+        found.scale if with_scale else found.matrices,
         count,
         n,
         steps,
@@ -470,7 +474,8 @@ def tiny_balance_backward(
         FULL=n == width,
         CONTIGUOUS=n == width and matrices.is_contiguous(),
         CONTIGUOUS_COTANGENTS=n == width and cotangents.is_contiguous(),
-        ONCE=iterations == 1,
+        BY_SCALE=with_scale,
+        ONCE=problems.iterations == 1,
         EVEN=steps % length == 0,
         LENGTH=length,
         KEPT=kept,
@@ -479,4 +484,3 @@ def tiny_balance_backward(
         num_warps=WARPS,
         maxnreg=REGISTERS if n == width else None,
     )
-    return gradients, by_scale

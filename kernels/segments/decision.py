@@ -10,8 +10,8 @@ to the next candidate. The rules are `otdd_flash.formulas`, of which `compiled` 
 kernel: this file reads and writes their numbers.
 
 Shapes: (S, 2) and (S, 14 + 4 memory) as in `formulas.evidence.Evaluation`, moves (S, 9 + 2 memory)
-as in `engine.problems.Move`, terms (S, 8) as in `engine.run.Told`, all float64. A segment is at its
-level of epsilon and at `state_width` numbers,
+as in `engine.problems.Move`, terms (S, 8) as in `engine.run.SegmentReport`, all float64. A segment
+is at its level of epsilon and at `state_width` numbers,
 
     iterations,   dual, gain, lowest, stale, plain, penalty,   gap, dual, age,
     top, allowed, error, descended,   slot, R^-1, Y^T Y, D,
@@ -192,7 +192,7 @@ def segmented_decision_kernel(
     for k in tl.static_range(4):
         tl.store(p_new_state + 10 + k, levels[k + 1])
     for k in tl.static_range(7):
-        tl.store(p_new_terms + k, tl.where(now, decision.told[k], tl.load(p_terms + k)))
+        tl.store(p_new_terms + k, tl.where(now, decision.reported[k], tl.load(p_terms + k)))
     tl.store(p_new_terms + 7, tl.where(now & (decision.done == 0), 1.0, 0.0))
 
     p_memory, p_new_memory = p_state + TRUST, p_new_state + TRUST

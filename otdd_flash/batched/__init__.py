@@ -1,7 +1,8 @@
 """Many small matrices side by side.
 
 Entry points are `plans`, with solver bounds, and `doubly_stochastic`, both `checking` what they are
-given. `balance` is the operation of PyTorch that scales rows and columns in turn: in kernels on a
-GPU, else on the `cpu`, by `chunks`. `adjoint` is the gradient at the optimum, whatever the
+given and where it is computed. `balance` is the operation of PyTorch that scales rows and columns
+in turn: in kernels on a GPU, else on the `cpu`, by `chunks`; what both take and give is in
+`otdd_flash.kernels.batched.problems`. `adjoint` is the gradient at the optimum, whatever the
 iterations.
 """

@@ -25,16 +25,14 @@ to 0, and residuals keep no part along it. Conjugate gradients solve it, each ma
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.batched.chunks import Products, parts, side_by_side, sum_by_halves
+from otdd_flash.kernels.batched.problems import Cotangents, Problems, within
 from otdd_flash.operators.base import SUM_UNITS
-
-# The largest number of rows or columns that the kernel takes.
-MOST_IN_TRITON = 128
 
 
 class Limits(NamedTuple):
@@ -80,7 +78,8 @@ def adjoint(
     row_cotangents: Tensor | None = None,
     column_cotangents: Tensor | None = None,
     *,
-    in_triton: bool | None = None,
+    in_triton: bool = False,
+    sides: bool = True,
 ) -> Adjoint:
     """Solve for the gradient of a function of B plans, of their optimality and not of a loop.
 
@@ -94,68 +93,116 @@ def adjoint(
         row_cotangents: s (B, n), 0 by default.
         column_cotangents: t (B, m), likewise. Only with sum s = sum t there is a solution, and what
             the sums differ by is left out.
-        in_triton: whether the kernel solves; by default where it can, on a GPU and for up to 128
-            rows and columns.
+        in_triton: whether the kernel solves, for up to 128 rows and columns.
+        sides: whether u and v are asked for, which are empty otherwise.
     """
-    given = plans, cotangents, row_cotangents, column_cotangents
-    if not (_pays(plans) if in_triton is None else in_triton):
-        return _in_torch(*given)
-    from otdd_flash.kernels.batched.small_adjoint import small_adjoint
-
-    weighted, rows, columns = small_adjoint(*given, **_limits(plans, cotangents))
-    assert rows is not None
-    assert columns is not None
-    return Adjoint(weighted, rows, columns)
-
-
-def plan_gradient(plans: Tensor, cotangents: Tensor, *, in_triton: bool | None = None) -> Tensor:
-    """P o (G - u 1^T - 1 v^T) (B, n, m) alone: arguments and errors as `adjoint`."""
-    if not (_pays(plans) if in_triton is None else in_triton):
-        return _in_torch(plans, cotangents, None, None).weighted
-    from otdd_flash.kernels.batched.small_adjoint import small_adjoint
-
-    return small_adjoint(plans, cotangents, **_limits(plans, cotangents), sides=False)[0]
-
-
-def _pays(plans: Tensor) -> bool:
-    return plans.device.type == "cuda" and max(plans.shape[1:]) <= MOST_IN_TRITON
-
-
-def _types(plans: Tensor, cotangents: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Return the type of results, and the one that they are computed in."""
+    count, n, m = plans.shape
     result = torch.promote_types(plans.dtype, cotangents.dtype)
-    return result, torch.promote_types(result, torch.float32)
+    dtype, kept = torch.promote_types(result, torch.float32), count if sides else 0
+    found = Adjoint(
+        plans.new_empty((count, n, m), dtype=result),
+        plans.new_empty((kept, n), dtype=dtype),
+        plans.new_empty((kept, m), dtype=dtype),
+    )
+    sums = row_cotangents, column_cotangents
+    if in_triton:
+        from otdd_flash.kernels.batched.small_adjoint import small_adjoint
+
+        small_adjoint(plans, cotangents, *sums, found, **LIMITS[dtype]._asdict())
+        return found
+    for part in parts(plans):
+        s, t = (None if one is None else one[part].to(dtype).T for one in sums)
+        weighted, u, v = _in_torch(plans[part], cotangents[part], s, t, dtype)
+        found.weighted[part] = weighted
+        if sides:
+            found.rows[part], found.columns[part] = u.T, v.T
+    return found
 
 
-def _limits(plans: Tensor, cotangents: Tensor) -> dict[str, Any]:
-    return LIMITS[_types(plans, cotangents)[1]]._asdict()
+def plan_gradient(plans: Tensor, cotangents: Tensor, *, in_triton: bool = False) -> Tensor:
+    """P o (G - u 1^T - 1 v^T) (B, n, m) alone: arguments and errors as `adjoint`."""
+    return adjoint(plans, cotangents, in_triton=in_triton, sides=False).weighted
+
+
+def gradient_with_masses(
+    problems: Problems,
+    plans: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    given: Cotangents,
+    *,
+    in_triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Derivatives of plans and potentials by x / t (B, n, m), a (B, n) and b (B, m).
+
+    By x / t it is P o (G - u 1^T - 1 v^T), by a it is the sum of (P / a) o (G - 1 v^T) along rows,
+    and by b likewise. A row without mass has a potential that is the softmin of its costs, and that
+    of its derivative; so has a column.
+
+    Args:
+        problems: with masses; iterations and tolerance are not read.
+        plans: P (B, n, m), as `rows` and `columns` what `balance` returns for the problems.
+        rows: t log phi (B, n).
+        columns: t log gamma (B, m).
+        given: cotangents of the three.
+        in_triton: whether the kernel solves.
+    """
+    x = -1 * problems.matrices if problems.negated else problems.matrices
+    scale, sizes, cotangents = problems.scale.reshape(-1, 1, 1), problems.sizes, given.matrices
+    dtype, unit = rows.dtype, scale[:, :, 0].to(rows.dtype)
+    assert problems.a is not None
+    assert problems.b is not None
+    a, b = problems.a.to(dtype).expand_as(rows), problems.b.to(dtype).expand_as(columns)
+    s, t = (
+        torch.zeros_like(of) if one is None else one / unit
+        for one, of in ((given.rows, rows), (given.columns, columns))
+    )
+    logs = (x + rows[:, :, None] + columns[:, None]) * scale.to(dtype)
+    # Potentials of rows and columns without mass, softmins, are those of the iteration before,
+    # whose entries may overflow. With their sums made 1 they are those of the plan at hand.
+    without_a, without_b = a[:, :, None] == 0, b[:, None] == 0
+    logs = logs - torch.where(without_a, _log_sum(logs + b[:, None].log(), 2), 0)
+    logs = logs - torch.where(without_b, _log_sum(logs + a[:, :, None].log(), 1), 0)
+    per_mass = logs.exp()
+    # A pair of a row and a column without mass has no say, and may overflow.
+    there = ~(without_a & without_b)
+    if sizes is not None:
+        one, other = (within(sizes, side, size) for side, size in enumerate(x.shape[1:]))
+        there &= one[:, :, None] & other[:, None]
+    per_mass = torch.where(there, per_mass, 0)
+    s_free, t_free = torch.where(a > 0, 0, s), torch.where(b > 0, 0, t)
+    by_row = per_mass * b[:, None] * s_free[:, :, None]
+    by_column = per_mass * a[:, :, None] * t_free[:, None]
+    plan = plans.to(dtype)
+    weighted, u, v = adjoint(
+        plan,
+        cotangents.to(dtype),
+        s - s_free - by_column.sum(2),
+        t - t_free - by_row.sum(1),
+        in_triton=in_triton,
+    )
+    by_logits = weighted - by_row - by_column
+    by_a = (per_mass * (b[:, None] * (cotangents - v[:, None]) - t_free[:, None])).sum(2)
+    by_b = (per_mass * (a[:, :, None] * (cotangents - u[:, :, None]) - s_free[:, :, None])).sum(1)
+    return by_logits, by_a, by_b
+
+
+def _log_sum(logs: Tensor, dim: int) -> Tensor:
+    """Return log sum exp along a dimension, which stays; 0 where all are forbidden."""
+    found = logs.logsumexp(dim, keepdim=True)
+    return torch.where(found.isfinite(), found, 0)
 
 
 def _in_torch(
-    plans: Tensor,
-    cotangents: Tensor,
-    row_cotangents: Tensor | None,
-    column_cotangents: Tensor | None,
-) -> Adjoint:
-    (result, dtype), (count, n, m) = _types(plans, cotangents), plans.shape
-    found = Adjoint(
-        plans.new_empty((count, n, m), dtype=result),
-        plans.new_empty((count, n), dtype=dtype),
-        plans.new_empty((count, m), dtype=dtype),
-    )
-    for part in parts(plans):
-        plan, cotangent = (side_by_side(given[part], dtype) for given in (plans, cotangents))
-        by_row, by_column = (
-            None if given is None else given[part].to(dtype).T
-            for given in (row_cotangents, column_cotangents)
-        )
-        if n < m:
-            v, u = _solve(plan.transpose(0, 1), cotangent.transpose(0, 1), by_column, by_row)
-        else:
-            u, v = _solve(plan, cotangent, by_row, by_column)
-        found.weighted[part] = (plan * (cotangent - u[:, None] - v)).permute(2, 0, 1)
-        found.rows[part], found.columns[part] = u.T, v.T
-    return found
+    plans: Tensor, cotangents: Tensor, s: Tensor | None, t: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P o (G - u 1^T - 1 v^T) of a chunk of the plans, u (n, s) and v (m, s)."""
+    plan, cotangent = side_by_side(plans, dtype), side_by_side(cotangents, dtype)
+    if plans.shape[1] < plans.shape[2]:
+        v, u = _solve(plan.transpose(0, 1), cotangent.transpose(0, 1), t, s)
+    else:
+        u, v = _solve(plan, cotangent, s, t)
+    return (plan * (cotangent - u[:, None] - v)).permute(2, 0, 1), u, v
 
 
 def _solve(

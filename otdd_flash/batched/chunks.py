@@ -16,35 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.kernels.batched.problems import Problems, computed_in
+
 # Entries of the matrices of a chunk: many, as each operation on them is a call, and few enough for
 # the last cache of a processor.
 ENTRIES_AT_ONCE = 1 << 19
 # A sum of more than FEW terms begins with MOST_PIECES of them in order, a shorter one with two.
 FEW, MOST_PIECES = 8, 4
-
-
-class Problems(NamedTuple):
-    """Matrices to balance.
-
-    Attributes:
-        matrices: x (B, n, m), or -x if `negated`.
-        scale: 1 / t, (B,) or () float64.
-        a: (B, n) or (n,) masses; None for 1.
-        b: (B, m) or (m,), likewise.
-        sizes: (B, 2) int32, rows and columns that there are; None for all. Beyond, masses are 0.
-        iterations: at least 1; with a tolerance the most there may be.
-        tolerance: of |R 1 - a|, summed up with masses, else its largest; None for all iterations.
-        negated: whether `matrices` holds -x.
-    """
-
-    matrices: Tensor
-    scale: Tensor
-    a: Tensor | None
-    b: Tensor | None
-    sizes: Tensor | None
-    iterations: int
-    tolerance: float | None
-    negated: bool
 
 
 class Chunk(NamedTuple):
@@ -75,55 +53,6 @@ class Chunk(NamedTuple):
     def log_masses(self) -> tuple[Tensor | None, Tensor | None]:
         """Logarithms of both masses; None where all are 1."""
         return None if self.a is None else self.a.log(), None if self.b is None else self.b.log()
-
-
-class Balanced(NamedTuple):
-    """R (B, n, m); t log phi (B, n), t log gamma (B, m), errors (B,); iterations (B,) int32."""
-
-    matrices: Tensor
-    rows: Tensor
-    columns: Tensor
-    errors: Tensor
-    counts: Tensor
-
-    @staticmethod
-    def empty(matrices: Tensor, *, stops: bool, potentials: bool) -> Balanced:
-        """Make room; the middle three are empty without `potentials`, the last without `stops`."""
-        (count, n, m), dtype = matrices.shape, computed_in(matrices)
-        kept = count if potentials else 0
-        return Balanced(
-            matrices.new_empty((count, n, m)),
-            matrices.new_empty((kept, n), dtype=dtype),
-            matrices.new_empty((kept, m), dtype=dtype),
-            matrices.new_empty((kept,), dtype=dtype),
-            matrices.new_empty((count if stops else 0,), dtype=torch.int32),
-        )
-
-
-class Derivatives(NamedTuple):
-    """By matrices (B, n, m), by 1 / t (B,), by a (B, n) and by b (B, m)."""
-
-    matrices: Tensor
-    scale: Tensor
-    a: Tensor
-    b: Tensor
-
-    @staticmethod
-    def empty(matrices: Tensor, *, masses: bool, with_scale: bool) -> Derivatives:
-        """Make room; what is by masses is empty without `masses`, by 1 / t without `with_scale`."""
-        (count, n, m), dtype = matrices.shape, computed_in(matrices)
-        kept = count if masses else 0
-        return Derivatives(
-            matrices.new_empty((count, n, m)),
-            matrices.new_empty((count if with_scale else 0,), dtype=dtype),
-            matrices.new_empty((kept, n), dtype=dtype),
-            matrices.new_empty((kept, m), dtype=dtype),
-        )
-
-
-def computed_in(matrices: Tensor) -> torch.dtype:
-    """Return the type to compute in: float64 for matrices of float64, else float32."""
-    return torch.promote_types(matrices.dtype, torch.float32)
 
 
 def taken(values: Tensor | None, which: Tensor) -> Any:

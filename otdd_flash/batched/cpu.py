@@ -22,15 +22,11 @@ from torch import Tensor
 
 from otdd_flash.batched.checking import check_logits
 from otdd_flash.batched.chunks import (
-    Balanced,
     Chunk,
-    Derivatives,
     LogScaling,
-    Problems,
     Products,
     Scaling,
     chunk_of,
-    computed_in,
     grid_of,
     largest,
     on_grid,
@@ -42,6 +38,13 @@ from otdd_flash.batched.chunks import (
     taken,
     with_masses,
 )
+from otdd_flash.kernels.batched.problems import (
+    Balanced,
+    Cotangents,
+    Derivatives,
+    Problems,
+    computed_in,
+)
 
 # What scalings may grow to where an entry of E was lost to 0, and where none was: there no product
 # of two of them, and of a cotangent, overflows, which a forbidden pair would make NaN.
@@ -52,8 +55,8 @@ SMALL = 2.0**-24
 # Scalings that are kept in the place of an entry of a matrix.
 KEPT_PER_ENTRY = 16
 
-# By R or logits, by rows and by columns, where there are any.
-Cotangents = tuple[Tensor, Tensor | None, Tensor | None]
+# By logits, by rows and by columns, where there are any, of a chunk.
+OfChunk = tuple[Tensor, Tensor | None, Tensor | None]
 # phi and gamma of an iteration, and gamma before it.
 Step = tuple[Tensor, Tensor, Tensor]
 
@@ -78,18 +81,15 @@ class Anchored(NamedTuple):
         return (self.kernel < tiny) & (chunk.logits > -torch.inf)
 
 
-def balance(problems: Problems, *, potentials: bool) -> Balanced:
-    """Balance all matrices; potentials and errors are empty unless asked for."""
-    matrices, stops = problems.matrices, problems.tolerance is not None
-    found = Balanced.empty(matrices, stops=stops, potentials=potentials)
-    for part in parts(matrices):
-        _balance(problems, part, potentials, found)
-    return found
+def balance(problems: Problems, found: Balanced) -> None:
+    """Balance all matrices; potentials, errors and iterations where there is room for them."""
+    for part in parts(problems.matrices):
+        _balance(problems, part, found)
 
 
-def _balance(problems: Problems, part: slice, potentials: bool, found: Balanced) -> None:
+def _balance(problems: Problems, part: slice, found: Balanced) -> None:
     """Balance a chunk and put in what is found; what is held ends before the next begins."""
-    chunk = chunk_of(problems, part)
+    chunk, potentials = chunk_of(problems, part), found.errors.numel() > 0
     anchored = anchor(chunk)
     kernel, u, v, _ = anchored
     # What is refused ends in infinity less infinity.
@@ -103,8 +103,7 @@ def _balance(problems: Problems, part: slice, potentials: bool, found: Balanced)
         # As `scaled`, to where it goes.
         torch.mul(phi[:, None] * gamma, kernel, out=found.matrices[part].permute(1, 2, 0))
         return
-    row = Scaling(Products(kernel, 1), chunk.b, chunk.rows)
-    column = Scaling(Products(kernel, 0), chunk.a, chunk.columns)
+    row, column = scalings(chunk, kernel)
     phi, gamma, errors, counts, most = iterate(
         chunk, row, column, row.of(start.exp_()), problems, potentials
     )
@@ -196,6 +195,12 @@ def _correct(
     balanced[..., which] = torch.where(by_logs, exact, balanced[..., which])
 
 
+def scalings(chunk: Chunk, kernel: Tensor) -> tuple[Scaling, Scaling]:
+    """Scalings of rows and of columns, of E."""
+    row = Scaling(Products(kernel, 1), chunk.b, chunk.rows)
+    return row, Scaling(Products(kernel, 0), chunk.a, chunk.columns)
+
+
 def logarithmic(chunk: Chunk, grid: Tensor) -> tuple[LogScaling, LogScaling, Tensor]:
     """Scalings of rows and of columns by logarithms, and those of columns to begin with."""
     log_a, log_b = chunk.log_masses()
@@ -282,31 +287,21 @@ def overflown(chunk: Chunk, kernel: Tensor, phi: Tensor, gamma: Tensor) -> Tenso
 
 
 def balance_backward(
-    problems: Problems,
-    counts: Tensor,
-    cotangents: Tensor,
-    row_cotangents: Tensor | None,
-    column_cotangents: Tensor | None,
-    *,
-    with_scale: bool,
-) -> Derivatives:
-    """Differentiate the iterations of all matrices; arguments as of `small_balance_backward`.
-
-    The derivative by 1 / t is empty unless it is asked for.
-    """
+    problems: Problems, counts: Tensor, given: Cotangents, found: Derivatives
+) -> None:
+    """Differentiate the iterations of all matrices; arguments as of `small_balance_backward`."""
     matrices, dtype = problems.matrices, computed_in(problems.matrices)
-    found = Derivatives.empty(matrices, masses=problems.a is not None, with_scale=with_scale)
     kept = sum(matrices.shape[1:]) * problems.iterations // KEPT_PER_ENTRY
     for part in parts(matrices, kept=kept):
         chunk = chunk_of(problems, part)
         made = counts[part] if len(counts) else None
         by_row, by_column = (
-            None if given is None else given[part].T.to(dtype) / chunk.scale
-            for given in (row_cotangents, column_cotangents)
+            None if one is None else one[part].T.to(dtype) / chunk.scale
+            for one in (given.rows, given.columns)
         )
-        given = side_by_side(cotangents[part], dtype), by_row, by_column
-        by_logits, by_a, by_b = _differentiate(chunk, problems.iterations, made, given)
-        if with_scale:
+        cotangents = side_by_side(given.matrices[part], dtype), by_row, by_column
+        by_logits, by_a, by_b = _differentiate(chunk, problems.iterations, made, cotangents)
+        if found.scale.numel() > 0:
             x = side_by_side(matrices[part], dtype)
             paid = torch.where(chunk.logits > -torch.inf, x * by_logits, 0)
             total = sum_by_halves(sum_by_halves(paid, 1), 0)
@@ -316,12 +311,9 @@ def balance_backward(
         if by_a is not None and by_b is not None:
             found.a[part] = present(by_a, chunk.rows).T
             found.b[part] = present(by_b, chunk.columns).T
-    return found
 
 
-def _differentiate(
-    chunk: Chunk, iterations: int, made: Tensor | None, given: Cotangents
-) -> Cotangents:
+def _differentiate(chunk: Chunk, iterations: int, made: Tensor | None, given: OfChunk) -> OfChunk:
     """Return the derivatives by logits (n, m, s), and by row and column masses if there are.
 
     Args:
@@ -332,8 +324,7 @@ def _differentiate(
     """
     anchored = anchor(chunk)
     kernel = anchored.kernel
-    row = Scaling(Products(kernel, 1), chunk.b, chunk.rows)
-    column = Scaling(Products(kernel, 0), chunk.a, chunk.columns)
+    row, column = scalings(chunk, kernel)
     steps = _steps(row, column, (-anchored.v).exp_(), iterations, made)
     left = Left(chunk, kernel, steps[-1], given)
     left.through_scalings(kernel, row, column, steps, made)
@@ -392,7 +383,7 @@ class Left:
         by_b: of column masses (m, s), likewise.
     """
 
-    def __init__(self, chunk: Chunk, kernel: Tensor, last: Step, given: Cotangents) -> None:
+    def __init__(self, chunk: Chunk, kernel: Tensor, last: Step, given: OfChunk) -> None:
         """Go back through R and through the last iteration of each problem."""
         self._a, self._b = chunk.a, chunk.b
         by_matrix, self._by_row, self._by_column = given

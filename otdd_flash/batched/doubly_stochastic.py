@@ -16,6 +16,7 @@ from otdd_flash.batched.checking import (
 from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import check_transforms
 from otdd_flash.errors import InputError
+from otdd_flash.kernels.batched.problems import Problems, computed_in
 
 # Iterations where neither they nor a tolerance are given.
 ITERATIONS = 20
@@ -89,23 +90,24 @@ def doubly_stochastic(
         )
     check_type("temperature", temperature)
     device, dtype, in_triton = placement(logits, compute)
+    shape = logits.shape
+    matrices = logits.to(device, dtype).reshape(shape[:-2].numel(), *shape[-2:])
     # Logits are multiplied by its inverse, which must be a normal number of their type as well.
-    computed = torch.promote_types(dtype, torch.float32)
+    computed = computed_in(matrices)
     least = torch.finfo(computed).tiny
     if not isinstance(temperature, Tensor) and not least <= temperature <= 1 / least:
         raise InputError(
             f"temperature={temperature} is out of the range of {computed}; scale logits and "
             "temperature alike, or give float64 logits"
         )
-    shape = logits.shape
-    matrices = logits.to(device, dtype).reshape(shape[:-2].numel(), *shape[-2:])
     if isinstance(temperature, Tensor):
         scale = 1 / temperature.to(device, torch.float64)
     else:
         scale = torch.full((), 1 / temperature, dtype=torch.float64, device=device)
     if gradient == "none":
         matrices, scale = matrices.detach(), scale.detach()
-    balanced: Tensor = differentiable_balance(
-        matrices, scale, None, None, None, most, tolerance, False, False, gradient, in_triton
-    )[0]
+    problems = Problems(matrices, scale, None, None, None, most, tolerance, negated=False)
+    balanced = differentiable_balance(
+        problems, potentials=False, gradient=gradient, in_triton=in_triton
+    ).matrices
     return balanced.reshape(shape).to(logits.device, logits.dtype)

@@ -26,6 +26,7 @@ from otdd_flash.checks import optional, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
+from otdd_flash.kernels.batched.problems import Balanced, Problems, computed_in, within
 
 # How far from 1 masses may sum to, as those of a softmax in float32 do.
 SUM_SLACK = 1e-4
@@ -104,37 +105,22 @@ def sinkhorn_plans(
     else:
         eps = torch.full((), epsilon, dtype=torch.float64, device=device)
     sizes = _sizes(sizes, count, n, m, device)
-    masses = [
-        _uniform(sizes, size, side, matrices)
-        if given is None
-        else _masses(name, given, count, size, sizes, side, matrices)
-        for side, (name, given, size) in enumerate((("a", a, n), ("b", b, m)))
-    ]
-    computed = torch.promote_types(matrices.dtype, torch.float32)
+    masses = _masses("a", a, sizes, 0, matrices), _masses("b", b, sizes, 1, matrices)
+    computed = computed_in(matrices)
     rows, columns = (part.to(computed).contiguous() for part in masses)
-    given_rows, given_columns = (part.detach().double() for part in masses)
     if gradient == "none":
         matrices, eps = matrices.detach(), eps.detach()
         rows, columns = rows.detach(), columns.detach()
-    plans, f, g, errors, counts = differentiable_balance(
-        matrices,
-        1 / eps,
-        rows,
-        columns,
-        sizes,
-        max_iterations,
-        tolerance,
-        True,
-        True,
-        gradient,
-        in_triton,
+    problems = Problems(
+        matrices, 1 / eps, rows, columns, sizes, max_iterations, tolerance, negated=True
+    )
+    found = differentiable_balance(
+        problems, potentials=True, gradient=gradient, in_triton=in_triton
     )
     flaws = _flaws(matrices.detach(), rows.detach(), columns.detach(), sizes, eps.detach())
-    solved = Solved(
-        matrices, rows, columns, (given_rows, given_columns), eps, sizes, tolerance, plans, f, g,
-        errors.detach(), counts, flaws,
-    )  # fmt: skip
-    result = SmallPlans(solved, (costs.device, costs.dtype))
+    home = costs.device, costs.dtype
+    given = masses[0].detach().double(), masses[1].detach().double(), eps.detach()
+    result = SmallPlans(matrices, (rows, columns), sizes, tolerance, given, found, flaws, home)
     if device.type == "cpu":
         result.check()
     return result
@@ -158,23 +144,16 @@ def _sizes(sizes: Tensor | None, count: int, n: int, m: int, device: torch.devic
     return sizes.to(device, torch.int32).contiguous()
 
 
-def _uniform(sizes: Tensor | None, size: int, side: int, matrices: Tensor) -> Tensor:
-    dtype = torch.promote_types(matrices.dtype, torch.float32)
-    if sizes is None:
-        return torch.full((size,), 1 / size, dtype=dtype, device=matrices.device)
-    there = torch.arange(size, device=matrices.device) < sizes[:, side, None]
-    return there / sizes[:, side, None].to(dtype)
-
-
 def _masses(
-    name: str,
-    given: Tensor,
-    count: int,
-    size: int,
-    sizes: Tensor | None,
-    side: int,
-    matrices: Tensor,
+    name: str, given: Tensor | None, sizes: Tensor | None, side: int, matrices: Tensor
 ) -> Tensor:
+    """Masses (size,) or (B, size) of a side, 0 beyond the sizes; uniform where none are given."""
+    count, size = len(matrices), matrices.shape[1 + side]
+    if given is None:
+        dtype = computed_in(matrices)
+        if sizes is None:
+            return torch.full((size,), 1 / size, dtype=dtype, device=matrices.device)
+        return within(sizes, side, size) / sizes[:, side, None].to(dtype)
     if given.shape not in ((size,), (count, size)):
         raise InputError(
             f"{name} must have shape ({size},) or ({count}, {size}), got {tuple(given.shape)}"
@@ -182,10 +161,7 @@ def _masses(
     if not given.dtype.is_floating_point:
         raise InputError(f"{name} must be of a floating type, got {given.dtype}")
     masses = given.to(matrices.device)
-    if sizes is not None:
-        there = torch.arange(size, device=matrices.device) < sizes[:, side, None]
-        masses = torch.where(there, masses, 0)
-    return masses
+    return masses if sizes is None else torch.where(within(sizes, side, size), masses, 0)
 
 
 def _flaws(costs: Tensor, a: Tensor, b: Tensor, sizes: Tensor | None, epsilon: Tensor) -> Tensor:
@@ -195,8 +171,7 @@ def _flaws(costs: Tensor, a: Tensor, b: Tensor, sizes: Tensor | None, epsilon: T
     # Partners are those with mass; all that are there need one.
     alone = (closed | (columns == 0)[:, None]).all(2), (closed | (rows == 0)[:, :, None]).all(1)
     if sizes is not None:
-        sides = (torch.arange(size, device=costs.device) for size in costs.shape[1:])
-        there = [side < of[:, None] for side, of in zip(sides, sizes.T, strict=True)]
+        there = [within(sizes, side, size) for side, size in enumerate(costs.shape[1:])]
         bad &= there[0][:, :, None] & there[1][:, None]
         alone = alone[0] & there[0], alone[1] & there[1]
     masses = [
@@ -204,45 +179,9 @@ def _flaws(costs: Tensor, a: Tensor, b: Tensor, sizes: Tensor | None, epsilon: T
         for given in (a, b)
     ]
     # Logits are multiplied by 1 / epsilon in their type; neither may overflow or be subnormal.
-    least = torch.finfo(torch.promote_types(costs.dtype, torch.float32)).tiny
+    least = torch.finfo(computed_in(costs)).tiny
     wrong_epsilon = ~((epsilon >= least) & (epsilon <= 1 / least)).all()
     return torch.stack((bad.any(), alone[0].any() | alone[1].any(), wrong_epsilon, *masses))
-
-
-@dataclass(frozen=True, eq=False)
-class Solved:
-    """B problems and what a launch returned for them, on the device that solved them.
-
-    Attributes:
-        costs: C (B, n, m).
-        a: masses (n,) or (B, n) that sum to 1, 0 beyond the sizes.
-        b: (m,) or (B, m), likewise.
-        masses: both as they were given, before they were rounded to the type that is computed in.
-        epsilon: () or (B,) float64, in units of the cost.
-        sizes: (B, 2) int32, None for all.
-        tolerance: of the marginal error.
-        plans: (B, n, m).
-        f: (B, n), in units of the cost.
-        g: (B, m), likewise.
-        errors: (B,).
-        iterations: (B,) int32.
-        flaws: what is wrong with the input: in order, costs that are no numbers, a row or column
-            without partners, epsilon, a and b, (5,) flags.
-    """
-
-    costs: Tensor
-    a: Tensor
-    b: Tensor
-    masses: tuple[Tensor, Tensor]
-    epsilon: Tensor
-    sizes: Tensor | None
-    tolerance: float
-    plans: Tensor
-    f: Tensor
-    g: Tensor
-    errors: Tensor
-    iterations: Tensor
-    flaws: Tensor
 
 
 FLAWS = (
@@ -264,7 +203,16 @@ class SmallPlans:
     have refused, the first of these that is read raises the `InputError`.
     """
 
-    _solved: Solved = field(repr=False)
+    _costs: Tensor = field(repr=False)
+    _masses: tuple[Tensor, Tensor] = field(repr=False)
+    _sizes: Tensor | None = field(repr=False)
+    _tolerance: float = field(repr=False)
+    # Masses before they were rounded to the type that is computed in, and epsilon, all float64.
+    _given: tuple[Tensor, Tensor, Tensor] = field(repr=False)
+    _found: Balanced = field(repr=False)
+    # What is wrong with the input, of `FLAWS`.
+    _flaws: Tensor = field(repr=False)
+    # Device and type of the costs.
     _home: tuple[torch.device, torch.dtype] = field(repr=False)
 
     def check(self) -> None:
@@ -275,7 +223,7 @@ class SmallPlans:
     def plans(self) -> Tensor:
         """P (B, n, m) of the type of the costs; 0 beyond the sizes."""
         device, dtype = self._home
-        return self._checked.plans.to(device, dtype)
+        return self._checked.matrices.to(device, dtype)
 
     @property
     def f(self) -> Tensor:
@@ -290,7 +238,7 @@ class SmallPlans:
     @property
     def value(self) -> Tensor:
         """OT_epsilon (B,), in units of the cost: the dual value <a, f> + <b, g>."""
-        return self._at_home(self._value.to(self._solved.f.dtype))
+        return self._at_home(self._value.to(self._found.rows.dtype))
 
     @cached_property
     def bounds(self) -> Tensor:
@@ -301,20 +249,20 @@ class SmallPlans:
         The dual value of f and g, and what a plan with exactly these marginals costs; infinite
         where that needs a forbidden pair. Evaluated in float64, rounding included.
         """
-        solved = self._checked
-        count, n, m = solved.costs.shape
-        found = torch.empty((count, 2), dtype=torch.float64, device=solved.costs.device)
+        solved, matrices = self._checked, self._costs
+        count, n, m = matrices.shape
+        found = torch.empty((count, 2), dtype=torch.float64, device=matrices.device)
         a, b, epsilon = (
-            given.detach().double().expand(count, *shape)
-            for given, shape in zip((*solved.masses, solved.epsilon), ((n,), (m,), ()), strict=True)
+            given.expand(count, *shape)
+            for given, shape in zip(self._given, ((n,), (m,), ()), strict=True)
         )
-        for part in parts(solved.costs):
-            costs = solved.costs[part].detach().double()
+        for part in parts(matrices):
+            costs = matrices[part].detach().double()
             # Pairs without mass have no price, whatever stands there.
             costs = torch.where((a[part, :, None] > 0) & (b[part, None] > 0), costs, 0)
             found[part] = bounds_of(
-                costs, a[part], b[part], solved.f[part].detach().double(),
-                solved.g[part].detach().double(), epsilon[part],
+                costs, a[part], b[part], solved.rows[part].detach().double(),
+                solved.columns[part].detach().double(), epsilon[part],
             )  # fmt: skip
         value = self.value.detach().double().to(found.device)
         found[:, 0] = torch.minimum(found[:, 0], value)
@@ -335,38 +283,36 @@ class SmallPlans:
     @property
     def iterations(self) -> Tensor:
         """Updates of both potentials (B,) int32."""
-        return self._at_home(self._checked.iterations)
+        return self._at_home(self._checked.counts)
 
     @property
     def converged(self) -> Tensor:
         """Whether the marginal error is within the tolerance (B,)."""
-        return self._at_home(self._checked.errors <= self._solved.tolerance)
+        return self._at_home(self._checked.errors <= self._tolerance)
 
     @cached_property
-    def _checked(self) -> Solved:
-        """Return what was solved; raise if it has flaws, which waits for the device."""
-        for flaw, sentence in zip(self._solved.flaws.tolist(), FLAWS, strict=True):
+    def _checked(self) -> Balanced:
+        """Return what was found; raise if the input has flaws, which waits for the device."""
+        for flaw, sentence in zip(self._flaws.tolist(), FLAWS, strict=True):
             if flaw:
                 raise InputError(sentence)
-        return self._solved
+        return self._found
 
     @cached_property
     def _value(self) -> Tensor:
-        solved = self._checked
+        found, (a, b) = self._checked, self._masses
         # Columns have their masses, so the plan has the mass 1.
-        return (solved.a * solved.f.double()).sum(1) + (solved.b * solved.g.double()).sum(1)
+        return (a * found.rows.double()).sum(1) + (b * found.columns.double()).sum(1)
 
     @cached_property
     def _shifted(self) -> tuple[Tensor, Tensor]:
-        solved = self._checked
-        mean = (solved.b * solved.g.double()).sum(1, keepdim=True)
-        f, g = (solved.f + mean).to(solved.f.dtype), (solved.g - mean).to(solved.g.dtype)
-        if solved.sizes is None:
+        found = self._checked
+        dtype = found.rows.dtype
+        mean = (self._masses[1] * found.columns.double()).sum(1, keepdim=True)
+        f, g = (found.rows + mean).to(dtype), (found.columns - mean).to(dtype)
+        if self._sizes is None:
             return f, g
-        rows, columns = (
-            torch.arange(of.shape[1], device=of.device) < solved.sizes[:, side, None]
-            for side, of in enumerate((f, g))
-        )
+        rows, columns = (within(self._sizes, side, of.shape[1]) for side, of in enumerate((f, g)))
         return torch.where(rows, f, 0), torch.where(columns, g, 0)
 
     def _at_home(self, values: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from otdd_flash.report.figures.page import CONTENTS
 from otdd_flash.shown import display, hidden
 from otdd_flash.solver.divergence import SCHEDULES
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.term.tolerance import refuse_both
+from otdd_flash.solver.term import refuse_both
 
 Schema = TypeVar("Schema")
 

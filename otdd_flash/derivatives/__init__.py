@@ -1,13 +1,15 @@
 """Derivatives of entropic optimal transport by its inputs, first and second, for autograd.
 
-First derivatives in closed form: `term_gradient` of a solved term, `gradient` of the divergence.
-What needs the linear system of `schur`: `curvature` and `hessian` are second derivatives, `adjoint`
-and `cost_weights` the derivatives of a function of the plan or of its potentials. For few points
-the plan is stored (`dense_plan`) and the system factorized (`direct`); for more it is solved by
-`conjugate_gradients`, preconditioned by `low_rank` where that is slow. `known_gradient`,
-`second_derivatives` and `solved_gradient` hand them to autograd.
+First derivatives in closed form: `gradient`, of the terms and of the divergence. What needs the
+linear system of a plan, `plan_system`: `curvature` and `hessian` are second derivatives, with the
+products of `plan_points`, and `adjoint` has those of a function of the plan or of its potentials.
+For few points the plan is stored and the system factorized; for more it is solved by
+`conjugate_gradients`. `autograd` takes results with derivatives of their own. `centred` applies
+plans to points relative to an origin.
 
-Entry points, whose tensors `solver.tensors` checks: `loss`, `losses`, `potentials`, `transport_map`
-and `hessian`. `plan_blocks` applies plans relative to an origin (`centred`), and `groups` says
-where potentials are not unique. Given matrices have entry points of their own, in `solver.matrix`.
+Where a plan does not tie groups of points together, offsets of their potentials are not unique:
+`groups` finds these groups, `group_flows` balances them, and what depends on the offsets says so.
+
+Entry points, whose tensors `solver.tensors` checks: `loss`, `losses`, `potentials` and `hessian`.
+Given matrices have entry points of their own, in `solver.matrix`.
 """

@@ -10,35 +10,45 @@ the others', and its row or column of e is the conditional plan that this potent
 optimum q and p are 1. After an earlier stop they are held fixed: what is differentiated is the
 problem whose masses are r and c.
 
-The adjoint of any such function is a weight M_ij for each cost C_ij, see `cost_weights`.
+The adjoint of any such function is a weight for each cost,
+
+    dL/dC = M,    M_ij = e_ij (A_i . B_j b_j + h_i b_j + a_i k_j),
+
+with h, k, A, B of what is differentiated: `potentials` gives them. The derivatives by x, y, the
+class distances and both lambdas need only products M V and M^T U:
+
+    dL/dx = 2 lambda_x ((M 1) o x - M y)         dL/dlambda_x = sum_ij M_ij ||x_i - y_j||^2
+    dL/dy = 2 lambda_x ((M^T 1) o y - M^T x)     dL/dlambda_y = sum_ij M_ij W[l_i, l_j]
+    dL/dW[k, l] = lambda_y sum of M over the pairs of classes k, l.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.points import equal_masses
-from otdd_flash.derivatives.dense_plan import dense_plan
-from otdd_flash.derivatives.direct import is_small
-from otdd_flash.derivatives.schur import CGOptions, SchurSystem, Solver
-from otdd_flash.derivatives.solved_gradient import report_system
+from otdd_flash.cost.points import class_indices, equal_masses, less_origin
+from otdd_flash.derivatives.centred import mean_near
+from otdd_flash.derivatives.plan_system import (
+    MOST_HELD,
+    CGOptions,
+    PlanSystem,
+    dense_plan,
+    held_plan,
+    is_small,
+    report_unsolved,
+)
 from otdd_flash.errors import InputError
-from otdd_flash.operators.base import Factors, KeptPlan, Operator, Plan, Products
+from otdd_flash.operators.base import Factors, Plan, Products, StoredPlan
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.samples import all_finite
 from otdd_flash.solver.schedules.base import Schedule
 
-# Bytes that a stored plan, and a preconditioner, may take; a larger plan is recomputed in every
-# product.
-MOST_HELD = 1 << 28
 
-
-class Entries:
+class Density:
     """Products with the density e and the plan P of two potentials, float64.
 
     Args:
@@ -67,7 +77,7 @@ class Entries:
             self.masses = equal_masses(self.a), equal_masses(self.b)
 
     @classmethod
-    def of(cls, comparison: Comparison, f: Tensor, g: Tensor) -> Entries:
+    def of(cls, comparison: Comparison, f: Tensor, g: Tensor) -> Density:
         """Build the products for the cross term of two clouds."""
         source, target = comparison.sides("xy")
 
@@ -120,79 +130,42 @@ class Entries:
     def solve(
         self, s: Tensor | None, t: Tensor, cg: CGOptions, options: Schedule
     ) -> tuple[Tensor, Tensor]:
-        """Solve r o w1 + P w2 = s, P^T w1 + c o w2 = t for w1 (n,) and w2 (m,); 0 without mass.
-
-        Without s it is 0, and t must be at most of the size of c. Return NaN if s or t are not
-        finite.
+        """Solve r o u + P v = s, P^T u + c o v = t for u (n,) and v (m,), as `solve_both` does.
 
         Raises:
             ConvergenceError: `options` require convergence, and the system was not solved.
         """
         products = self._products
-        near = self.plan.quick if self.whole else products
-        system = rounded = SchurSystem(products, cg.damping, MOST_HELD)
-        if near is not products:
-            rounded = SchurSystem(near, cg.damping, MOST_HELD)
-        right, taken = t[:, None], None
-        if s is not None:
-            taken = products.transposed_times(system.by_row * s[:, None])
-            right = right - taken
-        solver = Solver(system, rounded, cg)
-        found = solver.directly(right)
-        if found is None:
-            if not all_finite(right):
-                return torch.full_like(self.a, torch.nan), torch.full_like(t, torch.nan)
-            if taken is not None:
-                # For a plan that is a permutation only rounding is left: it counts as 0.
-                rounding = products.precision * (t.abs()[:, None] + taken.abs())
-                right = torch.where(right.abs() > rounding, right, 0)
-                first, right = _first_step(products, system, right, cg)
-            found = solver.by_iterations(right)
-            report_system(found, options)
-            if taken is not None:
-                found = found._replace(values=found.values + first)
-        w1 = products.times(found.values).mul_(-system.by_row)
-        if s is not None:
-            w1 += system.by_row * s[:, None]
-        return w1[:, 0], found.values[:, 0]
+        quick = self.plan.quick if self.whole else products
+        u, v, iterated = PlanSystem(products, cg, quick, most=MOST_HELD).solve_both(s, t)
+        if iterated is not None:
+            report_unsolved(
+                iterated.residual,
+                iterated.converged,
+                "raise cg.tolerance or cg.max_iterations, or set precision=double",
+                required=options.require_convergence,
+                where="the system of the gradient",
+            )
+        return u, v
 
     @property
     def _products(self) -> Products:
         if self.whole:
             return self.plan
-        if not isinstance(self.plan, KeptPlan):
+        if not isinstance(self.plan, StoredPlan):
             return _Weighted(self)
         rows, columns = (
             side / of_plan for side, of_plan in zip((self.a, self.b), self.masses, strict=True)
         )
-        return KeptPlan((self.plan.entries * rows[:, None]).mul_(columns))
+        return StoredPlan((self.plan.entries * rows[:, None]).mul_(columns))
 
     @property
     def small(self) -> Tensor | None:
         """The entries of the plan (n, m) if it is stored and small, else None."""
         plan = self.plan
-        return plan.entries if isinstance(plan, KeptPlan) and is_small(plan.entries.shape) else None
-
-
-def _first_step(
-    products: Products, system: SchurSystem, right: Tensor, cg: CGOptions
-) -> tuple[Tensor, Tensor]:
-    """Return the solution (m, 1) of the diagonal part, and the right-hand side (m, 1) that remains.
-
-    Residuals are scaled by the masses, so that an entry much larger than a small mass of its point
-    would outweigh all others. What remains, P^T (P first / r), is of the size of the masses.
-    """
-    metric = system.metric
-    first = metric.inverse * metric.in_range(right) / (1 + cg.damping)
-    images = products.times(torch.cat((first, first.abs()), 1))
-    moved = products.transposed_times(system.by_row * images)
-    rest, rounding = metric.in_range(moved[:, :1]), products.precision * moved[:, 1:]
-    return first, torch.where(rest.abs() > rounding, rest, 0)
-
-
-def held_plan(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
-    """Return the plan of f (n,) and g (m,) on the `refined` form of an operator."""
-    return operator.refined.plan(f, g, epsilon, MOST_HELD).prepared
+        return (
+            plan.entries if isinstance(plan, StoredPlan) and is_small(plan.entries.shape) else None
+        )
 
 
 def check_sums(sums: Tensor, epsilon: float) -> None:
@@ -217,18 +190,19 @@ class _Weighted:
 
     half_products = None
 
-    def __init__(self, entries: Entries) -> None:
-        self._entries, self.precision = entries, entries.plan.precision
-        self.rows, self.columns = entries.a * entries.q, entries.b * entries.p
+    def __init__(self, density: Density) -> None:
+        self._density, self.precision = density, density.plan.precision
+        self.rows, self.columns = density.a * density.q, density.b * density.p
 
     def times(self, values: Tensor) -> Tensor:
         """Return P V (n, k)."""
-        return self._entries.a[:, None] * self._entries.times(self._entries.b[:, None] * values)
+        density = self._density
+        return density.a[:, None] * density.times(density.b[:, None] * values)
 
     def transposed_times(self, values: Tensor) -> Tensor:
         """Return P^T U (m, k)."""
-        entries = self._entries
-        return entries.b[:, None] * entries.transposed_times(entries.a[:, None] * values)
+        density = self._density
+        return density.b[:, None] * density.transposed_times(density.a[:, None] * values)
 
 
 def _weighted(values: Tensor, weights: Sequence[Tensor], masses: Tensor) -> Tensor:
@@ -254,3 +228,110 @@ def potentials_everywhere(comparison: Comparison, f: Tensor, g: Tensor) -> tuple
         torch.where(a > 0, f, operator.softmin_rows(g, comparison.epsilon)),
         torch.where(b > 0, g, operator.softmin_columns(f, comparison.epsilon)),
     )
+
+
+class CostWeights:
+    """M of the module docstring: dL/dC.
+
+    Args:
+        density: e, with a and b.
+        h: (n,) float64.
+        k: (m,) float64.
+        factors: A (n, r) and B (m, r), float64; None for 0.
+
+    Attributes:
+        density: e, with a and b.
+    """
+
+    def __init__(
+        self, density: Density, h: Tensor, k: Tensor, factors: Factors | None = None
+    ) -> None:
+        self.density, self._factors = density, factors
+        self._h, self._k = h, k
+
+    def times(self, values: Tensor) -> Tensor:
+        """Return M V (n, j) for V (m, j)."""
+        if self._held is not None:
+            return self._held @ values
+        density, b = self.density, self.density.b
+        of_b, of_k = density.times(values, weights=(b, self._k)).chunk(2, 1)
+        found = torch.addcmul(self._h[:, None] * of_b, density.a[:, None], of_k)
+        del of_b, of_k
+        if self._factors is not None:
+            found += density.times(values, self._factors, (b,))
+        return found
+
+    def transposed_times(self, values: Tensor) -> Tensor:
+        """Return M^T U (m, j) for U (n, j)."""
+        if self._held is not None:
+            return self._held.T @ values
+        density, b = self.density, self.density.b[:, None]
+        of_h, of_a = density.transposed_times(values, weights=(self._h, density.a)).chunk(2, 1)
+        found = torch.addcmul(b * of_h, self._k[:, None], of_a)
+        del of_h, of_a
+        if self._factors is not None:
+            found += density.transposed_times(values, self._factors).mul_(b)
+        return found
+
+    @cached_property
+    def _held(self) -> Tensor | None:
+        """M itself (n, m) if the plan is stored and small, else None."""
+        density, held = self.density, self.density.small
+        if held is None:
+            return None
+        left, right = density.masses
+        h, k = self._h / left, self._k / right
+        if density.whole:
+            found = h[:, None] + k
+        else:
+            found = torch.outer(h, density.b / right).addr_(density.a / left, k)
+        if self._factors is not None:
+            of_rows, of_columns = self._factors
+            if not density.whole:
+                of_columns = of_columns * (density.b / right)[:, None]
+            found.addmm_(of_rows / left[:, None], of_columns.T)
+        return found.mul_(held)
+
+
+def cost_gradient(
+    comparison: Comparison, weights: CostWeights, needs: frozenset[str]
+) -> dict[str, Tensor]:
+    """Compute the derivatives in `needs`: by "x", "y", "classes" and both lambdas, float64.
+
+    "classes" is the table (V_x + V_y, V_x + V_y), 0 outside of the block [x, y].
+    """
+    gradient: dict[str, Tensor] = {}
+    ground, (source, target) = comparison.ground, comparison.sides("xy")
+    # Points of x are about as far from it as from the points that the plan sends them to.
+    origin = mean_near(target.features, weights.density.b)
+    # Computed where they are used, as a product needs only one of them in memory.
+    x, y = (partial(less_origin, side.features, origin) for side in (source, target))
+    factor, dim = 2 * ground.squared.lambda_x, source.features.shape[1]
+    by_class = bool(needs & {"classes", "lambda_y"})
+    if needs & {"x", "lambda_x"} or by_class:
+        parts: list[Callable[[], Tensor]] = [lambda: origin.new_ones((len(target), 1))]
+        if needs & {"x", "lambda_x"}:
+            parts.append(y)
+        if by_class:
+            distances = comparison.block("xy")
+            classes = distances.shape[1]
+            belonging = partial(torch.nn.functional.one_hot, class_indices(target), classes)
+            parts.append(lambda: belonging().double())
+        found = weights.times(torch.cat([part() for part in parts], 1))
+        rows, moved = found[:, :1], found[:, 1 : 1 + dim]
+        if "x" in needs:
+            gradient["x"] = factor * (rows * x() - moved)
+        if by_class:
+            block = torch.zeros_like(distances)
+            block.index_add_(0, class_indices(source), found[:, -classes:])
+            gradient["lambda_y"] = (block * distances).sum()
+            gradient["classes"] = comparison.classes.around("xy", ground.lambda_y * block)
+    if needs & {"y", "lambda_x"}:
+        ones = origin.new_ones((len(source), 1))
+        back = weights.transposed_times(torch.cat((ones, x()), 1) if "y" in needs else ones)
+        if "y" in needs:
+            gradient["y"] = factor * (back[:, :1] * y() - back[:, 1:])
+        if "lambda_x" in needs:
+            of_squares = (rows * x().square()).sum() + (back[:, :1] * y().square()).sum()
+            gradient["lambda_x"] = of_squares - 2 * (x() * moved).sum()
+    return gradient

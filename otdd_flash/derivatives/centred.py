@@ -1,4 +1,4 @@
-"""Products of a plan with points relative to an origin near them, against cancellation.
+"""Products of a plan with points: relative to an origin near them, block by block where streamed.
 
 The rounding error of a sum sum_j P_ij y_j is proportional to the size of its terms. For points far
 from 0 and close to each other, that is their distance from 0, while only their spread matters:
@@ -6,18 +6,65 @@ from 0 and close to each other, that is their distance from 0, while only their 
     sum_j P_ij y_j / r_i = o + sum_j P_ij (y_j - o) / r_i,      r = P 1,
 
 for any o. With o near the points' mean, only the spread is rounded, and the final sum with o once.
+
+Values are computed from the points of one side, block by block, and results `Assembled` where their
+points are. So of streamed points neither need be on the device at once. `gradient` computes
+derivatives by points in this way; `conditional_means` are those of results and of maps of flows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.points import Points, less_origin, weighted_mean
-from otdd_flash.derivatives.plan_blocks import Assembled
-from otdd_flash.operators.base import Operator
+from otdd_flash.cost.host_points import STREAMED_ROWS, Block, HostPoints, slices
+from otdd_flash.cost.points import Cut, Points, less_origin, weighted_mean
+from otdd_flash.operators.base import ALL, Operator
+
+
+class Assembled:
+    """A result that is assembled block by block, on the device of its points.
+
+    Args:
+        points: (n, d).
+    """
+
+    def __init__(self, points: Points) -> None:
+        self._count, self._home = points.shape[0], home_of(points)
+        self._rows: Tensor | None = None
+
+    def put(self, block: Block, rows: Tensor) -> None:
+        """Write the rows (k, c) of some points."""
+        if block is ALL:
+            self._rows = rows
+            return
+        if self._rows is None:
+            shape = (self._count, *rows.shape[1:])
+            self._rows = torch.empty(shape, dtype=rows.dtype, device=self._home)
+        self._rows[block.host] = rows.to(self._home)
+
+    @property
+    def rows(self) -> Tensor:
+        """All rows, (n, c)."""
+        assert self._rows is not None
+        return self._rows
+
+
+def home_of(points: Points) -> torch.device:
+    """Return the device on which all points are stored."""
+    return (points.features if isinstance(points, HostPoints) else points).device
+
+
+def blocks_of(points: Points) -> Iterator[tuple[Cut, Tensor]]:
+    """Yield blocks of points: which ones, and the points (k, d) on the device."""
+    if isinstance(points, Tensor):
+        yield ALL.rows, points
+        return
+    blocks = slices(points.shape[0], STREAMED_ROWS)
+    for block, there in zip(blocks, points.stream(blocks), strict=True):
+        yield block.rows, there
 
 
 def origin_near(clouds: Iterable[tuple[Points, Tensor]], dtype: torch.dtype) -> Tensor:

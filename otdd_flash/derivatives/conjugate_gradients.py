@@ -1,6 +1,6 @@
 """Conjugate gradients for a matrix scaled by masses, with several right-hand sides at once.
 
-The preconditioner is the diagonal of masses, plus a low-rank part where that is slow (`low_rank`).
+The preconditioner is the diagonal of masses, plus a low-rank part where that is slow (`LowRank`).
 Each right-hand side has its own iteration; their products with the matrix share one pass. Residuals
 are projected onto the range: where constants are in the kernel, their sum is kept at 0.
 
@@ -24,8 +24,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     # It needs Triton, which computers without a GPU may lack.
-    from otdd_flash.derivatives.direct import Direct
-    from otdd_flash.derivatives.low_rank import LowRank
+    from otdd_flash.derivatives.plan_system import LowRank
     from otdd_flash.kernels.linear.cg_step import Image
     from otdd_flash.kernels.points.packed_points import Layout
 
@@ -52,11 +51,6 @@ class System(Protocol):
     @property
     def layout(self) -> Layout | None:
         """The packed order of points in products on tensor cores; None without these."""
-        ...
-
-    @property
-    def direct(self) -> Direct | None:
-        """The factorization of a small matrix, else None."""
         ...
 
     def preconditioner(self) -> LowRank | None:

@@ -6,7 +6,7 @@ and the plan, whose marginals r and c are held fixed, by
 
     dP = P o (w1 + w2^T - C') / epsilon,      dP 1 = 0,  dP^T 1 = 0,
 
-a linear system for w1 (n,) and w2 (m,), see `schur`. So (Theorem 5 of Ye et al. 2026,
+a linear system for w1 (n,) and w2 (m,), see `plan_system`. So (Theorem 5 of Ye et al. 2026,
 arXiv:2602.03067, here for any plan and both clouds)
 
     T_x = 2 L (r o A - P B - dP y)
@@ -52,11 +52,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.derivatives.directions import Directions, dot, inner
-from otdd_flash.derivatives.packed_plan_points import plan_points
-from otdd_flash.derivatives.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver
+from otdd_flash.derivatives.plan_points import Directions, dot, inner, plan_points
+from otdd_flash.derivatives.plan_system import CGOptions, PlanSystem, Solution
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # Coordinates of directions, over all points, that are processed at once.
 ELEMENTS = 1 << 25
@@ -93,15 +92,12 @@ class CrossCurvature:
 
     def __init__(self, comparison: Comparison, term: TransportTerm, cg: CGOptions) -> None:
         self._at = at = plan_points(comparison, "xy", (term.f, term.g))
-        quick, system = at.plan.quick, SchurSystem(at.plan, cg.damping)
-        rounded = system if quick is at.plan else SchurSystem(quick, cg.damping)
-        self._solver, self._system = Solver(system, rounded, cg), system
-        self._damping = cg.damping
+        self._system = PlanSystem(at.plan, cg, at.plan.quick)
 
     @cached_property
     def _by_row(self) -> Tensor:
         """1 / r (n,), 0 where there is no mass. Reading it computes r."""
-        return self._at.here(self._system.by_row[:, 0])
+        return self._at.here(self._system.matrix.by_row[:, 0])
 
     def along(self, a: Tensor, b: Tensor | None = None) -> Along:
         """Differentiate along A (s, n, d) of x and B (s, m, d) of y; without B, y is fixed.
@@ -140,7 +136,7 @@ class CrossCurvature:
         right = c * v - b.dots(at.transposed_images)
         right += self._right(a, e, by_y)
         solved = self._solve(right, e)
-        w2, left = at.here(solved.values.T), at.here(_off(solved, self._system, self._damping))
+        w2, left = at.here(solved.values.T), at.here(self._system.column_errors(solved))
         t2 = w2 - factor * v
         columns, of_w2 = at.columns_change_beside(t2, w2)
         t1 = torch.addcmul(factor * e, self._by_row, of_w2, value=-1)
@@ -167,7 +163,7 @@ class CrossCurvature:
 
         The exact sums are 2 L total shift, for the shift (s, 1, d) of all x against all y.
         """
-        if self._damping == 0:
+        if self._system.matrix.damping == 0:
             return
         shared = torch.sub(by_x.sum(1, keepdim=True) / total, shift, alpha=self._at.factor)
         by_x.addcmul_(self._at.r[:, None], shared, value=-1)
@@ -199,12 +195,12 @@ class CrossCurvature:
         Where a plan matches points one to one, or all points of a side are equal, the exact
         right-hand side is 0, and its rounding need not be in the range of the system.
         """
-        metric, given, e = self._system.metric, right.double().T, e.double()
+        metric, given, e = self._system.matrix.metric, right.double().T, e.double()
         in_range = metric.in_range(given)
         # P^T e, one of the terms, is at most as large as e.
         terms = torch.maximum(metric.size(given), (e.square() @ self._at.r.double()).sqrt_())
         told = metric.size(in_range) > self._at.plan.precision * terms
-        return self._solver.solve(torch.where(told, self._at.factor * in_range, 0))
+        return self._system.solve(torch.where(told, self._at.factor * in_range, 0))
 
 
 class SelfCurvature:
@@ -217,10 +213,7 @@ class SelfCurvature:
         self, comparison: Comparison, name: str, term: TransportTerm, cg: CGOptions
     ) -> None:
         self._at = at = plan_points(comparison, name, (term.f, None))
-        quick, system = at.plan.quick, SelfSystem(at.plan, cg.damping)
-        rounded = system if quick is at.plan else SelfSystem(quick, cg.damping)
-        self._solver, self._system = Solver(system, rounded, cg), system
-        self._damping = cg.damping
+        self._system = PlanSystem(at.plan, cg, at.plan.quick, symmetric=True)
 
     def less_half(self, given: Tensor, out: Tensor) -> Along:
         """Differentiate along A (s, n, d); subtract half of the derivatives from `out` (s, n, d).
@@ -240,9 +233,9 @@ class SelfCurvature:
             curvature[part.which].sub_(inner(own, rest))
             part.add(out, rest, factor)
             del part, own, of_a, rest
-        solved = self._solver.solve((factor * right.double()).T)
+        solved = self._system.solve((factor * right.double()).T)
         t = torch.sub(at.here(solved.values.T), u, alpha=factor)
-        left = at.here(_off(solved, self._system, self._damping))
+        left = at.here(self._system.column_errors(solved))
         columns = at.columns_change(t)
         for part in at.changed(a, a, t, columns):
             moved = part.points.addcmul_(left[part.at][..., None], x[part.rows]).div_(at.epsilon)
@@ -250,13 +243,6 @@ class SelfCurvature:
             part.add(out, moved, factor)
         # Twice, as both arguments move.
         return _along(out, None, 2 * factor * curvature, solved, at.epsilon / 2)
-
-
-def _off(solved: Solution, system: SchurSystem | SelfSystem, damping: float) -> Tensor:
-    """Return the error (s, m) of the column sums of epsilon dP."""
-    if damping == 0:
-        return solved.left.T
-    return torch.addcmul(solved.left, system.metric.masses, solved.values, value=damping).T
 
 
 def _along(

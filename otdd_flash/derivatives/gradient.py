@@ -1,31 +1,269 @@
-"""Derivatives of the debiased divergence by its inputs, summed over its terms.
+"""First derivatives of OT_epsilon and of the debiased divergence, from the potentials of terms.
+
+By the envelope theorem (Danskin) the optimal potentials count as constants (Feydy et al. 2019,
+Interpolating between optimal transport and MMD using Sinkhorn divergences). Differentiated here is
+the dual value of the given potentials, optimal or not,
+
+    D = <a, f> + <b, g> + epsilon (1 - sum_ij P_ij)
+    P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon),
+
+so that the plan enters with its own marginals r = P 1 and c = P^T 1, not with a and b (Ye et al.
+2026, arXiv:2602.03067):
+
+    dD/dx = 2 lambda_x (r x - P y)              dD/dlambda_x = sum_ij P_ij ||x_i - y_j||^2
+    dD/dy = 2 lambda_x (c y - P^T x)            dD/dlambda_y = sum_ij P_ij W[l_i, l_j]
+    dD/da = f - epsilon (r / a - 1)             r / a = exp((f - T(g)) / epsilon)
+    dD/db = g - epsilon (c / b - 1)             c / b = exp((g - T'(f)) / epsilon)
+    dD/dW[k, l] = lambda_y K_kl,                K_kl the mass that P moves from class k to class l
+
+with T, T' the row and column softmin. Mass gradients are defined up to a constant, as masses sum to
+1. A self term has one cloud and one potential on both sides; its gradient is the sum over both.
+These are derivatives by the points after the transformation of the ground cost (`cosine` normalizes
+them). `DivergenceGradient` sums them over the terms of
 
     dS = dOT(x, y) - dOT(x, x) / 2 - dOT(y, y) / 2
 
-with the derivatives of `term_gradient`, by the points after the transformation of the ground cost,
-and the chain rule to the points given.
+and applies the chain rule to the points given. Losses, Hessians, contributions and flows pass it to
+the solve.
+
+Cost: one pass for x, W and both lambdas together, one for each of y, a and b. The plan is never
+stored.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Literal
 
+import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import SIDES
 from otdd_flash.cost.ground import SHARES
-from otdd_flash.cost.points import squared_norms
-from otdd_flash.derivatives.groups import Groups, report_groups, settled_points
-from otdd_flash.derivatives.term_gradient import (
-    Gradient,
-    Input,
-    Needs,
-    cross_gradient,
-    self_gradient,
-)
-from otdd_flash.operators.base import Operator
+from otdd_flash.cost.points import Cut, LessOrigin, class_indices, less_origin, squared_norms
+from otdd_flash.derivatives.centred import Assembled, blocks_of, origin_near
+from otdd_flash.derivatives.groups import Groups, report_groups, settled
+from otdd_flash.operators.base import Operator, PlanBlock
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import GradientCallbacks
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
+
+Input = Literal["x", "y", "a", "b", "classes", "lambda_x", "lambda_y"]
+Needs = frozenset[Input]
+
+# Derivatives by input: x (n, d) and y (m, d) in the type of the points and where these are; a (n,),
+# b (m,), classes (a table of class distances) and both lambdas (0-dim) in float64 on the device of
+# the operator.
+Gradient = dict[Input, Tensor]
+
+
+def cross_gradient(
+    operator: Operator, term: TransportTerm, comparison: Comparison, needs: Needs
+) -> Gradient:
+    """Compute derivatives of D at the potentials of a term by the inputs in `needs`.
+
+    Args:
+        operator: of the cross term.
+        term: potentials f (n,) and g (m,), and epsilon.
+        comparison: the clouds, class distances and ground cost.
+        needs: any inputs; "classes" gives the derivative by that block.
+
+    Returns:
+        One entry per need.
+    """
+    plan = _Plan(operator, term, comparison, "xy")
+    gradient = plan.from_rows(needs)
+    if "y" in needs:
+        gradient["y"] = plan.from_columns()
+    if "a" in needs:
+        gradient["a"] = mass_gradient(plan.operator, term)
+    if "b" in needs:
+        gradient["b"] = mass_gradient(plan.operator, term, columns=True)
+    return gradient
+
+
+def self_gradient(
+    operator: Operator, term: TransportTerm, comparison: Comparison, name: str, needs: Needs
+) -> Gradient:
+    """Compute derivatives of the self term OT_epsilon(x, x), by both arguments together.
+
+    Arguments as for `cross_gradient`, with the operator of the term of this name, "xx" or "yy",
+    whose points are called x either way; "y" and "b" are not inputs.
+    """
+    plan = _Plan(operator, term, comparison, name)
+    gradient = plan.from_rows(needs, sides=2)
+    if "a" in needs:
+        gradient["a"] = 2 * mass_gradient(plan.operator, term)
+    if "classes" in gradient:
+        # The cost is that of (W + W^T) / 2.
+        gradient["classes"] = (gradient["classes"] + gradient["classes"].T) / 2
+    return gradient
+
+
+class _Plan:
+    """The plan of a term's potentials, with the products that derivatives need."""
+
+    def __init__(
+        self, operator: Operator, term: TransportTerm, comparison: Comparison, name: str
+    ) -> None:
+        # The potentials belong to the cost of the original points.
+        self.operator = operator.refined
+        self.term, self.weights = term, comparison.ground.squared
+        self.points = comparison.points(name)
+        # One origin near both clouds: r x - P y then does not cancel their distance from 0.
+        clouds = zip(self.points, (operator.a, operator.b), strict=True)
+        self.origin = origin_near(clouds, operator.passes.dtype)
+        sides = comparison.sides(name)
+        self.labels = [class_indices(side).to(operator.a.device) for side in sides]
+        self.class_distances = comparison.block(name)
+
+    def from_rows(self, needs: Needs, sides: int = 1) -> Gradient:
+        """Compute all that one product of P with the columns' points and classes gives.
+
+        `sides` is on how many sides of the cost the points of the rows stand: 2 for a self term.
+        """
+        names = self._names(needs)
+        if not names:
+            return {}
+        scales = self._scales(names)
+
+        def make(which: Cut, points: Tensor) -> Tensor:
+            parts = self._columns(names, which, points)
+            if len(parts) == 1:
+                return parts[0]
+            return torch.cat([part / scale for part, scale in zip(parts, scales, strict=True)], 1)
+
+        by_x, table = Assembled(self.points[0]), self.class_distances
+        shapes = {"squares": (), "classes": table.shape}
+        sums = {name: table.new_zeros(shapes[name]) for name in names if name in shapes}
+        alone = names == ["points"]
+        for block, points, (image, r) in self._applied(LessOrigin(self.origin) if alone else make):
+            images = self._named(names, image, scales)
+            if "lambda_x" in needs:
+                # sum P ||x - y||^2, with the same rounded plan in all three parts.
+                x = less_origin(points, self.origin)
+                products = (x * images["points"]).sum(1).double()
+                squares = r @ x.square().sum(1).double() + images["squares"].double().sum()
+                sums["squares"] += squares
+                sums["squares"] -= 2 * products.sum()
+            if "x" in needs:
+                by_x.put(block, self._pull(points, r, images["points"], sides))
+            if "classes" in images:
+                classes = images["classes"].double()
+                sums["classes"].index_add_(0, self.labels[0][block.rows], classes)
+        gradient: Gradient = {}
+        if "lambda_x" in needs:
+            gradient["lambda_x"] = sums["squares"]
+        if "x" in needs:
+            gradient["x"] = by_x.rows
+        if "classes" in needs:
+            gradient["classes"] = self.weights.lambda_y * sums["classes"]
+        if "lambda_y" in needs:
+            gradient["lambda_y"] = (sums["classes"] * self.class_distances).sum()
+        return gradient
+
+    def from_columns(self) -> Tensor:
+        """Return 2 lambda_x (c y - P^T x), shape (m, d)."""
+        found = Assembled(self.points[1])
+        for block, points, (image, c) in self._applied(LessOrigin(self.origin), transposed=True):
+            found.put(block, self._pull(points, c, image))
+        return found.rows
+
+    def _applied(
+        self, make: Callable[[Cut, Tensor], Tensor], *, transposed: bool = False
+    ) -> Iterator[PlanBlock]:
+        plan = self.operator.plan(self.term.f, self.term.g, self.term.epsilon)
+        return plan.blocks(self.points, make, transposed=transposed)
+
+    def _names(self, needs: Needs) -> list[str]:
+        """Return the names of the parts of V that P is applied to."""
+        points = ["points"] if needs & {"x", "lambda_x"} else []
+        squares = ["squares"] if "lambda_x" in needs else []
+        classes = ["classes"] if needs & {"classes", "lambda_y"} else []
+        return points + squares + classes
+
+    def _columns(self, names: Sequence[str], which: Cut, points: Tensor) -> list[Tensor]:
+        """Return the parts of V (k, .) for some points (k, d) of the columns."""
+        made: dict[str, Tensor] = {}
+        if "points" in names:
+            made["points"] = less_origin(points, self.origin)
+        if "squares" in names:
+            made["squares"] = made["points"].square().sum(1, keepdim=True)
+        if "classes" in names:
+            classes = self.class_distances.shape[1]
+            one_hot = torch.nn.functional.one_hot(self.labels[1][which], classes)
+            made["classes"] = one_hot.to(self.operator.passes.dtype)
+        return list(made.values())
+
+    def _scales(self, names: Sequence[str]) -> list[float]:
+        """Return powers of two that scale all parts of V to one size.
+
+        An operator may round V relative to its largest entry. The scale of a single part is 1.
+        """
+        if len(names) == 1:
+            return [1.0]
+        largest = torch.zeros(len(names), dtype=torch.float64, device=self.origin.device)
+        for which, points in blocks_of(self.points[1]):
+            parts = self._columns(names, which, points)
+            there = torch.stack([part.abs().max().double() for part in parts])
+            largest = torch.maximum(largest, there)
+        return [_power_of_two(each) for each in largest.tolist()]
+
+    def _named(
+        self, names: Sequence[str], image: Tensor, scales: Sequence[float]
+    ) -> dict[str, Tensor]:
+        """Split P V into its parts by name, and undo their scales."""
+        if len(names) == 1:
+            return {names[0]: image}
+        sizes = {"points": self.points[1].shape[1], "squares": 1}
+        widths = [sizes.get(name, self.class_distances.shape[1]) for name in names]
+        named = zip(names, torch.split(image, widths, 1), scales, strict=True)
+        return {name: part * scale for name, part, scale in named}
+
+    def _pull(self, points: Tensor, masses: Tensor, image: Tensor, sides: int = 1) -> Tensor:
+        """Return 2 lambda_x (r x - P y) of some points (k, d), in their type, times `sides`."""
+        return pulled(points, masses, image, self.origin, 2 * sides * self.weights.lambda_x)
+
+
+def pulled(points: Tensor, masses: Tensor, image: Tensor, origin: Tensor, weight: float) -> Tensor:
+    """Return weight * (r x - P y), in the type of the points.
+
+    Args:
+        points: x (k, d).
+        masses: r (k,), the sums of the plan's rows.
+        image: P (y - o) (k, d), in the type of the operator.
+        origin: o (d,), in that type.
+        weight: 2 lambda_x, times the sides of the cost on which the points stand.
+    """
+    found = less_origin(points, origin)
+    found.mul_(masses.to(found.dtype).unsqueeze(1)).sub_(image)
+    return found.mul_(weight).to(points.dtype)
+
+
+def mass_gradient(operator: Operator, term: TransportTerm, *, columns: bool = False) -> Tensor:
+    """Return f - epsilon (r / a - 1) (n,), or of `columns` g - epsilon (c / b - 1) (m,), float64.
+
+    It is f - epsilon (exp((f - T) / epsilon) - 1) with T the softmin. D does not depend on the
+    potential of a point without mass, which no solver determines. If it got mass, the potential T
+    would maximize D.
+    """
+    f, g, epsilon = term.f, term.g, term.epsilon
+    if columns:
+        masses, potential = operator.b, g
+        softmin = operator.softmin_columns(f, epsilon, guess=g).double()
+    else:
+        masses, potential = operator.a, f
+        softmin = operator.softmin_rows(g, epsilon, guess=f).double()
+    potential = torch.where(masses > 0, potential.double(), softmin)
+    return potential - epsilon * torch.expm1((potential - softmin) / epsilon)
+
+
+def _power_of_two(largest: float) -> float:
+    """Return the least power of two not below a number; 1 for 0."""
+    return 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
+
 
 # Inputs that all terms of a divergence share.
 SHARED: Needs = frozenset({"classes", "lambda_x", "lambda_y"})
@@ -47,14 +285,14 @@ class DivergenceGradient:
 
     Attributes:
         total: the sum over the terms solved so far; complete after the solve.
-        groups: groups between which derivatives by masses are undetermined, once the cross term is
-            solved.
+        groups: by term, once it is solved, groups between which derivatives by masses are
+            undetermined; none if these are not asked for.
     """
 
     def __init__(self, comparison: Comparison, needs: Needs) -> None:
         self._comparison, self._needs = comparison, needs
         self.total: Gradient = {}
-        self.groups: Groups | None = None
+        self.groups: dict[str, Groups | None] = {}
 
     def __call__(self, name: str, operator: Operator, term: TransportTerm) -> None:
         """Add the derivatives of the term "xy", "xx" or "yy"."""
@@ -64,7 +302,7 @@ class DivergenceGradient:
             # and subtracted at once.
             if self._needs & {*MASSES} and not (comparison.debias and comparison.identical):
                 # Other derivatives depend on the plan alone, which offsets do not change.
-                term, self.groups = settled_points(comparison, term)
+                term, self.groups[name] = settled(comparison, term)
             gradient = cross_gradient(operator, term, comparison, self._needs)
             self._add(name, self._by_given(gradient, name), 1.0)
             return
@@ -74,6 +312,8 @@ class DivergenceGradient:
         needs = (self._needs & SHARED) | {own[key] for key in self._needs & own.keys()}
         if not needs:
             return
+        if "a" in needs:
+            term, self.groups[name] = settled(comparison, term, name)
         gradient = self_gradient(operator, term, comparison, name, needs)
         here: dict[Input, Input] = {seen: key for key, seen in own.items()}
         gradient = {here.get(key, key): part for key, part in gradient.items()}
@@ -85,7 +325,9 @@ class DivergenceGradient:
         Raises:
             ConvergenceError: they are undetermined, and `required`.
         """
-        report_groups(self.groups, what, self._comparison.given[0], required=required)
+        for name, groups in self.groups.items():
+            rows = self._comparison.given[SIDES[name][0]]
+            report_groups(groups, what, rows, required=required)
 
     @property
     def callbacks(self) -> GradientCallbacks | None:

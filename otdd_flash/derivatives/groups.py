@@ -7,8 +7,12 @@ the flows between groups change,
     F_gh(t) = F_gh exp((t_g - t_h) / epsilon),    F_gh = sum of P over rows of g and columns of h,
 
 and only they tie the offsets t to the masses. Where they are far below the marginal error, a
-converged solve leaves t wherever its iterations ended. When potentials are asked for, and not in a
-solve for a value alone,
+converged solve leaves t wherever its iterations ended. In the linear system of the plan
+(`plan_system`) they are its small singular values. Plans, values and bounds do not depend on t, nor
+do Hessians, derivatives of plans and maps by points and costs, or the map of points with mass: for
+these t is a null vector that their right-hand sides do not have. Potentials, contributions and
+gradients by masses do, and the images of points without mass that lie between groups. When these
+are asked for, and not in a solve for a value alone,
 
 1. `_polished` takes a small plan to its optimum by Newton steps, if it is not near it.
 2. `connected` finds the groups: the points that links of enough of their mass connect. A link is an
@@ -17,7 +21,12 @@ solve for a value alone,
 3. `contracted` sums the flows between groups, and `derivatives.group_flows` balances them and says
    which offsets remain undetermined.
 
-In plans that are not small, slow modes within a group stay as the solve left them.
+In plans that are not small, slow modes within a group stay as the solve left them. A self term has
+one potential, and so offsets only between groups that send all of their mass to each other.
+
+`settle` does this for results and for functions of potentials, `settle_images` for maps; gradients
+by masses (`gradient`, `solver.matrix.loss`) are `settled` during the solve, and reported after it.
+What depends on offsets must call one of them: nothing else says that they are undetermined.
 """
 
 from __future__ import annotations
@@ -30,9 +39,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from scipy.sparse.csgraph import shortest_path
-from scipy.special import logsumexp
 from torch import Tensor
 
+from otdd_flash.cost.facts import SIDES
 from otdd_flash.cost.points import LabelledCost
 from otdd_flash.derivatives.group_flows import (
     MASS_ROUNDING,
@@ -52,10 +61,13 @@ from otdd_flash.derivatives.group_flows import (
 )
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.given_costs import CostSource
+from otdd_flash.operators.given_costs import CostSource, HeldCosts, exact_blocks
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.matrix_comparison import MatrixComparison
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
+
+# Two clouds of points, or a given matrix.
+Compared = Comparison | MatrixComparison
 
 # A link is an entry of at least this share of its row's largest, or of the next share if that
 # leaves more than MOST_CONTRACTED groups; the last is still above the rounding of the masses. Of
@@ -69,8 +81,9 @@ FIRST_ROWS, ELEMENTS_CPU, ELEMENTS_GPU = 64, 1 << 21, 1 << 25
 SPREAD_ROUNDS = 6
 
 # The most entries of a plan for Newton's method, the most steps, the first step in units of epsilon
-# from which it pays, and the least eigenvalue that float64 distinguishes from 0.
-MOST_POLISHED, NEWTON_STEPS, SMALL_STEP, LEAST_SEEN = 1 << 18, 60, 0.01, 1e-12
+# from which it pays, the least eigenvalue that float64 distinguishes from 0, and the least pivot of
+# a factorization whose eigenvalues are all far above that.
+MOST_POLISHED, NEWTON_STEPS, SMALL_STEP, LEAST_SEEN, CLEAR_PIVOT = 1 << 18, 60, 0.01, 1e-12, 1e-3
 
 # Groups and rows that a message names.
 NAMED_GROUPS, NAMED_CLASSES, NAMED_ROWS, NAME_LENGTH = 4, 6, 5, 40
@@ -158,6 +171,20 @@ class MatrixEntries:
         return self._source.between(rows, columns).to(self._dtype)
 
 
+def _entries(comparison: Compared, name: str) -> tuple[Entries, Tensor, Tensor]:
+    """Return the costs of the term of this name, and the masses a (n,) and b (m,)."""
+    if isinstance(comparison, Comparison):
+        cost = comparison.cost(name)
+        return PointEntries(cost, comparison.compute.dtype), cost.a, cost.b
+    masses = comparison.a, comparison.b
+    if name == "xy":
+        return MatrixEntries(comparison.source, comparison.dtype), *masses
+    assert comparison.self_costs is not None
+    side = SIDES[name][0]
+    source = HeldCosts(comparison.self_costs[side].matrix)
+    return MatrixEntries(source, comparison.dtype), masses[side], masses[side]
+
+
 class _Plan(NamedTuple):
     """A plan: its cost, potentials f (n,) and g (m,) in units of epsilon, and masses."""
 
@@ -180,6 +207,7 @@ class Groups:
             lengths of shortest paths, inf where nothing bounds it.
         exchanged: log of the largest flow between two of them; -inf if none is possible.
         advised: roughly the epsilon from which the masses determine all potentials.
+        own: whether they are of a self term, where rows of one group are columns of another.
     """
 
     rows: Tensor
@@ -187,6 +215,7 @@ class Groups:
     gaps: Array
     exchanged: float
     advised: float
+    own: bool = False
 
     def spread(self, direction: Array) -> tuple[float, float]:
         """Return the range of <direction, t> over all offsets t (K,); the direction sums to 0."""
@@ -195,22 +224,52 @@ class Groups:
 
 
 def settled(
-    entries: Entries, term: TransportTerm, a: Tensor, b: Tensor
+    comparison: Compared, term: TransportTerm, name: str = "xy"
 ) -> tuple[TransportTerm, Groups | None]:
-    """Balance the offsets between groups of a cross term; return groups with undetermined offsets.
+    """Balance the offsets between groups of a term; return groups with undetermined offsets.
 
     Return the term itself if the plan is connected, and None if all offsets are determined. A term
     that has not converged is returned as it is, and is reported elsewhere: its plan is far from the
     optimum and shows no groups, and its marginal error is that of these potentials.
 
     Args:
-        entries: the cost of the term.
+        comparison: the costs and masses.
         term: potentials f (n,) and g (m,), and epsilon.
-        a: (n,) masses.
-        b: (m,) masses.
+        name: of the term. A self term has one potential, so that an offset of rows is minus that of
+            the same points as columns: only groups that send their mass to each other have one.
     """
-    if not term.converged:
+    if not term.converged or (name != "xy" and not _may_leave_itself(comparison, name)):
         return term, None
+    entries, a, b = _entries(comparison, name)
+    term = replace(term, f=term.f.to(a.device), g=term.g.to(a.device))
+    found, groups = _settled(entries, term, a, b)
+    if name == "xy":
+        return found, groups
+    mean = (found.f + found.g) / 2
+    if groups is not None and not torch.equal(groups.rows, groups.columns):
+        return replace(found, f=mean, g=mean), replace(groups, own=True)
+    return replace(found, f=mean, g=mean), None
+
+
+def _may_leave_itself(comparison: Compared, name: str) -> bool:
+    """Return whether in a self term two points may cost more by themselves than as a pair.
+
+    C_ii + C_jj > 2 C_ij never holds for points alone, or with distances between classes that are 0
+    from a class to itself: all points then keep mass, and their potentials have no offsets.
+    """
+    if isinstance(comparison, Comparison):
+        blocks = iter([(slice(None), comparison.block(name))])
+        own = comparison.block(name).diagonal()
+    else:
+        assert comparison.self_costs is not None
+        matrix = comparison.self_costs[SIDES[name][0]].matrix
+        blocks, own = exact_blocks(HeldCosts(matrix)), matrix.diagonal().double()
+    return any(bool((own[rows, None] + own > 2 * costs.double()).any()) for rows, costs in blocks)
+
+
+def _settled(
+    entries: Entries, term: TransportTerm, a: Tensor, b: Tensor
+) -> tuple[TransportTerm, Groups | None]:
     f, g = (potential.double() / term.epsilon for potential in (term.f, term.g))
     plan = _Plan(entries, f, g, a, b, term.epsilon)
     if math.prod(entries.shape) <= MOST_POLISHED:
@@ -265,24 +324,6 @@ class _Linked(NamedTuple):
     peaks: Tensor
 
 
-def settled_points(
-    comparison: Comparison, term: TransportTerm
-) -> tuple[TransportTerm, Groups | None]:
-    """Apply `settled` to the cross term of two clouds, on the device."""
-    cost = comparison.cost("xy")
-    f, g = (potential.to(cost.a.device) for potential in (term.f, term.g))
-    entries = PointEntries(cost, comparison.compute.dtype)
-    return settled(entries, replace(term, f=f, g=g), cost.a, cost.b)
-
-
-def settled_matrix(
-    comparison: MatrixComparison, term: TransportTerm
-) -> tuple[TransportTerm, Groups | None]:
-    """Apply `settled` to the term of a cost matrix."""
-    entries = MatrixEntries(comparison.source, comparison.dtype)
-    return settled(entries, term, comparison.a, comparison.b)
-
-
 def _moved(term: TransportTerm, plan: _Plan, f: Tensor, g: Tensor) -> TransportTerm:
     """Replace the term's potentials by f, g in units of epsilon; equal ones keep their bits."""
     stay_f, stay_g = (
@@ -306,35 +347,53 @@ def _polished(plan: _Plan) -> _Plan:
     is small is returned as it is. It resolves what groups cannot: several weak links between the
     same groups, and points lighter than the marginal error.
     """
-    device = plan.f.device
     rows, columns = ((mass > 0).nonzero().squeeze(1) for mass in (plan.a, plan.b))
-    costs = plan.entries.costs(rows, columns).double().cpu().numpy() / plan.epsilon
-    a, b = plan.a[rows].cpu().numpy(), plan.b[columns].cpu().numpy()
-    logs = np.log(a)[:, None] + np.log(b) - costs
-    f, g = plan.f[rows].cpu().numpy(), plan.g[columns].cpu().numpy()
+    costs = plan.entries.costs(rows, columns).double().cpu() / plan.epsilon
+    a, b = plan.a[rows].cpu(), plan.b[columns].cpu()
+    logs = costs.neg_().add_(a.log()[:, None]).add_(b.log())
+    f, g = plan.f[rows].cpu(), plan.g[columns].cpu()
     for step in range(NEWTON_STEPS):
-        before, g = g, np.log(b) - logsumexp(logs + f[:, None], axis=0)
-        shares = np.exp(logs + f[:, None] + g)
+        shares = logs + f[:, None]
+        highest = shares.amax(0)
+        shares.sub_(highest).exp_()
+        totals = shares.sum(0)
+        before, g = g, b.log() - highest - totals.log()
+        shares.mul_(b / totals)
         sums = shares.sum(1)
-        if not (np.isfinite(shares).all() and (sums > 0).all()):
+        if not bool(((sums > 0) & sums.isfinite()).all()):
             # No plan has these masses, or the solve stopped far from the optimum.
             return plan
-        per_row = 1 / np.sqrt(sums)
-        system = np.diag(sums) - (shares / b) @ shares.T
-        values, vectors = np.linalg.eigh(per_row[:, None] * system * per_row)
-        kept = values > LEAST_SEEN
-        pulled = vectors.T @ (per_row * (a - sums))
-        move = per_row * (vectors[:, kept] @ (pulled[kept] / values[kept]))
-        largest = float(np.abs(move).max())
-        if step == 0 and max(largest, np.abs(g - before).max()) <= SMALL_STEP:
+        per_row = sums.rsqrt()
+        shares.mul_(per_row[:, None])
+        system = torch.eye(len(sums), dtype=sums.dtype, device=sums.device).addmm_(
+            shares / b, shares.T, alpha=-1
+        )
+        move = per_row * _without_constants(system, sums, per_row * (a - sums))
+        largest = float(move.abs().max())
+        if step == 0 and max(largest, float((g - before).abs().max())) <= SMALL_STEP:
             return plan
         f += move / max(1.0, largest)
         if largest <= SETTLED:
             whole_f, whole_g = plan.f.clone(), plan.g.clone()
-            whole_f[rows] = torch.from_numpy(f).to(device)
-            whole_g[columns] = torch.from_numpy(g).to(device)
+            whole_f[rows], whole_g[columns] = f.to(whole_f), g.to(whole_g)
             return plan._replace(f=whole_f, g=whole_g)
     return plan
+
+
+def _without_constants(system: Tensor, sums: Tensor, right: Tensor) -> Tensor:
+    """Solve a system (n, n) scaled by row sums (n,), with constants and what is unseen left out.
+
+    Where all of its other eigenvalues are clear of 0, a Cholesky factorization does, which takes a
+    tenth of the time of a decomposition.
+    """
+    constant = (sums / sums.sum()).sqrt_()
+    factor, failed = torch.linalg.cholesky_ex(torch.addr(system, constant, constant))
+    if int(failed) == 0 and float(factor.diagonal().amin()) > CLEAR_PIVOT:
+        return torch.cholesky_solve(right[:, None], factor)[:, 0]
+    values, vectors = torch.linalg.eigh(system)
+    kept = values > LEAST_SEEN
+    found: Tensor = vectors[:, kept] @ ((vectors.T @ right)[kept] / values[kept])
+    return found
 
 
 def connected(plan: _Plan) -> _Linked | None:
@@ -526,6 +585,63 @@ def _with_softmins(plan: _Plan) -> tuple[Tensor, Tensor]:
     return potentials[0], potentials[1]
 
 
+def settle(
+    comparison: Compared, term: TransportTerm, what: str, *, required: bool
+) -> TransportTerm:
+    """Balance the offsets between groups of a cross term, and report those that stay undetermined.
+
+    Args:
+        comparison: the costs and masses.
+        term: potentials f (n,) and g (m,), and epsilon.
+        what: the name of the numbers that depend on the offsets, in the plural.
+        required: whether to raise.
+
+    Raises:
+        ConvergenceError: `required`, and offsets are undetermined.
+    """
+    term, groups = settled(comparison, term)
+    rows = comparison.given[0] if isinstance(comparison, Comparison) else None
+    report_groups(groups, what, rows, required=required)
+    return term
+
+
+def settle_images(comparison: Comparison, term: TransportTerm, *, required: bool) -> TransportTerm:
+    """Balance the offsets of a cross term for the conditional plans of all rows.
+
+    Those of rows with mass do not depend on offsets. Warn, or raise if `required`, where one of a
+    row without mass does.
+
+    Args:
+        comparison: two clouds.
+        term: potentials f (n,) and g (m,), and epsilon.
+        required: whether to raise.
+
+    Raises:
+        ConvergenceError: `required`, and an image is undetermined.
+    """
+    absent = (comparison.sides("xy")[0].masses == 0).nonzero().squeeze(1)
+    if not len(absent):
+        return term
+    term, groups = settled(comparison, term)
+    if groups is None:
+        return term
+    entries, a, b = _entries(comparison, "xy")
+    f, g = (potential.double() / term.epsilon for potential in (term.f, term.g))
+    plan, gaps = _Plan(entries, f, g, a, b, term.epsilon), groups.gaps / term.epsilon
+    every = (groups.columns >= 0).nonzero().squeeze(1)
+    for part in _blocks(absent, len(every)):
+        top, _ = _by_group(plan, part, every, groups.columns[every], len(gaps))
+        nearest = top.argmax(1)
+        # Offsets raise the others against the nearest group by their gaps, at the most.
+        others = top - top.max(1, keepdims=True) + gaps[nearest]
+        np.put_along_axis(others, nearest[:, None], -np.inf, 1)
+        if others.max() > math.log(MASS_ROUNDING):
+            what, rows = "images of points without mass", comparison.given[0]
+            report_groups(groups, what, rows, required=required)
+            break
+    return term
+
+
 def report_groups(
     groups: Groups | None,
     what: str,
@@ -552,8 +668,9 @@ def report_groups(
         way_out = f"raise epsilon to about {groups.advised:.2g}"
     else:
         exchange, way_out = "no mass, as no allowed pair leads there and back", "allow more pairs"
+    verb = "keep within each" if groups.own else "exchange"
     message = (
-        f"{what} are not determined: {_named(groups, rows)} exchange {exchange}, so their "
+        f"{what} are not determined: {_named(groups, rows)} {verb} {exchange}, so their "
         f"potentials are fixed only together{_range_of(groups)}. Compare {what} within a group, or "
         f"{way_out}"
     )

@@ -1,7 +1,13 @@
-"""Hessian-vector products of the Sinkhorn divergence by the points; no Hessian is stored."""
+"""Hessian-vector products of the Sinkhorn divergence by the points; no Hessian is stored.
+
+`sinkhorn_hessian` is the entry point; `SecondDerivatives` are the products for autograd's second
+pass through a `loss`. Both sum the terms' second derivatives (`curvature`) as `DivergenceCurvature`
+does.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,10 +19,10 @@ from otdd_flash.checks import shown
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.derivatives.curvature import Along, CrossCurvature, SelfCurvature, in_parts
-from otdd_flash.derivatives.gradient import DivergenceGradient
-from otdd_flash.derivatives.schur import DEFAULTS, CGOptions, largest
+from otdd_flash.derivatives.gradient import POINTS, DivergenceGradient, Input
+from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, largest, report_unsolved
 from otdd_flash.eager import computes
-from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
+from otdd_flash.errors import InputError
 from otdd_flash.fingerprint import Mark
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import all_finite
@@ -25,10 +31,16 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.tensors import compared_tensors
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # Directions whose largest entry is in [1 / USUAL, USUAL] are not rescaled, which saves a copy.
 USUAL = 1e6
+
+# The tolerance of linear systems where a cloud is float64; others have that of `CGOptions`.
+TIGHT = 1e-10
+
+# Names of arguments where they differ from keys.
+NAMES: dict[Input, str] = {"classes": "class_table"}
 
 
 @computes
@@ -182,7 +194,8 @@ class SinkhornHessian:
             with comparison.within_memory():
                 found = self._curvature.along(directions, None)
         way_out = f"raise cg.tolerance or cg.max_iterations{or_in_double(comparison.compute)}"
-        report_residual(found, self._options, way_out)
+        required = self._options.require_convergence
+        report_unsolved(found.residual, found.converged, way_out, required=required)
         values = found.x.to(v)
         facts = found.curvature, found.iterations, found.residual, found.converged
         return HessianProduct(
@@ -274,6 +287,69 @@ def _with(found: Along, own: Along) -> Along:
     )
 
 
+class SecondDerivatives:
+    """The Hessian of a loss for autograd's second pass, from the points and potentials alone.
+
+    Args:
+        keys: the inputs that require a gradient.
+        comparison: the clouds and costs.
+        divergence: its terms.
+        options: whether a missed tolerance is an error.
+    """
+
+    def __init__(
+        self,
+        keys: tuple[Input, ...],
+        comparison: Comparison,
+        divergence: Divergence,
+        options: Schedule,
+    ) -> None:
+        self._keys, self._comparison, self._divergence = keys, comparison, divergence
+        self._options, self._mark = options, comparison.mark
+
+    def __call__(self, along: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the changes of the gradients by the points along directions of the points.
+
+        Raises:
+            InputError: an input other than points requires a gradient, points are streamed, or an
+                input has been changed in place since.
+            ConvergenceError: convergence is required and a linear system was not solved.
+        """
+        others = [key for key in self._keys if key not in POINTS]
+        if others:
+            names = ", ".join(NAMES.get(key, key) for key in others)
+            raise InputError(
+                "the loss is differentiable twice by x and y alone, and its gradient was to be "
+                f"differentiated where {names} require one too; detach {names}"
+            )
+        if self._comparison.streaming is not None:
+            raise InputError(
+                "second derivatives need all points on the device, which does not hold them; take "
+                "fewer points, or raise memory_budget"
+            )
+        check_unchanged(self._comparison, self._mark)
+        directions = dict(zip(self._keys, along, strict=True))
+        x, y = (side.features for side in self._comparison.given)
+
+        def of(key: Input, points: Tensor) -> Tensor:
+            one = directions.get(key)
+            still = torch.zeros_like(points, dtype=torch.float64)
+            return (still if one is None else one.to(still))[None]
+
+        a, b = of("x", x), of("y", y) if "y" in self._keys else None
+        tight = torch.float64 in (x.dtype, y.dtype)
+        cg = CGOptions(tolerance=TIGHT) if tight else DEFAULTS
+        curvature = DivergenceCurvature(self._comparison, self._divergence, cg)
+        with self._comparison.within_memory():
+            found = curvature.along(a, b)
+        way_out = "otdd.sinkhorn_hessian takes a larger cg.tolerance"
+        way_out += or_in_double(self._comparison.compute)
+        required = self._options.require_convergence
+        report_unsolved(found.residual, found.converged, way_out, required=required)
+        changes = {"x": found.x} if found.y is None else {"x": found.x, "y": found.y}
+        return [changes[key][0] for key in self._keys]
+
+
 def check_unchanged(comparison: Comparison, mark: Mark) -> None:
     """Refuse derivatives at points that are not those that were solved for.
 
@@ -289,29 +365,6 @@ def check_unchanged(comparison: Comparison, mark: Mark) -> None:
             "an input was changed in place after the loss was computed, and its second "
             "derivative needs it as it was; clone it before"
         )
-
-
-def report_residual(found: Along, options: Schedule, way_out: str) -> None:
-    """Warn, or raise if convergence is required, where a linear system was not solved.
-
-    Args:
-        found: derivatives with the residuals of their systems.
-        options: whether convergence is required.
-        way_out: the advice that ends the message.
-
-    Raises:
-        ConvergenceError: convergence is required and was missed.
-    """
-    if bool(found.converged.all()):
-        return
-    missed = int((~found.converged).sum())
-    message = (
-        f"conjugate gradients left a relative residual of {float(found.residual.max()):.1e} in "
-        f"{missed} of {len(found.converged)} directions; {way_out}"
-    )
-    if options.require_convergence:
-        raise ConvergenceError(message)
-    warn(message, NotConvergedWarning)
 
 
 def or_in_double(compute: ComputeOptions) -> str:

@@ -11,10 +11,9 @@ from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
 from otdd_flash.checks import optional, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.derivatives.gradient import DivergenceGradient
-from otdd_flash.derivatives.known_gradient import KnownGradient
-from otdd_flash.derivatives.second_derivatives import SecondDerivatives
-from otdd_flash.derivatives.term_gradient import Gradient, Input, Needs
+from otdd_flash.derivatives.autograd import KnownGradient
+from otdd_flash.derivatives.gradient import DivergenceGradient, Gradient, Input, Needs
+from otdd_flash.derivatives.hessian import SecondDerivatives
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples

@@ -11,7 +11,7 @@ from torch import Tensor
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
 from otdd_flash.checks import optional, tensor, tensors
 from otdd_flash.cost.compute import Compute, ComputeOptions, uses_triton
-from otdd_flash.derivatives.known_gradient import KnownGradient
+from otdd_flash.derivatives.autograd import KnownGradient
 from otdd_flash.derivatives.loss import sinkhorn_loss
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, prefixed
@@ -19,9 +19,8 @@ from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.small.batches import solve_batch
 from otdd_flash.solver.small.pooled_solve import Batch
-from otdd_flash.solver.small.route import fits, is_quick, pays
+from otdd_flash.solver.small.route import solve_batch, suits
 from otdd_flash.solver.tensors import MASS_TOLERANCE
 
 Clouds = Tensor | Sequence[Tensor]
@@ -156,6 +155,7 @@ def sinkhorn_losses(
         (_labels(labels_x), _labels(labels_y)),
         class_totals or (1, 1),
         None if class_table is None else class_table.detach().to(clouds[0].device),
+        (float(lambda_x), float(lambda_y)),
     )
     # What is wrong with another pair is no concern of these.
     chosen = _admitted(batch, zip(x, y, strict=True)).nonzero().flatten()
@@ -164,9 +164,9 @@ def sinkhorn_losses(
         if len(chosen) < count:
             there = chosen.to(clouds[0].device)
             batch, clouds = batch.part(there), (clouds[0][there], clouds[1][there])
-        weights, given = (float(lambda_x), float(lambda_y)), ComputeOptions.of(compute)
+        given = ComputeOptions.of(compute)
         losses, proved = _side_by_side(
-            batch, clouds, weights, epsilon, options, debias=debias, compute=given
+            batch, clouds, epsilon, options, debias=debias, compute=given
         )
         if bool(proved.all()) and len(chosen) == count:
             return losses
@@ -178,7 +178,6 @@ def sinkhorn_losses(
 def _side_by_side(
     batch: Batch,
     clouds: tuple[Tensor, Tensor],
-    weights: tuple[float, float],
     epsilon: float,
     options: Converged,
     *,
@@ -190,7 +189,6 @@ def _side_by_side(
     Args:
         batch: the pairs, with masses as given.
         clouds: (B, n, d) and (B, m, d), which may require gradients.
-        weights: lambda_x and lambda_y.
         epsilon: regularisation, in units of the cost.
         options: when to stop.
         debias: False leaves self terms out.
@@ -205,7 +203,6 @@ def _side_by_side(
     with torch.no_grad():
         solved = solve_batch(
             batch,
-            weights,
             epsilon,
             options,
             debias=debias,
@@ -276,9 +273,7 @@ def _small(
         return False
     n, m = (max(map(len, side)) for side in (x, y))
     room = Room(1, n, m, first.shape[1], 1, first.dtype, first.device, in_triton)
-    if kind == "cuda":
-        return in_triton and pays(room)
-    return kind == "cpu" and not in_triton and is_quick(room) and fits(room, chosen)
+    return suits(room, chosen)
 
 
 def _padded(clouds: Clouds) -> Tensor:

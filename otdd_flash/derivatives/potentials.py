@@ -1,6 +1,9 @@
-"""Optimal potentials as differentiable functions of tensors.
+"""Optimal potentials, and the barycentric map of their plan, as functions for autograd.
 
-For cotangents f' (n,) and g' (m,) of the potentials, at points with mass,
+Both solve a cross term, and their backward passes one linear system of its plan; see `adjoint` for
+the density e, its sums q and p, and the weight M of each cost.
+
+**Potentials.** For cotangents f' (n,) and g' (m,), at points with mass,
 
     r o h + P k = f',    P^T h + c o k = g'
 
@@ -14,32 +17,64 @@ include the masses,
 Potentials are normalized to <b, g> = 0: f + t and g - t with t = <b, g>. So b (sum f' - sum g') is
 added to g', and g (sum f' - sum g') to dL/db. The cotangents then have equal sums, without which
 the system has no solution.
+
+**Maps.** The image of x_i is the mean of V under its conditional plan,
+
+    T_i = sum_j e_ij b_j V_j / q_i.
+
+For a cotangent T' (n, k) of T, the cotangent of the plan is G = A B^T / a with
+
+    A = [T' / q, -(T' . T) / q] (n, k + 1),    B = [V, 1] (m, k + 1),
+
+and P o G has row sums 0 and column sums b o (B . e^T A), where . multiplies rows. With
+
+    r o u + P v = 0,    P^T u + c o v = b o (B . e^T A)
+
+the derivatives are dL/dV = b o e^T (T' / q), dL/da = u, dL/db = v and dL/dC = -M / epsilon,
+
+    M = e o (A B^T) b - P o (u 1^T + 1 v^T).
+
+V and T are relative to an origin near them, as A B^T cancels any common part. At points without
+mass u = -e (b o v) / q and v = (B . e^T A - e^T (a o u)) / p.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from otdd_flash.arguments import TENSORS_OF_A_PAIR, Count, NotNegative, Positive, takes
+from otdd_flash.checks import optional, shown, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.derivatives.adjoint import Entries, potentials_everywhere
-from otdd_flash.derivatives.cost_weights import CostWeights, cost_gradient
-from otdd_flash.derivatives.groups import report_groups, settled_points
+from otdd_flash.cost.points import less_origin
+from otdd_flash.derivatives.adjoint import (
+    CostWeights,
+    Density,
+    check_sums,
+    cost_gradient,
+    potentials_everywhere,
+)
+from otdd_flash.derivatives.autograd import Inputs, Solved
+from otdd_flash.derivatives.centred import mean_near
+from otdd_flash.derivatives.groups import settle, settle_images
 from otdd_flash.derivatives.loss import plain_number
-from otdd_flash.derivatives.schur import DEFAULTS, CGOptions, largest
-from otdd_flash.derivatives.solved_gradient import Inputs, Solved
+from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, dense_plan, largest
 from otdd_flash.eager import computes
+from otdd_flash.errors import InputError
+from otdd_flash.operators.base import Factors, Plan
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Potentials, checked_start, report_convergence
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.tensors import compared_tensors
+from otdd_flash.solver.tensors import compared_tensors, type_of
+from otdd_flash.solver.term import TransportTerm
 
 
 @computes
@@ -106,37 +141,58 @@ def sinkhorn_potentials(
     Warns:
         NotConvergedWarning: one of these.
     """
-    weights = GroundCost(plain_number("lambda_x", lambda_x), plain_number("lambda_y", lambda_y))
-    sides = (x, a, labels_x), (y, b, labels_y)
-    table = class_table, class_totals
-    comparison = compared_tensors(*sides, epsilon, *table, weights, compute, debias=False)
+    given: dict[str, Any] = {"x": x, "y": y, "a": a, "b": b}
     options = options or Converged()
-    inputs = Inputs(
-        {"x": x, "y": y, "a": a, "b": b}
-        | {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y},
-        *(labels_x, labels_y),
-    )
+    given |= {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y}
+    labels = labels_x, labels_y
+    solved = _solved(given, labels, epsilon, class_totals, start, options, compute)
+    comparison, inputs, term = solved
+    required = options.require_convergence
     with torch.no_grad():
-        divergence = solve(comparison, options, start=checked_start(comparison, start))
-        report_convergence(divergence, options)
         with comparison.within_memory():
-            term, groups = settled_points(comparison, divergence.xy)
-        required = options.require_convergence
-        report_groups(groups, "potentials", comparison.given[0], required=required)
-        with comparison.within_memory():
-            solved = potentials_everywhere(comparison, term.f, term.g)
-        f, g = (potential.double() for potential in solved)
+            term = settle(comparison, term, "potentials", required=required)
+            potentials = potentials_everywhere(comparison, term.f, term.g)
+        f, g = (potential.double() for potential in potentials)
         shift = comparison.transformed[1].masses @ g
         results = (f + shift).to(x.device), (g - shift).to(x.device)
     if not inputs.tensors:
         return results
-    backward = PotentialGradient(comparison, solved, frozenset(inputs.tensors), options, cg)
+    needs = frozenset(inputs.tensors)
+    backward = PotentialGradient(comparison, potentials, needs, options, cg)
     found = Solved.apply("sinkhorn_potentials", backward, inputs, results, *inputs.tensors.values())
     return cast(tuple[Tensor, Tensor], found)
 
 
-class PotentialGradient:
-    """The backward pass of `sinkhorn_potentials`.
+def _solved(
+    given: dict[str, Any],
+    labels: tuple[Tensor | None, Tensor | None],
+    epsilon: float,
+    class_totals: tuple[int, int] | None,
+    start: Potentials | None,
+    options: Schedule,
+    compute: Compute | None,
+) -> tuple[Comparison, Inputs, TransportTerm]:
+    """Compare the tensors that are given by key, and solve for their cross term."""
+    lambda_x, lambda_y = (plain_number(name, given[name]) for name in ("lambda_x", "lambda_y"))
+    comparison = compared_tensors(
+        (given["x"], given["a"], labels[0]),
+        (given["y"], given["b"], labels[1]),
+        epsilon,
+        given["classes"],
+        class_totals,
+        GroundCost(lambda_x, lambda_y),
+        compute,
+        debias=False,
+    )
+    inputs = Inputs(given, *labels)
+    with torch.no_grad():
+        divergence = solve(comparison, options, start=checked_start(comparison, start))
+    report_convergence(divergence, options)
+    return comparison, inputs, divergence.xy
+
+
+class _ImplicitGradient(ABC):
+    """The backward pass of a function of potentials, from these alone.
 
     Args:
         comparison: the clouds and costs.
@@ -158,36 +214,232 @@ class PotentialGradient:
         self._options, self._cg = options, cg
 
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return gradients by key, for cotangents of f (n,) and g (m,)."""
-        device = self._comparison.device
-        of_f, of_g = (cotangent.to(device, torch.float64) for cotangent in cotangents)
-        unit = largest(of_f, of_g)
+        """Return gradients by key, for cotangents of the results."""
+        given = [cotangent.to(self._comparison.device) for cotangent in cotangents]
+        unit = largest(*given)
         with self._comparison.within_memory():
-            found = self._gradient(of_f / unit, of_g / unit)
+            found = self._gradient(*(cotangent / unit for cotangent in given))
         return {key: gradient.mul_(unit) for key, gradient in found.items()}
 
-    def _gradient(self, of_f: Tensor, of_g: Tensor) -> dict[str, Tensor]:
+    @abstractmethod
+    def _gradient(self, *cotangents: Tensor) -> dict[str, Tensor]:
+        """Return gradients by key, for cotangents of the size of 1."""
+
+
+class PotentialGradient(_ImplicitGradient):
+    """The backward pass of `sinkhorn_potentials`."""
+
+    def _gradient(self, *cotangents: Tensor) -> dict[str, Tensor]:
+        of_f, of_g = cotangents
         comparison, epsilon = self._comparison, self._comparison.epsilon
-        entries = Entries.of(comparison, *self._potentials)
-        a, b = entries.a, entries.b
+        density = Density.of(comparison, *self._potentials)
+        a, b = density.a, density.b
         surplus = of_f.sum() - of_g.sum()
         of_g = of_g + b * surplus
         s, t = of_f, of_g
-        if not entries.whole:
+        if not density.whole:
             # Potentials of points without mass are softmins: their cotangents pass to the others'.
-            h = torch.where(a > 0, 0, of_f / entries.q)
-            k = torch.where(b > 0, 0, of_g / entries.p)
-            s = torch.where(a > 0, of_f, 0) - a * entries.times(k[:, None])[:, 0]
-            t = torch.where(b > 0, of_g, 0) - b * entries.transposed_times(h[:, None])[:, 0]
-        w1, w2 = entries.solve(s, t, self._cg, self._options)
-        if entries.whole:
+            h = torch.where(a > 0, 0, of_f / density.q)
+            k = torch.where(b > 0, 0, of_g / density.p)
+            s = torch.where(a > 0, of_f, 0) - a * density.times(k[:, None])[:, 0]
+            t = torch.where(b > 0, of_g, 0) - b * density.transposed_times(h[:, None])[:, 0]
+        w1, w2 = density.solve(s, t, self._cg, self._options)
+        if density.whole:
             h, k = a * w1, b * w2
         else:
             h, k = h + a * w1, k + b * w2
-        gradient = cost_gradient(comparison, CostWeights(entries, h, k), self._needs)
+        gradient = cost_gradient(comparison, CostWeights(density, h, k), self._needs)
         if "a" in self._needs:
-            gradient["a"] = -epsilon * entries.times(k[:, None])[:, 0]
+            gradient["a"] = -epsilon * density.times(k[:, None])[:, 0]
         if "b" in self._needs:
-            gradient["b"] = -epsilon * entries.transposed_times(h[:, None])[:, 0]
+            gradient["b"] = -epsilon * density.transposed_times(h[:, None])[:, 0]
             gradient["b"] += self._potentials[1].double() * surplus
         return gradient
+
+
+@computes
+@takes(TENSORS_OF_A_PAIR, values=optional(tensor("(m, k)")))
+def transport_map(
+    x: Tensor,
+    y: Tensor,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    *,
+    values: Tensor | None = None,
+    epsilon: Positive,
+    labels_x: Tensor | None = None,
+    labels_y: Tensor | None = None,
+    class_table: Tensor | None = None,
+    class_totals: tuple[Count, Count] | None = None,
+    lambda_x: NotNegative | Tensor = 0.5,
+    lambda_y: NotNegative | Tensor = 0.5,
+    start: Potentials | None = None,
+    options: Schedule | None = None,
+    cg: CGOptions = DEFAULTS,
+    compute: Compute | None = None,
+) -> Tensor:
+    """Compute the barycentric map T = diag(1 / r) P V of OT_epsilon(x, y), for autograd.
+
+    Differentiable once by x, y, values, a, b, class_table, lambda_x and lambda_y. The backward pass
+    solves one linear system, by a factorization where points are few and else by conjugate
+    gradients (see `CGOptions`), from the potentials alone: memory is that of the inputs, however
+    many iterations the solve took, and a plan of more than 256 MiB is never stored. The gradient is
+    the implicit one of the optimum at the plan's own marginals, not that of the iterations. By
+    masses it is the one along the simplex, up to a constant.
+
+    Args:
+        x: (n, d) points; all arguments as in `sinkhorn_loss`.
+        y: (m, d) points.
+        a: (n,) masses, uniform by default. Points without mass are mapped too, by the conditional
+            plan that their potential defines.
+        b: (m,) masses, likewise.
+        values: V (m, k), of the type and on the device of y; y by default.
+        epsilon: regularisation, in units of the cost.
+        labels_x: (n,) class indices.
+        labels_y: (m,) class indices.
+        class_table: W (V_x + V_y, V_x + V_y), of which the block [x, y] is read.
+        class_totals: (V_x, V_y).
+        lambda_x: weight of ||x_i - y_j||^2.
+        lambda_y: weight of W.
+        start: potentials by term to start from, {"xy": g}.
+        options: how to solve and when to stop, `otdd.Converged()` by default.
+        cg: the tolerance of the linear system of the backward pass.
+        compute: where and how passes run.
+
+    Returns:
+        T (n, k) on the points' device, float64 if a cloud is and float32 otherwise.
+
+    Raises:
+        InputError: as `sinkhorn_loss`; values of another length, type or device than y, or not
+            finite; an epsilon that is far below the rounding of costs of points of little or no
+            mass; in the backward pass an input that was changed in place; a second derivative.
+        ConvergenceError: `options.require_convergence` is set and the solve stopped early, or
+            leaves gradients by masses or images of points without mass undetermined, or, in the
+            backward pass, the linear system was not solved.
+
+    Warns:
+        NotConvergedWarning: one of these.
+    """
+    images = None if values is None else _checked(values, y)
+    given: dict[str, Any] = {"x": x, "y": y, "a": a, "b": b, "values": values}
+    options = options or Converged()
+    given |= {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y}
+    labels = labels_x, labels_y
+    solved = _solved(given, labels, epsilon, class_totals, start, options, compute)
+    comparison, inputs, term = solved
+    required = options.require_convergence
+    with torch.no_grad():
+        with comparison.within_memory():
+            term = settle_images(comparison, term, required=required)
+            if inputs.tensors.keys() & {"a", "b"}:
+                term = settle(comparison, term, "gradients by masses", required=required)
+            potentials = potentials_everywhere(comparison, term.f, term.g)
+            needs = frozenset(inputs.tensors)
+            gradient = MapGradient(images, comparison, potentials, needs, options, cg)
+            result = gradient.mapped()
+        result = result.to(x.device, type_of(comparison))
+    if not inputs.tensors:
+        return result
+    found = Solved.apply("transport_map", gradient, inputs, (result,), *inputs.tensors.values())
+    mapped: Tensor = found[0]
+    return mapped
+
+
+def _checked(values: Tensor, y: Tensor) -> Tensor:
+    """Return V (m, k), detached.
+
+    Raises:
+        InputError: it does not fit y, or is not finite.
+    """
+    if values.ndim != 2 or len(values) != len(y) or values.shape[1] == 0:
+        raise InputError(f"values must be a tensor ({len(y)}, k), got {shown(values)}")
+    if values.dtype != y.dtype or values.device != y.device:
+        raise InputError(
+            f"values must be {y.dtype} on {y.device} as y, got {values.dtype} on {values.device}"
+        )
+    if not bool(values.isfinite().all()):
+        raise InputError("values holds NaN or infinite entries")
+    return values.detach()
+
+
+class MapGradient(_ImplicitGradient):
+    """The map, and its backward pass.
+
+    Args:
+        images: V (m, k), None for y.
+        others: as above.
+    """
+
+    def __init__(
+        self,
+        images: Tensor | None,
+        comparison: Comparison,
+        potentials: tuple[Tensor, Tensor],
+        needs: frozenset[str],
+        options: Schedule,
+        cg: CGOptions,
+    ) -> None:
+        super().__init__(comparison, potentials, needs, options, cg)
+        self._images = images
+
+    def mapped(self) -> Tensor:
+        """Return T (n, k), float64."""
+        source, target = self._comparison.sides("xy")
+        values, origin = self._centred()
+        # A conditional plan does not depend on the mass of its row: any serves where it is 0.
+        given = self._comparison.with_points(replace(source, weights=None), target)
+        plan: Plan | None = dense_plan(given, "xy", *self._potentials)
+        if plan is None:
+            operator = given.operator("xy", keep_scores=False).refined
+            plan = operator.plan(*self._potentials, given.epsilon)
+        found = plan.times(torch.cat((values, torch.ones_like(values[:, :1])), 1))
+        check_sums(found[:, -1], self._comparison.epsilon)
+        return found[:, :-1] / found[:, -1:] + origin
+
+    def _gradient(self, *cotangents: Tensor) -> dict[str, Tensor]:
+        (cotangent,) = cotangents
+        comparison = self._comparison
+        density = Density.of(comparison, *self._potentials)
+        a, b, per_q = density.a, density.b, 1 / density.q[:, None]
+        left, right = self._factors(density, per_q, cotangent)
+        pulled = density.transposed_times(left)
+        sums = (right * pulled).sum(1)
+        by_values = None
+        if self._images is not None or "y" in self._needs:
+            by_values = b[:, None] * pulled[:, :-1]
+        # Free what is not needed any more, here and below: these tensors are the largest.
+        del pulled
+        w1, w2 = density.solve(None, b * sums, self._cg, self._options)
+        factors = left.div_(-comparison.epsilon), right
+        weights = CostWeights(
+            density, a * w1 / comparison.epsilon, b * w2 / comparison.epsilon, factors
+        )
+        gradient = cost_gradient(comparison, weights, self._needs)
+        if self._needs & {"a", "b"}:
+            u = -per_q[:, 0] * density.times((b * w2)[:, None])[:, 0]
+            gradient["a"] = u
+            if "b" in self._needs:
+                of_u = density.transposed_times((a * u)[:, None])[:, 0]
+                gradient["b"] = torch.where(b > 0, w2, (sums - of_u) / density.p)
+        if by_values is not None:
+            if self._images is None:
+                gradient["y"] += by_values
+            else:
+                gradient["values"] = by_values
+        return gradient
+
+    def _factors(self, density: Density, per_q: Tensor, cotangent: Tensor) -> Factors:
+        """Return A (n, k + 1) and B (m, k + 1) of the module docstring."""
+        values, _ = self._centred()
+        right = torch.cat((values, torch.ones_like(values[:, :1])), 1)
+        means = density.times(values, weights=(density.b,)).mul_(per_q)
+        cotangent = cotangent.to(means)
+        dots = (cotangent * means).sum(1, keepdim=True)
+        return torch.cat((cotangent, -dots), 1).mul_(per_q), right
+
+    def _centred(self) -> tuple[Tensor, Tensor]:
+        """Return V relative to an origin near it, and the origin (k,), float64."""
+        target = self._comparison.transformed[1]
+        values = target.features if self._images is None else self._images.to(target.masses.device)
+        origin = mean_near(values, target.masses)
+        return less_origin(values, origin), origin

@@ -80,6 +80,16 @@ class Exchange:
     def shared(self) -> Shared:
         return Shared(self.size, self._moved, self.layout)
 
+    def sharing_from_here(self) -> Shared:
+        """Return how work has been shared so far, and reset the layout that is reported."""
+        before, self.layout = self.shared, ALONE.layout
+        return before
+
+    def shared_since(self, before: Shared) -> Shared:
+        """Return how work has been shared since `before`."""
+        now = self.shared
+        return now._replace(bytes_moved=now.bytes_moved - before.bytes_moved)
+
     def device_of(self, device: torch.device) -> torch.device:
         """Where this process keeps what the leader has on a device.
 

@@ -27,7 +27,6 @@ from otdd_flash.distributed.messages import (
     packed,
     unpacked,
 )
-from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
 from otdd_flash.fingerprint import Mark
 from otdd_flash.version import __version__
@@ -361,31 +360,15 @@ def put_together(content: bytes, tensors: Sequence[Tensor]) -> Any:
     return Together(io.BytesIO(content)).load()
 
 
-def ranks_of(group: ProcessGroup | Ranks | str | None) -> Ranks | None:
-    """The ranks of what `ComputeOptions.group` holds; None without a group.
+def ranks_of(group: ProcessGroup | Ranks | str) -> Ranks:
+    """The ranks of what `ComputeOptions.group` holds.
 
     Raises:
         InputError: there is no such group.
     """
-    if group is None or isinstance(group, Ranks):
+    if isinstance(group, Ranks):
         return group
     return Ranks(None if isinstance(group, str) else group)
-
-
-def sharing_from_here(group: ProcessGroup | Ranks | str | None) -> Shared:
-    """Return how work has been shared by a group so far, and reset its reported layout."""
-    if not isinstance(group, Ranks):
-        return ALONE
-    before, group.layout = group.shared, ALONE.layout
-    return before
-
-
-def shared_since(before: Shared, group: ProcessGroup | Ranks | str | None) -> Shared:
-    """Return how work has been shared by a group since `before`."""
-    if not isinstance(group, Ranks):
-        return ALONE
-    now = group.shared
-    return now._replace(bytes_moved=now.bytes_moved - before.bytes_moved)
 
 
 @takes()

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.problems import Costs, Move, Start, TorchProblems, numbers_of
-from otdd_flash.engine.quasi_newton import goal_of, move_of, restarted
-from otdd_flash.engine.run import Told
+from otdd_flash.engine.run import SegmentReport
 from otdd_flash.formulas.decision import (
     Form,
     Goal,
@@ -26,6 +25,7 @@ from otdd_flash.formulas.decision import (
     State,
     decide,
     evaluated_level,
+    restarted,
     started,
 )
 from otdd_flash.formulas.differences import OneMemory
@@ -65,8 +65,8 @@ class FewQuasiNewton:
 
     @property
     def terms(self) -> Tensor:
-        """The `run.Told` of each problem, of when it was active last, (S, 8) float64."""
-        return torch.tensor(self._told, dtype=torch.float64)
+        """The `run.SegmentReport` of each problem, of when it was active last, (S, 8) float64."""
+        return torch.tensor(self._reports, dtype=torch.float64)
 
     @property
     def active(self) -> Tensor:
@@ -79,14 +79,14 @@ class FewQuasiNewton:
         return not any(self._active)
 
     @property
-    def is_lost(self) -> bool:
+    def is_nan(self) -> bool:
         """Whether a marginal error is NaN, as costs that are not finite make it."""
-        return any(math.isnan(Told(*told).marginal_error) for told in self._told)
+        return any(math.isnan(SegmentReport(*report).marginal_error) for report in self._reports)
 
     def begin(self, settings: Tensor, start: Start, candidate: Tensor) -> None:
         """Begin afresh with other problems, to a goal and two unit roundoffs (7,) float64."""
         self.vectors.begin(candidate)
-        self._begin(goal_of(settings), start)
+        self._begin(Goal.of_settings(settings), start)
 
     def step(self) -> None:
         """Evaluate the candidates and choose the next; nothing if all problems are done."""
@@ -99,8 +99,17 @@ class FewQuasiNewton:
         levels = [evaluated_level(self._goal, state) for state in states]
         evaluations = self.vectors.evaluate(levels, self._active)
         for k, found in enumerate(evaluations):
-            if self._active[k]:
-                self._decide(k, states[k], found)
+            if not self._active[k]:
+                continue
+            decision = decide(self._goal, self._costs[k], states[k], found, self._form.symmetric)
+            memory, slot = self._memories[k], self._memories[k].slot
+            # Only the last g that was kept at this level has a residual to compare with.
+            begun = math.isfinite(states[k].trust.dual)
+            now = decision.plain, decision.rounding
+            step = memory.advance(found, begun, *now, self._form.damping)
+            self.vectors.move(k, Move.after(found, decision, slot, step))
+            self._states[k], self._active[k] = decision.state, not decision.done
+            self._reports[k] = [*decision.reported, float(not decision.done)]
 
     def advance(self) -> None:
         """Take one iteration."""
@@ -132,19 +141,8 @@ class FewQuasiNewton:
             for count, *of_one in zip(iterations, *levels, strict=True)
         ]
         self._memories = [OneMemory(self.vectors.memory) for _ in self._states]
-        self._told = [[0.0] * len(Told._fields) for _ in self._states]
+        self._reports = [[0.0] * len(SegmentReport._fields) for _ in self._states]
         self._active = [True] * len(self._states)
-
-    def _decide(self, k: int, state: State, found: Evaluation) -> None:
-        """Decide about one problem, and move it."""
-        decision = decide(self._goal, self._costs[k], state, found, self._form.symmetric)
-        memory, slot = self._memories[k], self._memories[k].slot
-        # Only the last g that was kept at this level has a residual to compare with.
-        begun = math.isfinite(state.trust.dual)
-        step = memory.advance(found, begun, decision.plain, decision.rounding, self._form.damping)
-        self.vectors.move(k, move_of(found, decision, slot, step))
-        self._states[k], self._active[k] = decision.state, not decision.done
-        self._told[k] = [*decision.told, float(not decision.done)]
 
 
 # Differences that are remembered, also by `KernelVectors` of one problem and of small ones.

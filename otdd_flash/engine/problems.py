@@ -28,8 +28,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from otdd_flash.formulas.decision import Form, Goal, Levels
-from otdd_flash.formulas.evidence import CostNumbers, PassErrors
+from otdd_flash.formulas.decision import Decision, Form, Goal, Levels
+from otdd_flash.formulas.differences import Step
+from otdd_flash.formulas.evidence import CostNumbers, Evaluation, PassErrors
 from otdd_flash.formulas.operations import Numbers
 
 
@@ -80,6 +81,22 @@ class Move(NamedTuple):
     ends: Numbers
     extrapolation: Numbers
     weights: Numbers
+
+    @classmethod
+    def after(cls, found: Evaluation, decision: Decision, slot: Numbers, step: Step) -> Move:
+        """Return the move after an evaluation, whose differences go into a slot."""
+        return cls(
+            decision.kept,
+            step.learnt,
+            slot,
+            found.mean_step,
+            found.mean_difference,
+            step.scale,
+            step.shift,
+            decision.changes,
+            decision.extrapolation,
+            step.weights,
+        )
 
     @property
     def numbers(self) -> Tensor:
@@ -224,7 +241,7 @@ class Iterations(Protocol):
 
     Attributes:
         active: (S,) bool, which are not done.
-        terms: (S, 8) float64, what is `Told` of each, of when it was active last.
+        terms: (S, 8) float64, the `run.SegmentReport` of each, of when it was active last.
         vectors: potentials and what else is remembered of each column.
         waits: whether to ask the device after every step, as one takes longer than to launch the
             next.

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.problems import Costs, Move, Start, TorchProblems, numbers_of
-from otdd_flash.engine.run import Told
+from otdd_flash.engine.run import SegmentReport
 from otdd_flash.formulas.decision import (
-    Decision,
     Form,
     Goal,
     Levels,
@@ -26,11 +25,11 @@ from otdd_flash.formulas.decision import (
     Trust,
     decide,
     evaluated_level,
+    restarted,
     started,
 )
-from otdd_flash.formulas.differences import Memory, Step, advance, empty_memory
+from otdd_flash.formulas.differences import Memory, advance, empty_memory
 from otdd_flash.formulas.evidence import Evaluation, Products
-from otdd_flash.formulas.operations import Numbers, constant
 
 
 class Problems(Costs, Protocol):
@@ -53,7 +52,7 @@ class QuasiNewton:
 
     Attributes:
         active: (S,) bool, which segments are not done.
-        terms: (S, 8) float64, what is `run.Told` of each, of when it was active last.
+        terms: (S, 8) float64, the `run.SegmentReport` of each, of when it was active last.
     """
 
     waits = False
@@ -65,14 +64,14 @@ class QuasiNewton:
         self._begin(goal, start)
 
     @property
-    def is_lost(self) -> bool:
+    def is_nan(self) -> bool:
         """Whether a marginal error is NaN, as costs that are not finite make it."""
-        return bool(self.terms[:, Told._fields.index("marginal_error")].isnan().any())
+        return bool(self.terms[:, SegmentReport._fields.index("marginal_error")].isnan().any())
 
     def begin(self, settings: Tensor, start: Start, candidate: Tensor) -> None:
         """Begin afresh with other problems, to a goal and two unit roundoffs (7,) float64."""
         self.vectors.begin(candidate)
-        self._begin(goal_of(settings), start)
+        self._begin(Goal.of_settings(settings), start)
 
     def _begin(self, goal: Goal, start: Start) -> None:
         problems, self._goal = self._problems, goal
@@ -82,7 +81,7 @@ class QuasiNewton:
         self._memory = empty_memory(iterations, memory)
         self._slots = torch.arange(memory, device=iterations.device)[None]
         self.active = torch.ones_like(iterations, dtype=torch.bool)
-        self.terms = iterations.new_zeros((len(iterations), len(Told._fields)))
+        self.terms = iterations.new_zeros((len(iterations), len(SegmentReport._fields)))
 
     def step(self) -> None:
         """Evaluate the candidates and choose the next."""
@@ -98,10 +97,10 @@ class QuasiNewton:
             self._memory, self._slots, found, begun, plain, rounding, form.damping
         )
         step = step._replace(weights=torch.cat(step.weights, 1))
-        self.vectors.move(move_of(found, decision, slot, step), active)
+        self.vectors.move(Move.after(found, decision, slot, step), active)
         self._state, self.active = decision.state, active & ~decision.done
-        told = torch.stack((*decision.told, (~decision.done).double()), 1)
-        self.terms = torch.where(active[:, None], told, self.terms)
+        reports = torch.stack((*decision.reported, (~decision.done).double()), 1)
+        self.terms = torch.where(active[:, None], reports, self.terms)
 
     def advance(self) -> None:
         """Take one iteration, or eight on a GPU, where asking takes time."""
@@ -127,34 +126,6 @@ class QuasiNewton:
             Progress(*(numbers[order] for numbers in progress)),
         )
         self._memory = Memory(*(part[order] for part in self._memory))
-
-
-def restarted(state: State, epsilon: float) -> State:
-    """Go on at the final epsilon; only the iterations taken so far count."""
-    iterations = state.iterations
-    return started(iterations, Levels.descending(constant(iterations, epsilon)))
-
-
-def move_of(found: Evaluation, decision: Decision, slot: Numbers, step: Step) -> Move:
-    """Return the move after an evaluation, whose differences go into a slot."""
-    return Move(
-        decision.kept,
-        step.learnt,
-        slot,
-        found.mean_step,
-        found.mean_difference,
-        step.scale,
-        step.shift,
-        decision.changes,
-        decision.extrapolation,
-        step.weights,
-    )
-
-
-def goal_of(settings: Tensor) -> Goal:
-    """Return the goal at the head of the numbers (7,) of `QuasiNewton.begin`."""
-    epsilon, tolerance, loosest, most, aim, *_ = settings.tolist()
-    return Goal(epsilon, tolerance, loosest, int(most), aim)
 
 
 class ManyVectors:

@@ -43,7 +43,7 @@ class SegmentTerms(NamedTuple):
     iterations: Tensor
 
 
-class Told(NamedTuple):
+class SegmentReport(NamedTuple):
     """The numbers of a segment in `Iterations.terms`: its `SegmentTerms`, and two more.
 
     Attributes:
@@ -72,7 +72,7 @@ def run(iterations: Iterations, finished: Finished | None = None) -> SegmentTerm
 
     Args:
         iterations: of the segments.
-        finished: told how many segments are done.
+        finished: called with how many segments are done.
     """
     results = torch.zeros_like(iterations.terms)
     left = torch.arange(len(results), device=results.device)
@@ -92,12 +92,12 @@ def run(iterations: Iterations, finished: Finished | None = None) -> SegmentTerm
     return SegmentTerms(*results[:, : len(SegmentTerms._fields)].unbind(1))
 
 
-def run_one(iterations: Iterations, watch: Watch) -> Told:
+def run_one(iterations: Iterations, watch: Watch) -> SegmentReport:
     """Iterate until the only segment is done or `watch` ends it; return the last numbers read.
 
     Args:
         iterations: of the segment.
-        watch: told of every reading.
+        watch: called with every reading.
     """
     reader: LateReader[None] = LateReader(wait=iterations.waits)
     while True:
@@ -105,9 +105,9 @@ def run_one(iterations: Iterations, watch: Watch) -> Told:
         reading = reader.exchange(iterations.terms[0], None)
         if reading is None:
             continue
-        told = Told(*reading.numbers)
-        if watch(told.marginal_error, int(told.iterations)) or not told.active:
-            return told
+        report = SegmentReport(*reading.numbers)
+        if watch(report.marginal_error, int(report.iterations)) or not report.active:
+            return report
 
 
 def _compacted(active: Tensor) -> Tensor:

@@ -17,10 +17,9 @@ from torch import Tensor
 from otdd_flash.arguments import Seed, count, takes
 from otdd_flash.checks import called
 from otdd_flash.data.given import Samples, as_samples
-from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.samples import LabeledSamples, check_squares
+from otdd_flash.samples import LabeledSamples, check_same_dimension, check_squares
 
 ROWS_AT_ONCE = 4096
 

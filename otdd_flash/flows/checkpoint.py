@@ -44,8 +44,7 @@ from otdd_flash.files.tensor_file import (
 from otdd_flash.fingerprint import VERSION
 from otdd_flash.flows.history import Moment, StepRecord
 from otdd_flash.labels import ClassDistances
-from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.solver.term.tolerance import default_hint
+from otdd_flash.solver.term import TransportTerm, default_hint
 from otdd_flash.version import __version__
 
 # The classes that a state may hold. Files contain these names, which must not change when a class

@@ -29,7 +29,7 @@ from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.modes import MODES
 from otdd_flash.flows.space import FeatureSpace, Space
 from otdd_flash.flows.stepping import TO_THE_END, Stepping
-from otdd_flash.solver.term.result import SolverProgress
+from otdd_flash.solver.term import SolverProgress
 
 
 @dataclass(frozen=True, eq=False)

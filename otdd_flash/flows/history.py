@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.solver.term.result import StoppedBy
+from otdd_flash.solver.term import StoppedBy
 
 
 @dataclass(frozen=True)

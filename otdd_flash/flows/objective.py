@@ -35,9 +35,8 @@ from otdd_flash.cost.points import (
     squared_norms,
     weighted_mean,
 )
-from otdd_flash.derivatives.gradient import DivergenceGradient
-from otdd_flash.derivatives.term_gradient import Gradient, Needs
-from otdd_flash.distributed.ranks import Ranks, ranks_of
+from otdd_flash.derivatives.gradient import DivergenceGradient, Gradient, Needs
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError, UserCodeError
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.functionals import WeightedFunctional, value_and_velocity
@@ -51,7 +50,7 @@ from otdd_flash.samples import LabeledSamples, all_finite, displaced, largest_en
 from otdd_flash.solver.divergence import Divergence, Solved, report_convergence
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 if TYPE_CHECKING:
     from otdd_flash.flows.flow import Callbacks, Flow
@@ -98,7 +97,8 @@ class FlowSetting:
     @cached_property
     def ranks(self) -> Ranks | None:
         """The processes that share the passes; None without a group."""
-        return ranks_of(self.comparison.compute.group)
+        group = self.comparison.compute.group
+        return group if isinstance(group, Ranks) else None
 
     @property
     def by_owners(self) -> bool:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from otdd_flash.cost.points import inverse, less_origin
 from otdd_flash.derivatives.centred import origin_near
-from otdd_flash.derivatives.gradient import DivergenceGradient
-from otdd_flash.derivatives.term_gradient import pulled
+from otdd_flash.derivatives.gradient import DivergenceGradient, pulled
 from otdd_flash.distributed.exchange import added
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators import parts
@@ -31,7 +30,7 @@ from otdd_flash.operators.owned import Owned
 from otdd_flash.operators.parts import Parts
 from otdd_flash.operators.sharded import ShardedOperator
 from otdd_flash.samples import largest_entry
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 
 class OwnedVelocity:
@@ -127,7 +126,7 @@ def _add(
 ) -> None:
     """Add factor * weight * (r x - P y) of the own rows of a plan to what is held under `rows`."""
     held: Parts = ranks.held[number]
-    cost, dtype = held.cost, held.representative.dtype
+    cost, dtype = held.cost, held.representative.passes.dtype
     origin = origin_near(zip(cost.held, (cost.a, cost.b), strict=True), dtype)
     values = less_origin(cost.held[1], origin)
     applied = parts.own_product(ranks, held, False, f, g, epsilon, values, None, None)

@@ -74,7 +74,7 @@ from otdd_flash.samples import LabeledSamples, all_finite, displaced
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
-from otdd_flash.solver.term.tolerance import epsilon_of_datasets, refuse_both, resolve_epsilon
+from otdd_flash.solver.term import epsilon_of_datasets, refuse_both, resolve_epsilon
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ def gradient_flow(
     # stays there to be streamed.
     start, end = comparison.given[0].to(comparison.home), comparison.given[1]
     metric = settled_metric(metric, epsilon, (start, end), comparison.streaming)
-    shared = measured_by_ranks(metric, compute.group)
+    shared = metric if compute.group is None else measured_by_ranks(metric, compute.group)
     told = callbacks.class_progress
     table = measure_classes(start, end, shared, cache_dir=cache_dir, progress=told)
     mean = comparison.with_classes(table.full).mean_cost()

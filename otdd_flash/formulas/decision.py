@@ -101,6 +101,12 @@ class Goal(NamedTuple):
     max_iterations: int
     aim: float = 1.0
 
+    @classmethod
+    def of_settings(cls, settings: Tensor) -> Goal:
+        """Return the goal at the head of settings (7,), before two unit roundoffs."""
+        epsilon, tolerance, loosest, most, aim, *_ = settings.tolist()
+        return cls(epsilon, tolerance, loosest, int(most), aim)
+
 
 class Form(NamedTuple):
     """The kind of a term: a cross term of two clouds, or a self term of one.
@@ -135,8 +141,19 @@ class Levels(NamedTuple):
     descended: Numbers
 
     @classmethod
-    def trying(cls, epsilon: float | Tensor, top: Tensor) -> Levels:
-        """Try the final epsilon first, if there are levels (S,) from `top` on to fall back to."""
+    def trying(
+        cls, epsilon: float | Tensor, mean_cost: Tensor, at_once: Tensor | None = None
+    ) -> Levels:
+        """Try the final epsilon first, and fall back to the levels from `first_level` on.
+
+        Args:
+            epsilon: the final one.
+            mean_cost: (S,), above the lowest cost if that is negative.
+            at_once: (S,) or () bool, whether there are no levels to fall back to.
+        """
+        top = first_level(epsilon, mean_cost)
+        if at_once is not None:
+            top = torch.where(at_once, epsilon, top)
         _, ratio = torch.frexp(top / epsilon)
         allowed = ITERATIONS_PER_LEVEL * (ratio - 1).double()
         zero = torch.zeros_like(top)
@@ -216,7 +233,7 @@ class Decision(NamedTuple):
         done: whether the problem ends.
         extrapolation: as in `engine.problems.Move`.
         rounding: typical rounding error of a single softmin, in units of the cost.
-        told: the reported numbers, which are the fields of `engine.run.Told` but the last.
+        reported: numbers, which are the fields of `engine.run.SegmentReport` but the last.
         state: after the evaluation.
     """
 
@@ -226,7 +243,7 @@ class Decision(NamedTuple):
     done: Numbers
     extrapolation: Numbers
     rounding: Numbers
-    told: tuple[Numbers, ...]
+    reported: tuple[Numbers, ...]
     state: State
 
 
@@ -245,6 +262,12 @@ def started(iterations: Numbers, levels: Levels) -> State:
     fresh = fresh_trust(True, Trust(*[0.0] * 6)), fresh_progress(True, Progress(*[0.0] * 3))
     trust, progress = ([constant(iterations, value) for value in each] for each in fresh)
     return State(iterations, levels, Trust(*trust), Progress(*progress))
+
+
+def restarted(state: State, epsilon: float) -> State:
+    """Go on at the final epsilon; only the iterations taken so far count."""
+    iterations = state.iterations
+    return started(iterations, Levels.descending(constant(iterations, epsilon)))
 
 
 # All functions from here on are compiled for kernels as well.

@@ -255,9 +255,9 @@ def evaluate_self(costs: CostNumbers, found: Evaluation, epsilon: Numbers) -> Ev
     return Evidence(dual, gain, noise, floor, reach, value, lower, upper, error)
 
 
-def dual_value(paid: Any, mass: Any, epsilon: Any) -> Any:
-    """Return D(f, g), where `paid` is <a, f> + <b, g> and `mass` is sum P."""
-    return paid + epsilon * (1 - mass)
+def dual_value(linear: Any, mass: Any, epsilon: Any) -> Any:
+    """Return D(f, g), where `linear` is <a, f> + <b, g> and `mass` is sum P."""
+    return linear + epsilon * (1 - mass)
 
 
 def oscillation_bound(dual: Any, error: Any, osc: Any, spread: Any) -> Any:

@@ -21,7 +21,7 @@ from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.real_numbers import in_double, real_tensor
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.term.tolerance import refuse_both
+from otdd_flash.solver.term import refuse_both
 
 
 class DatasetDistance(Metric):  # type: ignore[misc]

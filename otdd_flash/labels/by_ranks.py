@@ -39,7 +39,7 @@ def measured_by_ranks(metric: LabelMetric, ranks: object) -> LabelMetric:
 
     Args:
         metric: how to measure.
-        ranks: `ComputeOptions.group`; None: this process alone, as for datasets that are streamed.
+        ranks: `ComputeOptions.group` of a call on several processes, which is a `Ranks`.
     """
     nothing_to_do = isinstance(metric, Given | NoLabels)
     if nothing_to_do or not isinstance(ranks, Ranks) or metric.recipe(torch.device("cpu")) is None:

@@ -25,10 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import content_hash
-from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples
+from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples, check_same_dimension
 
 # Two datasets normalise equal weights to numbers that differ in their last digits, by no more than
 # this relative to each other. A larger difference may change a distance visibly.

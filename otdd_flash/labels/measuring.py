@@ -56,7 +56,7 @@ from otdd_flash.labels.table import ClassDistances, JointClassDistances, class_n
 from otdd_flash.plugins import blamed_on
 from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples, check_squares
 from otdd_flash.shown import display, listing
-from otdd_flash.solver.term.tolerance import DEFAULT_RELATIVE
+from otdd_flash.solver.term import DEFAULT_RELATIVE
 
 
 # `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes, such
@@ -393,14 +393,12 @@ def measure_pairs(
         NotConvergedWarning: a solve stopped before the tolerance.
     """
     pairs = pairs.to(clouds[0].points.device)
-    recipe = metric.recipe(pairs.device) if len(pairs) else None
-    cache = PairCache(cache_dir if recipe is not None else None)
+    recipe = metric.recipe(pairs.device) if cache_dir is not None and len(pairs) else None
+    cache = None if cache_dir is None or recipe is None else PairCache(cache_dir)
     numbers = torch.empty((3, len(pairs)), dtype=torch.float64, device=pairs.device)
     missing = torch.arange(len(pairs), device=pairs.device)
     at_once, classes = len(pairs), list[bytes]()
-    if not cache.active:
-        recipe = None
-    if recipe is not None:
+    if cache is not None and recipe is not None:
         classes = [cloud.fingerprint for cloud in clouds]
         known, found = cache.find(recipe, classes, pairs)
         numbers[:, known] = torch.stack(found)
@@ -414,7 +412,7 @@ def measure_pairs(
     written = time.monotonic()
 
     def write() -> None:
-        if recipe is not None and unwritten:
+        if cache is not None and recipe is not None and unwritten:
             some = torch.cat(unwritten)
             cache.keep(recipe, classes, pairs[some], PairDistances(*numbers[:, some]))
 

@@ -68,16 +68,14 @@ class PairCache:
     """Distances of pairs of classes in one database.
 
     Args:
-        cache_dir: the database's folder, made on the first write. None turns the cache off.
+        cache_dir: the database's folder, made on the first write.
+
+    Attributes:
+        path: of the database; None after a failure, when nothing is read or written any more.
     """
 
-    def __init__(self, cache_dir: str | os.PathLike[str] | None) -> None:
-        self._path = None if cache_dir is None else Path(path("cache_dir", cache_dir)) / FILE
-
-    @property
-    def active(self) -> bool:
-        """Whether entries can be read or written; False after a failure of the database."""
-        return self._path is not None
+    def __init__(self, cache_dir: str | os.PathLike[str]) -> None:
+        self.path: Path | None = Path(path("cache_dir", cache_dir)) / FILE
 
     def find(
         self, recipe: str, classes: Sequence[bytes], pairs: Tensor
@@ -127,10 +125,10 @@ class PairCache:
             The result of `step`, or None if there is no usable database.
         """
         for _ in range(2):
-            if self._path is None:
+            if self.path is None:
                 return None
             try:
-                return step(self._path)
+                return step(self.path)
             except FAILURES as error:
                 if is_damage(error):
                     self._set_aside(error)
@@ -139,16 +137,16 @@ class PairCache:
         return None
 
     def _set_aside(self, error: Exception) -> None:
-        assert self._path is not None
+        assert self.path is not None
         try:
-            aside = set_aside(self._path)
+            aside = set_aside(self.path)
         except OSError as unwritable:
             self._step_aside("replace", unwritable)
             return
         logger.warning(
             "the class distances in %s are damaged (%s); measuring them again, the damaged ones "
             "are kept as %s",
-            self._path,
+            self.path,
             error,
             aside.name,
         )
@@ -159,10 +157,10 @@ class PairCache:
             "cannot %s the class distances in %s (%s); going on without them. Correct that, or "
             "choose another folder with cache_dir=DIR (cache_dir=null turns the cache off)",
             action,
-            self._path,
+            self.path,
             reason,
         )
-        self._path = None
+        self.path = None
 
 
 def _read(path: Path, recipe: str, classes: Sequence[bytes]) -> list[Rows]:

@@ -42,9 +42,8 @@ from otdd_flash.memory import free_memory
 from otdd_flash.operators.point_scores import streamed_operator
 from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
-from otdd_flash.solver.solve import solve_term
-from otdd_flash.solver.term.tolerance import epsilon_given_as, rounded_away
+from otdd_flash.solver.solve import solve_segments, solve_term
+from otdd_flash.solver.term import epsilon_given_as, rounded_away
 
 if TYPE_CHECKING:
     from otdd_flash.operators.class_pool import ClassPool
@@ -168,7 +167,7 @@ def _warn_of_late(
     """
     pairs, rounding = (torch.cat(parts) for parts in zip(*late, strict=True))
     tolerance = options.asked_tolerance
-    # Rounding counts twice, as in `check_reachable` of `solver.term.tolerance`: it is part of the
+    # Rounding counts twice, as in `check_reachable` of `solver.term`: it is part of the
     # reported error, and the measured rest cannot fall below it.
     by_rounding = 2 * rounding > tolerance
     for which, limit in (
@@ -286,7 +285,7 @@ def solve_in_float64(
     finished: Finished | None = None,
 ) -> SegmentTerms:
     """Solve the terms of P pairs in PyTorch; arguments as for `TermSolver`."""
-    solve = solve_self_terms if bool((pairs[:, 0] == pairs[:, 1]).all()) else solve_cross_terms
+    form = SELF if bool((pairs[:, 0] == pairs[:, 1]).all()) else CROSS
     device = classes[0].points.device
     out = torch.zeros((len(SegmentTerms._fields), len(pairs)), dtype=torch.float64, device=device)
     indices = pairs.tolist()
@@ -297,7 +296,8 @@ def solve_in_float64(
             if finished is not None:
                 finished(1)
         else:
-            terms = solve(StoredSegments(sides, shape), epsilon, options, finished)
+            segments = StoredSegments(sides, shape)
+            terms = solve_segments(segments, form, epsilon, options, finished)
         out[:, members] = torch.stack(terms).to(device)
     return SegmentTerms(*out)
 
@@ -361,14 +361,14 @@ def solve_in_kernels(
     from otdd_flash.operators.kernel_segments import KernelSegments
 
     themselves = bool((pairs[:, 0] == pairs[:, 1]).all())
-    solve = solve_self_terms if themselves else solve_cross_terms
+    form = SELF if themselves else CROSS
     out = torch.zeros(
         (len(SegmentTerms._fields), len(pairs)), dtype=torch.float64, device=pairs.device
     )
     for small, members in _batches(pool, pairs):
         rows, columns = pairs[members].T.contiguous()
         segments = KernelSegments(pool, rows, rows if themselves else columns, small=small)
-        terms = solve(segments, epsilon, options, finished)
+        terms = solve_segments(segments, form, epsilon, options, finished)
         for numbers, found in zip(out, terms, strict=True):
             numbers[members] = found
     return SegmentTerms(*out)

@@ -26,9 +26,9 @@ self term (`kernel_self_share` in Triton). If no rank can hold all points, they 
 `ring`: `ring_blocks` are its shards, `ring_pairs` a rank's pairs of a self term.
 
 Problems of the engine (`engine.problems`): `one_problem` is an operator as the only one,
-`one_kernel_problem` the same in Triton. Pairs of classes are many: `stored_segments` and
-`anchored_segments` keep their scores in PyTorch, tile by tile (`segment_tiles`), `kernel_segments`
-computes them in Triton on the points of a `class_pool`, whose sums are `class_sums`. The terms of a
-small divergence are the problems of a `score_pool`, which also has the terms for certificates:
-`kernel_pool` in Triton, `torch_pool` on a processor; a given matrix is a `matrix_pool`.
+`one_kernel_problem` the same in Triton. Pairs of classes are many: `stored_segments` keeps their
+scores in PyTorch, `kernel_segments` computes them in Triton on the points of a `class_pool`. The
+terms of a small divergence are the problems of a `score_pool`, which also has the terms for
+certificates: `kernel_pool` in Triton, `torch_pool` on a processor; a given matrix is a
+`matrix_pool`.
 """

@@ -10,7 +10,7 @@ Notation: f (n,) and g (m,) are potentials in units of the cost and
     P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon),      r = P 1,  c = P^T 1.
 
 `Operator.plan` returns an `EvaluatedPlan`, whose entries are computed again in every product; its
-`prepared` form is for many products, and may hold the entries (`KeptPlan`; in Triton see
+`prepared` form is for many products, and may hold the entries (`StoredPlan`; in Triton see
 `triton_plans`). Gradients, Hessians and maps read these. A change must keep that row and column
 sums are those of the very numbers that are multiplied, after any rounding.
 """
@@ -31,7 +31,7 @@ from otdd_flash.cost.points import Cut, Masses, Points
 
 if TYPE_CHECKING:
     # It imports this file, and Triton.
-    from otdd_flash.operators.triton_plans import HalfProduct, PointProducts
+    from otdd_flash.operators.triton_plans import HalfProducts, PointProducts
 
 # A step that is recorded as a CUDA graph reads epsilon from a tensor () float64 on the device,
 # whose value may change between replays; only operators in Triton record steps.
@@ -53,9 +53,9 @@ class Applied(NamedTuple):
 class Marginals(NamedTuple):
     """Row and column sums of one plan of f and g, every entry of which was computed once.
 
-    Up to an underflow of `lost` a_i b_j the computed entries are a_i b_j exp((f_i + g_j - C'_ij) /
-    epsilon), with costs C' near C:
+    Entries are computed up to an underflow of at most `underflow` a_i b_j, for costs C' near C:
 
+        a_i b_j exp((f_i + g_j - C'_ij) / epsilon),
         |C'_ij - C_ij| <= row_errors_i + column_errors_j + cost_rounding |C_ij|.
 
     Attributes:
@@ -65,7 +65,8 @@ class Marginals(NamedTuple):
         column_errors: (m,) float64, in units of the cost.
         cost_rounding: relative error of a stored cost; 0 if costs are recomputed.
         relative_error: of each sum, relative to the sum of the computed entries.
-        lost: bound on the underflow of an entry, over a_i b_j.
+        underflow: bound on the underflow of an entry, over a_i b_j.
+        own_costs: C_ii (n,) float64, if f alone is on both sides of a self term; else None.
     """
 
     rows: Tensor
@@ -74,18 +75,35 @@ class Marginals(NamedTuple):
     column_errors: Tensor
     cost_rounding: float
     relative_error: float
-    lost: float
+    underflow: float
+    own_costs: Tensor | None = None
+
+
+class Passes(NamedTuple):
+    """How the passes of an operator run; known before its `costs` are computed.
+
+    Attributes:
+        dtype: the type of their potentials, which is `CostFacts.dtype`.
+        backend: what runs them and what they read, for reports.
+        in_triton: whether they, and so the iterations, run in Triton.
+        recorded: whether steps are recorded as CUDA graphs: passes are about as short as a launch.
+    """
+
+    dtype: torch.dtype
+    backend: str
+    in_triton: bool = False
+    recorded: bool = False
 
 
 class Certifiable(Protocol):
-    """A cost C (n, m) with masses a (n,) and b (m,), as the certificate of a cross term reads it.
+    """A cost C (n, m) with masses a (n,) and b (m,), as the evidence of certificates reads it.
 
     For B costs with masses (B, n) and (B, m), all tensors have that leading dimension.
     """
 
     @property
-    def costs(self) -> CostFacts:
-        """Facts of C; computing them may take long."""
+    def passes(self) -> Passes:
+        """How its passes run."""
         ...
 
     @property
@@ -95,13 +113,16 @@ class Certifiable(Protocol):
 
     @property
     def b(self) -> Tensor:
-        """Column masses (m,), float64, summing to 1."""
+        """Column masses (m,), float64, summing to 1; the row masses in a self term."""
         ...
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Compute row and column sums of the plan of f (n,) and g (m,), with error bounds.
+
+        Without `g`, f is on both sides of a self term. That plan is symmetric up to rounding, and
+        may be computed as a symmetric one.
 
         Potentials may be float32 or float64; those of points without mass are not read. The costs
         C' of the sums are the same in all calls with `accurate`, and the same in all without.
@@ -113,68 +134,12 @@ class Certifiable(Protocol):
         ...
 
 
-class SelfCertifiable(Protocol):
-    """The cost of a cloud with itself, as the certificate of a self term reads it.
-
-    For B costs with masses (B, n), all tensors have that leading dimension.
-    """
+class Operator(Certifiable, Protocol):
+    """A ground cost C (n, m) with masses a (n,) and b (m,)."""
 
     @property
     def costs(self) -> CostFacts:
         """Facts of C; computing them may take long."""
-        ...
-
-    @property
-    def a(self) -> Tensor:
-        """Masses (n,), float64, summing to 1."""
-        ...
-
-    @property
-    def b(self) -> Tensor:
-        """The same masses."""
-        ...
-
-    def marginals(
-        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
-    ) -> Marginals:
-        """Compute the sums of `Certifiable.marginals`; without `g`, for f on both sides.
-
-        That plan is symmetric up to rounding, and may be computed as a symmetric one.
-        """
-        ...
-
-    def own_costs(self) -> Tensor:
-        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
-        ...
-
-
-class Operator(Certifiable, SelfCertifiable, Protocol):
-    """A ground cost C (n, m) with masses a (n,) and b (m,)."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the potentials, `costs.dtype`, known before `costs` are computed."""
-        ...
-
-    def marginals(
-        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
-    ) -> Marginals:
-        """Compute the sums of `SelfCertifiable.marginals`."""
-        ...
-
-    @property
-    def backend(self) -> str:
-        """A description of how passes run and what they read, for reports."""
-        ...
-
-    @property
-    def in_triton(self) -> bool:
-        """Whether passes, and so the iterations, run in Triton."""
-        ...
-
-    @property
-    def recorded(self) -> bool:
-        """Whether steps are recorded as CUDA graphs: passes are about as short as a launch."""
         ...
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
@@ -233,7 +198,7 @@ class Products(Protocol):
         ...
 
     @property
-    def half_products(self) -> tuple[HalfProduct, HalfProduct] | None:
+    def half_products(self) -> HalfProducts | None:
         """Products with P and with P^T on packed values, on tensor cores; None without these."""
         ...
 
@@ -319,7 +284,7 @@ class EvaluatedPlan(ABC):
         most: bytes that a held plan may take, half of free memory for None.
     """
 
-    half_products: tuple[HalfProduct, HalfProduct] | None = None
+    half_products: HalfProducts | None = None
 
     def __init__(
         self,
@@ -412,8 +377,8 @@ class EvaluatedPlan(ABC):
         return found.values.to(self.dtype)
 
 
-class KeptPlan:
-    """A plan held as a matrix P (n, m), float64.
+class StoredPlan:
+    """A plan stored as a matrix P (n, m), float64.
 
     Args:
         entries: P.

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from otdd_flash.operators.base import (
     Make,
     Marginals,
     Operator,
+    Passes,
     PlanBlock,
 )
 from otdd_flash.operators.packed_blocks import DeviceBlock, PackedBlocks, Packing
@@ -48,6 +49,11 @@ Build = Callable[[LabelledCost], "BlockOperator"]
 
 class BlockOperator(Operator, Protocol):
     """An operator of a pair of blocks, with error bounds by point and the packing of points."""
+
+    @property
+    def refined(self) -> BlockOperator:
+        """The same cost at the full accuracy of the potentials; itself if it has that already."""
+        ...
 
     @property
     def accurate_errors(self) -> tuple[Tensor, Tensor]:
@@ -173,9 +179,6 @@ class BlockSums(ABC):
         # By side and id of the block; blocks live as long as this object.
         self._masses: dict[tuple[int, int], tuple[Tensor, float]] = {}
 
-    # Passes are long, and wait for points that are streamed.
-    recorded = False
-
     @property
     @abstractmethod
     def first(self) -> BlockOperator:
@@ -184,11 +187,7 @@ class BlockSums(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The type of the potentials."""
-        return self.first.dtype
-
-    @property
-    def in_triton(self) -> bool:
-        return self.first.in_triton
+        return self.first.passes.dtype
 
     @property
     def packing(self) -> Packing | None:
@@ -226,7 +225,7 @@ class BlockSums(ABC):
         part.b, column_mass = self._normalised(0 if diagonal else 1, y.block, part.b)
         operator = self._build(part)
         if self._coarse is not None:
-            operator = cast(BlockOperator, operator.refined)
+            operator = operator.refined
         return Tile(sides, operator, (row_mass, column_mass), diagonal)
 
     def _normalised(self, side: int, block: Block, masses: Tensor) -> tuple[Tensor, float]:
@@ -323,7 +322,7 @@ class BlockSums(ABC):
         columns, column_errors = torch.zeros_like(self.b), torch.zeros_like(self.b)
         if once := g is None:
             columns, column_errors = rows, row_errors
-        cost_rounding = relative_error = lost = 0.0
+        cost_rounding = relative_error = underflow = 0.0
         for tile in self.tiles(upper=once, points=True):
             here, there, mass = tile.rows, tile.columns, tile.mass
             found = tile.operator.marginals(*tile.some(f, g), epsilon, accurate=accurate)
@@ -334,7 +333,7 @@ class BlockSums(ABC):
                 columns[there] += mass * found.columns
             cost_rounding = max(cost_rounding, found.cost_rounding)
             relative_error = max(relative_error, found.relative_error)
-            lost = max(lost, found.lost)
+            underflow = max(underflow, found.underflow)
         return Marginals(
             rows,
             columns,
@@ -342,12 +341,9 @@ class BlockSums(ABC):
             column_errors,
             cost_rounding,
             relative_error + (self.additions + ROUNDINGS) * DOUBLE_UNIT,
-            lost,
+            underflow,
+            self.cost.own_costs() if once else None,
         )
-
-    def own_costs(self) -> Tensor:
-        """Return C_ii (n,) of the cost of a cloud with itself, float64: its class distances."""
-        return self.cost.own_costs()
 
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
@@ -481,13 +477,16 @@ class BlockedOperator(BlockSums):
             for there in self._there.stream(side, blocks, points=True):
                 _ = self.tile(self._first.beside(there, side)).operator.accurate_errors
 
-    @property
-    def backend(self) -> str:
+    @cached_property
+    def passes(self) -> Passes:
+        """How passes run: as those of the blocks, but never recorded, as they wait for points."""
+        of_one = self.first.passes
         height, width = (
             len(self.a[self._rows[0].rows]),
             len(self.b[self._columns[0].rows]),
         )
-        return f"{self.first.backend}, points streamed in blocks of {height:,} x {width:,}"
+        backend = f"{of_one.backend}, points streamed in blocks of {height:,} x {width:,}"
+        return of_one._replace(backend=backend, recorded=False)
 
     @cached_property
     def costs(self) -> CostFacts:

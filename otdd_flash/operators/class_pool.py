@@ -6,7 +6,7 @@ with x' = x - mean, y' = y - mean and D the difference of the means. All but the
 one side only, so it changes potentials and leaves the plan as it is: its mean is the sum of both
 variances and ||D||^2. Products of class-centred points are the smallest there are, and so is their
 rounding error. A class is rounded without regard to the others: its mean and its unit are its own,
-and its sums are those of `class_sums`, which round as if it were alone.
+and its sums round as if it were alone (below).
 
 Means. The identity holds for any two numbers in place of the means, so what a sum loses of a mean
 is no error of a cost. It only leaves a mean of x' that is not quite 0, which `drifts` measures, and
@@ -37,6 +37,17 @@ the whole, six times at most, u each. As ||h|| <= ||x'|| + T + E, all of it is a
 
     P ||y'|| + ||x'|| P' + Q,    P = E + c T + 2^-50 A,
     Q = 2^-31 A A' + E E' + L R' + R L' + R R' + c ((T + E) T' + T (T' + E') + L L').
+
+Sums. PyTorch chooses the order of a sum by the shape of the whole batch and by addresses. Here the
+last part of a list is added to the first, element by element, until one is left:
+
+    v_i <- v_i + v_(i + h),    h the largest power of two below the number that is left.
+
+An addition of two numbers rounds the same whatever stands beside them, and which two are added
+follows from the length of the list alone. Padding to a common length adds nothing but -0.0, which
+leaves every number as it is, 0.0 and -0.0 too. A sum of n numbers passes ceil(log2 n) additions, so
+
+    |error| <= ceil(log2 n) 2^-53 sum_i |v_i|    to first order.
 """
 
 from __future__ import annotations
@@ -50,7 +61,6 @@ from torch import Tensor
 from otdd_flash.engine.problems import WeightedPoints
 from otdd_flash.kernels.adder import UNIT, adder_of, chain_error
 from otdd_flash.kernels.segments.step import CHAIN_PRODUCTS, DIGITS, OVERRUN, PARTS, Pool
-from otdd_flash.operators.class_sums import ClassRows, halved_sum
 
 # Of cdist: no cancellation.
 DIFFERENCES = "donot_use_mm_for_euclid_dist"
@@ -200,3 +210,52 @@ def _unit(reach: Tensor, largest: Tensor, dim: int) -> Tensor:
     # Rounding adds at most half a unit per coordinate.
     unit = torch.maximum(reach / (WHOLE_NORM - dim**0.5 / 2 - 1), largest / LARGEST_WHOLE)
     return torch.where(unit > 0, unit, 1.0)
+
+
+class ClassRows:
+    """N rows that are those of k classes, one class after the other.
+
+    Args:
+        sizes: the number of rows of each class.
+        device: where the rows are.
+
+    Attributes:
+        owners: (N,) int64, which class a row is of.
+        places: (N,) int64, which of its class's rows it is.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        counts = torch.tensor(sizes).to(device)
+        self._shape, count = (len(sizes), max(sizes)), sum(sizes)
+        # Told the number of rows, a GPU is not waited for.
+        self.owners = torch.repeat_interleave(counts, output_size=count)
+        firsts = (counts.cumsum(0) - counts)[self.owners]
+        self.places = torch.arange(count, device=device) - firsts
+
+    def sums(self, values: Tensor) -> Tensor:
+        """The sums (k, ...) of rows (N, ...) of each class; `values` are overwritten."""
+        return halved_sum(self._padded(values, -0.0), 1)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest (k, ...) of rows (N, ...) that are not negative, of each class."""
+        return self._padded(values, 0.0).amax(1)
+
+    def _padded(self, values: Tensor, filling: float) -> Tensor:
+        """The rows (k, most, ...) of each class, the same memory if all have equally many."""
+        if self._shape[0] * self._shape[1] == len(values):
+            return values.unflatten(0, self._shape)  # type: ignore[no-untyped-call, no-any-return]
+        padded = values.new_full((*self._shape, *values.shape[1:]), filling)
+        padded[self.owners, self.places] = values
+        return padded
+
+
+def halved_sum(values: Tensor, dim: int) -> Tensor:
+    """The sum over a dimension; `values` are overwritten."""
+    count = values.shape[dim]
+    while count > 1:
+        half = 1 << ((count - 1).bit_length() - 1)
+        rest = values.narrow(dim, half, count - half)
+        values.narrow(dim, 0, count - half).add_(rest)
+        count = half
+    # All of the values would be kept for a part of them.
+    return values.select(dim, 0).clone()

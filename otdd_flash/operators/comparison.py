@@ -22,8 +22,7 @@ from otdd_flash.cost.ground import NO_OFFSET, GroundCost, Offset
 from otdd_flash.cost.host_points import Streaming
 from otdd_flash.cost.points import LabelledCost, Points, forget_cloud, points_of
 from otdd_flash.devices import check_one_device, resolve_device
-from otdd_flash.dimensions import check_same_dimension
-from otdd_flash.distributed.ranks import ranks_of
+from otdd_flash.distributed.ranks import Ranks, ranks_of
 from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import Mark, mark_of, mark_of_tensors
@@ -36,13 +35,23 @@ from otdd_flash.memory import (
 )
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostSize, build_operator, operator_bytes
-from otdd_flash.samples import LabeledSamples, check_squares, largest_entry, same_content
+from otdd_flash.samples import (
+    LabeledSamples,
+    check_same_dimension,
+    check_squares,
+    largest_entry,
+    same_content,
+)
 
 # Shares of free memory: of the device for streamed points, and of the host for their packed form.
 STREAMED_SHARE, HELD_SHARE = 0.6, 0.5
 
 # Least epsilon over the largest cost that float64 can solve.
 WITHIN_DOUBLE = 1e-12
+
+# The largest effect on the marginals that the rounding of costs in float64 may have: as large as
+# the default tolerance.
+MOST_GROWTH = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +195,8 @@ class Comparison:
         """Return the comparison at an epsilon, in units of the cost.
 
         Raises:
-            EpsilonOutOfRange: it over- or underflows in the type of the scores.
+            EpsilonOutOfRange: it over- or underflows in the type of the scores, or the error of
+                costs alone moves the marginals by `MOST_GROWTH`.
         """
         compute = self.compute
         if epsilon > torch.finfo(compute.dtype).max / 4:
@@ -205,6 +215,14 @@ class Comparison:
                 f"{{name}}{', scale' if in_double else ' or scale'} the features up"
                 f"{' or set precision=double' if in_double else ''}",
                 epsilon,
+            )
+        if self.cost_error > MOST_GROWTH * epsilon:
+            raise EpsilonOutOfRange(
+                f"{{given}} is too small for ground={self.ground.ground}, whose costs are off by "
+                f"up to {self.cost_error:.2g}: rounding alone moves the marginals by more than "
+                f"{MOST_GROWTH:g}; centre the features, or raise {{name}} to about {{advised}}",
+                epsilon,
+                1.1 * self.cost_error / MOST_GROWTH,
             )
         return replace(self, epsilon=epsilon)
 
@@ -289,7 +307,7 @@ class Comparison:
         Raises:
             InputError: the precision cannot hold the costs, or there is not enough memory.
         """
-        if (ranks := ranks_of(self.compute.group)) is not None:
+        if isinstance(ranks := self.compute.group, Ranks):
             from otdd_flash.operators.sharing import shared_operator
 
             return shared_operator(self, term, ranks, keep_scores=keep_scores)
@@ -320,6 +338,24 @@ class Comparison:
     def cost_error(self) -> float:
         """Bound on the error of the cost by that of transformed points, in units of the cost."""
         return self.ground.error(self.transformed[0].dim)
+
+    @property
+    def diameter(self) -> float:
+        """The diagonal of the smallest box around the first and the last dataset.
+
+        Raises:
+            InputError: it is 0.
+        """
+        x, y = self.transformed[0].features, self.transformed[-1].features
+        lowest = torch.minimum(x.amin(0), y.amin(0)).double()
+        highest = torch.maximum(x.amax(0), y.amax(0)).double()
+        diagonal = float(torch.linalg.vector_norm(highest - lowest))
+        if diagonal == 0:
+            raise InputError(
+                "solver.schedule=geomloss starts at the diameter of the features, which is 0 as "
+                "all points are one; set solver.diameter"
+            )
+        return diagonal
 
     @property
     def identical(self) -> bool:
@@ -363,8 +399,9 @@ def _moved(
     """
     given = {side: side.to(device) for side in dict.fromkeys(datasets)}
     points = {side: one if transformed else ground.transform(one) for side, one in given.items()}
-    for cloud in points.values():
-        forget_cloud(cloud)
+    if device.type != "cpu":
+        for cloud in points.values():
+            forget_cloud(cloud)
     return tuple(given[side] for side in datasets), tuple(points[side] for side in datasets)
 
 
@@ -426,9 +463,9 @@ def _check_streamed(
 
 def _check_group(compute: ComputeOptions, device: torch.device) -> None:
     """Raise an `InputError` for a group whose shards were not combined, or the wrong device."""
-    ranks = ranks_of(compute.group)
-    if ranks is None:
+    if compute.group is None:
         return
+    ranks = ranks_of(compute.group)
     if compute.group is not ranks:
         raise InputError(
             "shards of a compute.group are put together by dataset_distance alone; lead other work "

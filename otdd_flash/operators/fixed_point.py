@@ -179,7 +179,8 @@ class FixedPoint:
             errors[-1],
             cost_rounding=0.0,
             relative_error=ADDITION_ERROR,
-            lost=LEAST_ENTRY,
+            underflow=LEAST_ENTRY,
+            own_costs=cost.own_costs() if g is None else None,
         )
 
     @cached_property

@@ -29,10 +29,9 @@ from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.kernels.stored.plan import signed_plan, stored_plan, stored_product
 from otdd_flash.kernels.stored.scores import stored_scores
 from otdd_flash.kernels.stored.step import stored_programs, stored_step
-from otdd_flash.operators.base import Epsilon, Marginals
+from otdd_flash.operators.base import Epsilon, Marginals, Passes
 from otdd_flash.operators.score_pool import (
     PRODUCTS,
-    UNKNOWN,
     Pool,
     PooledSegments,
     Room,
@@ -176,7 +175,7 @@ class PooledTerm:
         term: "xy", "xx" or "yy".
     """
 
-    costs = UNKNOWN
+    passes = Passes(torch.float32, "triton, scores kept", in_triton=True, recorded=True)
 
     def __init__(self, pool: KernelPool, term: str) -> None:
         self._pool, (one, two) = pool, SIDES[term]
@@ -191,22 +190,21 @@ class PooledTerm:
     ) -> Marginals:
         """Row and column sums of the plan of f (B, n) and g (B, m), in float64 throughout."""
         scores, transposed = self._scores
+        own_costs = self._own_costs if g is None else None
         f, g = present(self.a, f), present(self.b, f if g is None else g)
         level = torch.as_tensor(epsilon, dtype=torch.float64, device=f.device)
         rows = stored_plan(scores, f, g, self.b, level, LEAST_EXPONENT)
         columns = stored_plan(transposed, g, f, self.a, level, LEAST_EXPONENT)
         share, (x, y) = self._pool.error_share, self._magnitudes
         sums, errors = (self.a * rows, self.b * columns), (share * x, share * y)
-        return measured(sums, (f, g), self._magnitudes, errors, self._pool.rounding)
+        given = self._magnitudes, errors, self._pool.rounding
+        return measured(sums, (f, g), *given, own_costs)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (B, n) for masses q (B, m), float64: one read of the scores."""
         return -stored_product(self._scores[0], masses)
 
-    def own_costs(self) -> Tensor:
-        """C_ii (B, n) for the cost of a cloud with itself, float64; computed once."""
-        return self._own_costs
-
     @cached_property
     def _own_costs(self) -> Tensor:
+        """C_ii (B, n) for the cost of a cloud with itself, float64."""
         return -self._scores[0].diagonal(dim1=1, dim2=2).double()

@@ -23,7 +23,7 @@ from otdd_flash.kernels.passes.symmetric_step import triangle_sums
 from otdd_flash.kernels.tiling import BLOCK_ROWS
 from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.fixed_point import FixedPoint
-from otdd_flash.operators.self_share import folded
+from otdd_flash.operators.self_share import NearShare, folded
 from otdd_flash.operators.triton_plans import single
 
 
@@ -52,7 +52,7 @@ class KernelSelf(NamedTuple):
         return potential.double() - epsilon * triangle_sums(*given, stripes).log_()[layout.position]
 
 
-class KernelSelfShare:
+class KernelSelfShare(NearShare):
     """A rank's stripes of a self term between labelled points on a GPU.
 
     Args:

@@ -26,7 +26,7 @@ from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS, Swept, matrix_sweep, row_weights
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
 from otdd_flash.kernels.segments.step import Sums
-from otdd_flash.operators.base import Epsilon, Marginals, Operator
+from otdd_flash.operators.base import Epsilon, Marginals, Operator, Passes
 from otdd_flash.operators.given_costs import GivenCosts, HeldCosts, exact_blocks
 from otdd_flash.operators.one_kernel_problem import OneKernelProblem
 from otdd_flash.operators.torch_operator import (
@@ -52,10 +52,8 @@ class MatrixKernelOperator:
     Attributes:
         lines: C, or its transpose, with contiguous rows.
         transposed: whether `lines` is the transpose.
-        recorded: whether steps are recorded as CUDA graphs.
+        passes: how passes run.
     """
-
-    backend, in_triton = "triton, costs given", True
 
     def __init__(self, tiles: TorchOperator[GivenCosts]) -> None:
         source = tiles.source.costs
@@ -63,11 +61,9 @@ class MatrixKernelOperator:
         self._tiles, self.a, self.b = tiles, tiles.a.contiguous(), tiles.b.contiguous()
         self.lines, self.transposed = row_contiguous(source.matrix)
         few = self.lines.numel() * self.lines.itemsize <= FEW_BYTES
-        self.recorded = self.a.is_cuda and few
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._tiles.dtype
+        self.passes = Passes(
+            tiles.dtype, "triton, costs given", in_triton=True, recorded=self.a.is_cuda and few
+        )
 
     @property
     def costs(self) -> CostFacts:
@@ -90,6 +86,7 @@ class MatrixKernelOperator:
     ) -> Marginals:
         """Compute row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
         tiles, level = self._tiles, on_device(epsilon, self.a.device)
+        source, own_costs = tiles.source, tiles.source.diagonal() if g is None else None
         f, g = present(self.a, f), present(self.b, f if g is None else g)
         if self.transposed:
             given = (g, f), (self.b, self.a)
@@ -98,7 +95,7 @@ class MatrixKernelOperator:
             given = (f, g), (self.a, self.b)
             rows, columns = matrix_sums(self.place, *given, level, LEAST_EXPONENT)
         sums = self.a * rows, self.b * columns
-        return measured(sums, (f, g), tiles.source.magnitudes, tiles.source.cost_errors, 0.0)
+        return measured(sums, (f, g), source.magnitudes, source.cost_errors, 0.0, own_costs)
 
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
@@ -112,10 +109,6 @@ class MatrixKernelOperator:
             return self._tiles.expected_costs(masses)
         # A copy: Triton compiles a kernel again for a vector whose address is not aligned.
         return matrix_row_facts(self.place, len(self.a), masses.clone()).products
-
-    def own_costs(self) -> Tensor:
-        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
-        return self._tiles.own_costs()
 
     def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
         """Return the cost between some rows and columns, with `masses` or those of the whole.

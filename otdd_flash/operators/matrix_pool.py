@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.facts import CostFacts
 from otdd_flash.engine.problems import Evaluated, Vectors
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.place import Place
@@ -20,9 +19,9 @@ from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.matrix.sweep import matrix_sweep, row_weights
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
 from otdd_flash.kernels.segments.step import Sums
-from otdd_flash.operators.base import Epsilon, Marginals
+from otdd_flash.operators.base import Epsilon, Marginals, Passes
 from otdd_flash.operators.kernel_pool import PooledKernelSegments
-from otdd_flash.operators.score_pool import UNKNOWN, Pool, Room
+from otdd_flash.operators.score_pool import Pool, Room
 from otdd_flash.operators.torch_operator import LEAST_EXPONENT, measured, present
 
 
@@ -113,7 +112,7 @@ class MatrixTerm:
         pool: after `prepare`.
     """
 
-    costs: CostFacts = UNKNOWN
+    passes = Passes(torch.float32, "triton, costs given", in_triton=True, recorded=True)
 
     def __init__(self, pool: MatrixPool) -> None:
         self._pool, room = pool, pool.room
@@ -122,10 +121,10 @@ class MatrixTerm:
         self._magnitudes = x, y
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (1, N) and g (1, M), in float64 throughout."""
-        f, g = present(self.a, f), present(self.b, g)
+        f, g = present(self.a, f), present(self.b, f if g is None else g)
         level = torch.as_tensor(epsilon, dtype=torch.float64, device=f.device)
         given = (f[0], g[0]), (self.a[0], self.b[0])
         rows, columns = matrix_sums(self._pool.place, *given, level, LEAST_EXPONENT)

@@ -47,7 +47,7 @@ class OneKernelProblem(OneProblem):
 
     @property
     def pace(self) -> Pace:
-        return "recorded" if self.operator.recorded else "asking"
+        return "recorded" if self.operator.passes.recorded else "asking"
 
     @property
     def sum_dtype(self) -> torch.dtype:

@@ -121,7 +121,7 @@ class OneTorchProblem(OneProblem):
 
 def problem_of(operator: Operator, *, symmetric: bool) -> OneProblem:
     """Return an operator as the only problem of the engine, in PyTorch or in Triton."""
-    if not operator.in_triton:
+    if not operator.passes.in_triton:
         return OneTorchProblem(operator, symmetric=symmetric)
     # Triton may be missing where no kernel runs.
     from otdd_flash.operators.matrix_kernel import MatrixKernelOperator, OneMatrix

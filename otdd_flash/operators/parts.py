@@ -38,7 +38,7 @@ from otdd_flash.errors import LostRankError
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator
 from otdd_flash.operators.blocked import ROUNDINGS, BlockOperator
 from otdd_flash.operators.owned import Owned, Rows
-from otdd_flash.operators.self_share import SelfShare, merged
+from otdd_flash.operators.self_share import NearShare, SelfShare, merged
 
 # build(cost): builds the operator of a cost in one process.
 Build = Callable[[LabelledCost], Operator]
@@ -203,7 +203,7 @@ def softmin(
     """Compute the softmin of all rows (n,), or columns (m,), from the other side's potential."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=columns)
-    found = potential.new_empty(0, dtype=parts.representative.dtype)
+    found = potential.new_empty(0, dtype=parts.representative.passes.dtype)
     if part is not None:
         near = None if guess is None else guess[owned.of(ranks)]
         softmin = part.operator.softmin_columns if columns else part.operator.softmin_rows
@@ -227,7 +227,7 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
     assert share is not None
     own = owned.of(ranks)
     found = merged(owned.exchanged(ranks, share.softmin(f, epsilon), math.inf), epsilon)
-    if math.isfinite(share.reach):
+    if isinstance(share, NearShare):
         # Rows out of reach are computed again; a NaN is never within it.
         far = ~((found - f[own]).abs() <= share.reach * epsilon)
         # Whether there are any, the host has to know of a pass that all ranks do together alone.
@@ -235,14 +235,15 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
             rows = torch.zeros_like(f, dtype=torch.bool)
             rows[own] = far
             found = torch.where(far, share.repaired(f, epsilon, rows)[own].to(found.dtype), found)
-    return owned.gathered(ranks, found.to(parts.representative.dtype))
+    return owned.gathered(ranks, found.to(parts.representative.passes.dtype))
 
 
 def marginals(
-    ranks: Ranks, number: int, f: Tensor, g: Tensor, epsilon: Epsilon, accurate: bool
+    ranks: Ranks, number: int, f: Tensor, g: Tensor | None, epsilon: Epsilon, accurate: bool
 ) -> Marginals:
-    """Compute the row and column sums of the plan of f (n,) and g (m,), of the P_r."""
-    return _of_same_potentials(ranks, _marginals, number, (f, g), epsilon, accurate)
+    """Compute the row and column sums of the plan of f (n,) and g (m,), or f, of the P_r."""
+    potentials = (f,) if g is None else (f, g)
+    return _of_same_potentials(ranks, _marginals, number, potentials, epsilon, accurate)
 
 
 def marginals_self(
@@ -252,9 +253,10 @@ def marginals_self(
     return _of_same_potentials(ranks, _marginals_self, number, (f,), epsilon, accurate)
 
 
-# Of the own part of a plan: its errors as `_largest` takes them, and all sums.
+# Of the own part of a plan its errors, as `_largest` takes them; of all parts the sums with their
+# errors, and `Marginals.own_costs`.
 Numbers = tuple[float, float, float]
-Sums = tuple[Numbers, tuple[Tensor, Tensor, Tensor, Tensor]]
+Sums = tuple[Numbers, tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]
 
 
 def _of_same_potentials(
@@ -277,12 +279,12 @@ def _of_same_potentials(
         check = torch.stack([checksum(each) for each in potentials])
         # On its way to the host while the sums are computed.
         told = reader.exchange(check, None)
-        numbers, found = sums(ranks, number, *potentials, epsilon, accurate)
+        numbers, found, own_costs = sums(ranks, number, potentials, epsilon, accurate)
         told = told or reader.last()
         assert told is not None
         same, largest = _largest(ranks, numbers, [int(each) for each in told.numbers])
         if same:
-            return Marginals(*found, *largest)
+            return Marginals(*found, *largest, own_costs)
         potentials = tuple(ranks.from_leader(each) for each in potentials)
     raise LostRankError(
         "processes of compute.group have other potentials than rank 0, which has sent them twice; "
@@ -304,10 +306,16 @@ def checksum(potential: Tensor) -> Tensor:
 
 
 def _marginals(
-    ranks: Ranks, number: int, f: Tensor, g: Tensor, epsilon: Epsilon, accurate: bool
+    ranks: Ranks,
+    number: int,
+    potentials: tuple[Tensor, ...],
+    epsilon: Epsilon,
+    accurate: bool,
 ) -> Sums:
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=False)
+    f, g = potentials[0], potentials[-1]
+    own_costs = parts.cost.own_costs() if len(potentials) == 1 else None
     numbers = (0.0, 0.0, 0.0)
     if part is None:
         of_rows = f.new_zeros((0, 2), dtype=torch.float64)
@@ -316,14 +324,21 @@ def _marginals(
         found = part.operator.marginals(f[owned.of(ranks)], g, epsilon, accurate=accurate)
         of_rows = torch.stack((part.mass * found.rows, found.row_errors), 1)
         of_columns = torch.stack((part.mass * found.columns, found.column_errors))
-        numbers = found.cost_rounding, found.relative_error, found.lost
+        numbers = found.cost_rounding, found.relative_error, found.underflow
     rows, row_errors = owned.gathered(ranks, of_rows).unbind(1)
     every = ranks.all_gathered(of_columns)
     columns = added(every[:, 0])
-    return numbers, (rows, columns, row_errors, every[:, 1].amax(0))
+    return numbers, (rows, columns, row_errors, every[:, 1].amax(0)), own_costs
 
 
-def _marginals_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon, accurate: bool) -> Sums:
+def _marginals_self(
+    ranks: Ranks,
+    number: int,
+    potentials: tuple[Tensor, ...],
+    epsilon: Epsilon,
+    accurate: bool,
+) -> Sums:
+    (f,) = potentials
     parts: Parts = ranks.held[number]
     share, owned = parts.share, parts.sides[0]
     assert share is not None
@@ -331,8 +346,8 @@ def _marginals_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon, accu
     every = owned.exchanged(ranks, torch.stack((part.rows, part.row_errors), 1), 0.0)
     found = torch.stack((added(every[..., 0]), every[..., 1].amax(0)), 1)
     sums, errors = owned.gathered(ranks, found).unbind(1)
-    numbers = part.cost_rounding, part.relative_error, part.lost
-    return numbers, (sums, sums, errors, errors)
+    numbers = part.cost_rounding, part.relative_error, part.underflow
+    return numbers, (sums, sums, errors, errors), part.own_costs
 
 
 def _largest(ranks: Ranks, numbers: Numbers, checks: list[int]) -> tuple[bool, Numbers]:
@@ -343,10 +358,10 @@ def _largest(ranks: Ranks, numbers: Numbers, checks: list[int]) -> tuple[bool, N
     # Halves of int64, which float64 holds: they are one where the largest is the smallest.
     halves = [float(half) for each in checks for half in divmod(each, 1 << 32)]
     said = ranks.largest([*numbers, *halves, *(-half for half in halves)])
-    (cost_rounding, relative_error, lost), said = said[:3], said[3:]
+    (cost_rounding, relative_error, underflow), said = said[:3], said[3:]
     highest, lowest = said[: len(halves)], [-half for half in said[len(halves) :]]
     relative_error += (ranks.size + ROUNDINGS) * DOUBLE_UNIT
-    return highest == lowest, (cost_rounding, relative_error, lost)
+    return highest == lowest, (cost_rounding, relative_error, underflow)
 
 
 def apply_plan(
@@ -380,7 +395,7 @@ def own_product(
 ) -> Applied:
     """Compute this rank's rows of a product with the plan, or its columns of the transpose's."""
     part, owned = parts.by(ranks, columns=transposed)
-    own, dtype = owned.of(ranks), parts.representative.dtype
+    own, dtype = owned.of(ranks), parts.representative.passes.dtype
     rows: Rows = EVERY if transposed else own
     columns: Rows = own if transposed else EVERY
     if part is None:

@@ -133,7 +133,7 @@ def _centred(points: Tensor, centre: Tensor) -> Tensor:
 ROWS_ELEMENTS = 1 << 17
 
 
-class KeptScores:
+class StoredScores:
     """Scores S (n, m) held in memory: n m elements, one read per pass; see `Source`."""
 
     backend, holds_plans = "torch, scores kept", True
@@ -153,7 +153,7 @@ class KeptScores:
         self.cost_rounding = cost_rounding
 
     @classmethod
-    def of(cls, cost: LabelledCost, dtype: torch.dtype) -> KeptScores:
+    def of(cls, cost: LabelledCost, dtype: torch.dtype) -> StoredScores:
         """Compute the costs of labelled points once, in float64, and keep them in a type."""
         scores = torch.empty(cost.shape, dtype=dtype, device=cost.a.device)
         # Costs that are stored in float32 may use points rounded to a lattice: errors are alike.
@@ -185,13 +185,13 @@ class KeptScores:
     def diagonal(self) -> Tensor:
         return -self.scores.diagonal().double()
 
-    def some(self, rows: Cut, columns: Cut, masses: Masses | None) -> KeptScores:
+    def some(self, rows: Cut, columns: Cut, masses: Masses | None) -> StoredScores:
         scores, facts = self.scores[rows][:, columns], self.facts
         if masses is not None:
             a, b = masses
             facts = facts._replace(mean=-float(a @ (scores.double() @ b)))
         (x, y), (of_x, of_y) = self.magnitudes, self.cost_errors
-        return KeptScores(
+        return StoredScores(
             scores,
             facts,
             magnitudes=(x[rows], y[columns]),
@@ -273,9 +273,9 @@ class StreamedScores:
             yield start, block
 
 
-def stored_operator(cost: LabelledCost, dtype: torch.dtype) -> TorchOperator[KeptScores]:
+def stored_operator(cost: LabelledCost, dtype: torch.dtype) -> TorchOperator[StoredScores]:
     """Build the operator of labelled points whose scores are stored in a type."""
-    return TorchOperator(KeptScores.of(cost, dtype), cost.a, cost.b)
+    return TorchOperator(StoredScores.of(cost, dtype), cost.a, cost.b)
 
 
 def streamed_operator(cost: LabelledCost, dtype: torch.dtype) -> TorchOperator[StreamedScores]:

@@ -21,10 +21,12 @@ from torch import Tensor
 from otdd_flash.cost.host_points import Block
 from otdd_flash.cost.points import Cut, LabelledCost, Masses, Moments, normalised
 from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.operators.base import Passes
 from otdd_flash.operators.blocked import BlockOperator, BlockSums, Build, SoftminAccumulator, Tile
 from otdd_flash.operators.parts import EVERY, Part, Parts, sides_of
 from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut, refined_blocks
 from otdd_flash.operators.ring_pairs import RingPairs, RingShare
+from otdd_flash.operators.self_share import BlockShare
 
 NOTHING = slice(0, 0)
 
@@ -84,8 +86,10 @@ class RingPart(BlockSums):
         return self._first
 
     @property
-    def backend(self) -> str:
-        return f"{self.first.backend}, points in a ring"
+    def passes(self) -> Passes:
+        """How passes run: as those of blocks, but never recorded, as ranks wait for each other."""
+        of_one = self.first.passes
+        return of_one._replace(backend=f"{of_one.backend}, points in a ring", recorded=False)
 
     @property
     def refined(self) -> RingPart:
@@ -180,7 +184,11 @@ def ring_parts(
     if not cost.symmetric:
         return Parts(cost, sides, beginning, rows, part(columns=True))
     pairs = RingPairs(ranks, cost, x, beginning, build)
-    share = RingShare(pairs, rows.operator, sides[0].of(ranks))
+    # Blocks are packed for kernels, whose sums are relative to a potential near the result.
+    if pairs.packing is None:
+        share = BlockShare(pairs)
+    else:
+        share = RingShare(pairs, rows.operator, sides[0].of(ranks))
     return Parts(cost, sides, beginning, rows, None, share)
 
 

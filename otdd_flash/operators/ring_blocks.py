@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -186,7 +186,7 @@ def refined_blocks(
     first: BlockOperator, *blocks: RingBlocks
 ) -> tuple[BlockOperator, list[RingBlocks]]:
     """Return an operator at full accuracy, and blocks with the float16 parts that it reads."""
-    found = cast("BlockOperator", first.refined)
+    found = first.refined
     return found, [each.for_parts(found.packing) for each in blocks]
 
 

@@ -10,7 +10,6 @@ these.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import combinations_with_replacement, product
 
@@ -23,7 +22,7 @@ from otdd_flash.operators.base import Epsilon, Operator
 from otdd_flash.operators.blocked import FAR, BlockOperator, BlockSums, Build, Tile
 from otdd_flash.operators.owned import Rows
 from otdd_flash.operators.ring_blocks import RingBlocks, count_of, refined_blocks
-from otdd_flash.operators.self_share import BlockShare
+from otdd_flash.operators.self_share import BlockShare, NearShare
 
 
 class RingPairs(BlockSums):
@@ -85,8 +84,8 @@ class RingPairs(BlockSums):
         return RingPairs(self._ranks, self.cost, blocks, first, self._build, coarse=self)
 
 
-class RingShare(BlockShare):
-    """One rank's share of the pairs of a self term with sharded points.
+class RingShare(BlockShare, NearShare):
+    """One rank's share of the pairs of a self term with sharded points, in Triton.
 
     Args:
         pairs: of this rank.
@@ -94,8 +93,11 @@ class RingShare(BlockShare):
         own: indices of this rank's points in the whole cloud.
     """
 
+    reach = FAR
+    repairs_alone = False
+
     def __init__(self, pairs: RingPairs, rows: Operator, own: Rows) -> None:
-        super().__init__(pairs, math.inf if pairs.packing is None else FAR)
+        super().__init__(pairs)
         self._ring, self._rows, self._own = pairs, rows, own
 
     @property

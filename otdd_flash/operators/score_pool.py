@@ -28,12 +28,9 @@ from otdd_flash.engine.recording import run_branches
 from otdd_flash.formulas.decision import Form, Goal, Levels
 from otdd_flash.formulas.evidence import PassErrors
 from otdd_flash.formulas.operations import Numbers, constant, where
-from otdd_flash.operators.base import Certifiable, SelfCertifiable
-from otdd_flash.operators.point_scores import KeptScores
+from otdd_flash.operators.base import Certifiable
+from otdd_flash.operators.point_scores import StoredScores
 from otdd_flash.operators.torch_operator import TorchOperator
-
-# What terms of a pool tell of their costs: the facts themselves are in `Pool.cross` and `Pool.own`.
-UNKNOWN = CostFacts(torch.float32, 0.0, 0.0, 0.0, 0.0)
 
 # Unit roundoff of what is stored.
 UNIT = torch.finfo(torch.float32).eps / 2
@@ -197,7 +194,7 @@ class PooledIterations(Protocol):
 
     @property
     def terms(self) -> Tensor:
-        """What is `engine.run.Told` of each, of when it was active last (S, 8)."""
+        """The `engine.run.SegmentReport` of each, of when it was active last (S, 8)."""
         ...
 
     @property
@@ -218,7 +215,7 @@ class AskedIterations(PooledIterations, Protocol):
     """Iterations on a processor, where to ask takes no time."""
 
     @property
-    def is_lost(self) -> bool:
+    def is_nan(self) -> bool:
         """Whether a marginal error is NaN, as costs that are not finite make it."""
         ...
 
@@ -243,7 +240,7 @@ class Pool(ABC):
     """
 
     error_share, rounding = 0.0, 0.0
-    both_self_terms: SelfCertifiable | None = None
+    both_self_terms: Certifiable | None = None
 
     def __init__(self, room: Room) -> None:
         self.room = room
@@ -381,13 +378,13 @@ class ScorePool(Pool):
 
     def operator(
         self, term: str, sizes: tuple[int, int], costs: CostFacts
-    ) -> TorchOperator[KeptScores]:
+    ) -> TorchOperator[StoredScores]:
         """The cost of a term of the first problem, of so many points, of which so much is known."""
         starts, (one, two) = (0, self.room.n), SIDES[term]
         rows, columns = (slice(starts[k], starts[k] + sizes[k]) for k in (one, two))
         magnitudes = (self.own_magnitudes if one == two else self.cross_magnitudes)[0]
         both = magnitudes[rows], magnitudes[columns]
-        scores = KeptScores(
+        scores = StoredScores(
             self.block(one, two)[0, : sizes[one], : sizes[two]],
             costs,
             magnitudes=both,

@@ -17,7 +17,7 @@ So one float64 number per point and rank is exchanged, instead of a maximum and 
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,23 +36,10 @@ if TYPE_CHECKING:
 
 
 class SelfShare(Protocol):
-    """One rank's share of the pairs of a cloud of n points with itself.
-
-    Attributes:
-        reach: largest |f - T(f)| over epsilon for which `softmin` is accurate.
-        repairs_alone: whether `repaired` computes the marked rows only, without other ranks, which
-            takes nothing where there are none.
-    """
-
-    reach: float
-    repairs_alone: bool
+    """One rank's share of the pairs of a cloud of n points with itself."""
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
         """Return the p_ri (n,), float64."""
-        ...
-
-    def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
-        """Compute T(f) (n,) for the marked `rows` (n,), out of reach of f, from all pairs."""
         ...
 
     def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
@@ -70,6 +57,23 @@ class SelfShare(Protocol):
     def refined(self) -> SelfShare:
         """The share at full accuracy."""
         ...
+
+
+class NearShare(ABC):
+    """A `SelfShare` in Triton, whose sums are relative to f and leave the range of float32 far off.
+
+    Attributes:
+        reach: largest |f - T(f)| over epsilon for which `softmin` is accurate.
+        repairs_alone: whether `repaired` computes the marked rows only, without other ranks, which
+            takes nothing where there are none.
+    """
+
+    reach: float
+    repairs_alone: bool
+
+    @abstractmethod
+    def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
+        """Compute T(f) (n,) for the marked `rows` (n,), out of reach of f, from all pairs."""
 
 
 def folded(count: int, rank: int, size: int) -> list[tuple[int, int]]:
@@ -99,13 +103,10 @@ class BlockShare:
 
     Args:
         pairs: of this rank, each once.
-        reach: as for `SelfShare`.
     """
 
-    repairs_alone = False
-
-    def __init__(self, pairs: BlockSums, reach: float = math.inf) -> None:
-        self._pairs, self.reach = pairs, reach
+    def __init__(self, pairs: BlockSums) -> None:
+        self._pairs = pairs
 
     @property
     def refined(self) -> SelfShare:
@@ -114,10 +115,6 @@ class BlockShare:
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
         return self._pairs.accumulate_pairs(f, epsilon).potential
-
-    def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
-        """Raise: `reach` is infinite, so that no softmin is out of it."""
-        raise AssertionError("nothing is out of reach")
 
     def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
         """Compute the sums of `SelfShare.marginals`, with the larger of row and column errors."""

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Iterator
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
@@ -44,38 +43,29 @@ class ShardedOperator:
         sampled: builds the operator of a sample of the cost, for this process alone.
     """
 
-    # Ranks wait for each other in every pass.
-    recorded = False
-
     def __init__(
         self, ranks: Ranks, number: int, cost: LabelledCost, error: float, sampled: Build
     ) -> None:
         self.ranks, self.number, self._error, self._sampled = ranks, number, error, sampled
         weakref.finalize(self, ranks.drop, number)
         held: Parts = ranks.held[number]
-        self._dtype, self._by_pairs = held.representative.dtype, held.share is not None
-        self.in_triton, self._backend = held.representative.in_triton, held.representative.backend
+        self._by_pairs = held.share is not None
         self._refines = held.representative.refined is not held.representative
-        self._ring = held.cost is not cost
-        self.replicated = not self._ring and isinstance(cost.points[0], Tensor)
+        ring = held.cost is not cost
+        of_one = held.representative.passes
+        backend = f"{of_one.backend}, {ranks.size} ranks{', points in a ring' if ring else ''}"
+        # Ranks wait for each other in every pass.
+        self.passes = of_one._replace(backend=backend, recorded=False)
+        self.replicated = not ring and isinstance(cost.points[0], Tensor)
         self.cost = cost
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
         self._refined: ShardedOperator | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def backend(self) -> str:
-        ring = ", points in a ring" if self._ring else ""
-        return f"{self._backend}, {self.ranks.size} ranks{ring}"
 
     @cached_property
     def costs(self) -> CostFacts:
         cost = self.cost
         rounding = float16_rounding(cost) if self._refines and not cost.symmetric else 0.0
-        facts = self.dtype, cost.mean_cost, *cost.cost_range, self._error
+        facts = self.passes.dtype, cost.mean_cost, *cost.cost_range, self._error
         return CostFacts(*facts, rounding=rounding)
 
     @property
@@ -128,7 +118,6 @@ class ShardedOperator:
         """Compute the row and column sums of the plan of f (n,) and g (m,)."""
         if g is None and self._by_pairs:
             return self.ranks.order(parts.marginals_self, self.number, f, epsilon, accurate)
-        g = f if g is None else g
         return self.ranks.order(parts.marginals, self.number, f, g, epsilon, accurate)
 
     def plan(
@@ -143,10 +132,6 @@ class ShardedOperator:
             return self.cost.expected_costs(masses)
         return self.ranks.order(parts.expected_costs, self.number, masses)
 
-    def own_costs(self) -> Tensor:
-        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
-        return self.cost.own_costs()
-
 
 class SharedPlan(EvaluatedPlan):
     """A plan whose products ranks share; see `EvaluatedPlan`."""
@@ -159,7 +144,7 @@ class SharedPlan(EvaluatedPlan):
         epsilon: float,
         most: int | None,
     ) -> None:
-        super().__init__(operator.dtype, (operator.a, operator.b), f, g, epsilon, most)
+        super().__init__(operator.passes.dtype, (operator.a, operator.b), f, g, epsilon, most)
         self._operator = operator
 
     def applied(

@@ -1,8 +1,8 @@
 """Transport problems of one padded shape whose costs are stored, in float64 and plain PyTorch.
 
 `labels.sinkhorn_pairs` solves the pairs of classes of one size by them, each of which is a segment
-of `engine.problems`. They iterate on `anchored_segments` first, which are faster, and then on their
-own costs.
+of `engine.problems`. They iterate as `AnchoredSegments` first, which are faster, and then as
+`StoredSegments`, on their own costs.
 
 What a row of scores gives must not depend on where the row lies. So all reductions run along rows
 (a column's scores are copied into a row first), and the exponential is `exp`, which unlike `exp2`
@@ -14,10 +14,26 @@ order: a cost, (2 d + 16) v (||x_i|| + ||y_j||)^2, of centring both points, of t
 three additions; a sum, (n + 512) v, of the logarithm of the mass, of the exponential, of additions
 and of the cut, n e^-700. Rounding an exponent costs less than `TRIFLE` of `formulas.evidence`, 32
 roundings, relative to the largest cost or potential.
+
+Anchors. A softmin that was computed once, at potentials g° and epsilon, is an anchor for those near
+it: with
+
+    p_ij = b_j exp((g°_j - C_ij + T°_i) / epsilon),    sum_j p_ij = 1,
+
+the softmin at g is T_i = T°_i - epsilon log sum_j p_ij exp((g_j - g°_j) / epsilon), one product and
+one sum per score. The anchor is moved when a potential is more than 20 epsilon from it, or epsilon
+is another (Schmitzer 2019, Stabilized sparse scaling algorithms for entropy regularized transport
+problems, absorbs potentials into the kernel in this way).
+
+The p are held in float32, of rows and of columns. Potentials and anchors stay in float64, so that
+the marginals have errors of some 1e-7 however small epsilon is against the costs; where that is too
+much, p is float64 too. What underflows in p is smaller than e^-87, and e^-47 of its sum after all
+shifts.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -27,8 +43,7 @@ from otdd_flash.engine.problems import Segments, Start, WeightedPoints
 from otdd_flash.engine.quasi_newton import ManyVectors, QuasiNewton
 from otdd_flash.formulas.decision import Form, Goal
 from otdd_flash.formulas.evidence import TRIFLE, PassErrors
-from otdd_flash.operators.anchored_segments import AnchoredSegments
-from otdd_flash.operators.segment_tiles import moved, tiles
+from otdd_flash.operators.torch_operator import TILE_ELEMENTS_CPU, TILE_ELEMENTS_GPU
 
 # Stands for log(0): finite, so that differences of two of them are 0 and not NaN.
 LOG_ZERO = -1e30
@@ -44,8 +59,69 @@ UNIT = 2.0**-53
 # Padded sizes are multiples of it, so that rows are whole vectors.
 SIZE_STEP = 16
 
+# How far, in units of epsilon, a potential may be from that of an anchor.
+MOST_SHIFT = 20.0
 
-class StoredSegments:
+# Rows and columns are rounded apart, so what float32 leaves out of balance is never settled.
+LEAST_TOLERANCE_IN_FLOAT32 = 1e-5
+
+
+class PaddedSegments(ABC):
+    """S problems that are padded to one shape (n, m), with vectors in PyTorch; see `Segments`.
+
+    Attributes:
+        symmetric: whether they are clouds with themselves.
+        masses: of rows (S, n) and of columns (S, m), float64; one of clouds with themselves.
+    """
+
+    dtype = sum_dtype = torch.float64
+    symmetric: bool
+    masses: list[Tensor]
+    mean_cost: Tensor
+    cost_spread: Tensor
+    offset: Tensor
+    errors: PassErrors
+
+    @property
+    def row_masses(self) -> Tensor | None:
+        return None if self.symmetric else self.masses[0]
+
+    @property
+    def column_masses(self) -> Tensor:
+        return self.masses[-1]
+
+    @property
+    def first(self) -> Tensor:
+        """Potentials 0 (S, m)."""
+        return torch.zeros_like(self.column_masses)
+
+    def iterations(self, candidate: Tensor, goal: Goal, form: Form, start: Start) -> QuasiNewton:
+        return QuasiNewton(self, ManyVectors(self, candidate, MEMORY), goal, form, start)
+
+    @abstractmethod
+    def softmin(self, side: int, potential: Tensor, epsilon: Tensor) -> Tensor:
+        """Compute the softmin of rows (side 0) or columns (side 1) at the other potentials."""
+
+    def softmins(
+        self,
+        g: Tensor,
+        before: Tensor | None,
+        epsilon: Sequence[float] | Tensor,
+        active: Sequence[bool] | Tensor,
+    ) -> tuple[Tensor | None, Tensor]:
+        assert isinstance(epsilon, Tensor)
+        f = self.softmin(0, g, epsilon)
+        return (None, f) if before is None else (f, self.softmin(1, f, epsilon))
+
+    def keep(self, order: Tensor) -> None:
+        """Go on with some segments."""
+        self.masses = [values[order] for values in self.masses]
+        self.mean_cost, self.cost_spread = self.mean_cost[order], self.cost_spread[order]
+        self.offset = self.offset[order]
+        self.errors = PassErrors(*(numbers[order] for numbers in self.errors))
+
+
+class StoredSegments(PaddedSegments):
     """S problems of cost ||x - y||^2 in float64, padded to one shape (n, m); 8 S n m bytes.
 
     Args:
@@ -53,8 +129,6 @@ class StoredSegments:
             them for clouds with themselves.
         shape: (n, m), at least the sizes of any of them, multiples of `SIZE_STEP`.
     """
-
-    dtype = sum_dtype = torch.float64
 
     def __init__(
         self, sides: Sequence[tuple[WeightedPoints, WeightedPoints]], shape: tuple[int, int]
@@ -73,22 +147,6 @@ class StoredSegments:
             for side in ((0,) if self.symmetric else (0, 1))
         ]
 
-    @property
-    def row_masses(self) -> Tensor | None:
-        return None if self.symmetric else self.masses[0]
-
-    @property
-    def column_masses(self) -> Tensor:
-        return self.masses[-1]
-
-    @property
-    def first(self) -> Tensor:
-        """Potentials 0 (S, m)."""
-        return torch.zeros_like(self.column_masses)
-
-    def iterations(self, candidate: Tensor, goal: Goal, form: Form, start: Start) -> QuasiNewton:
-        return QuasiNewton(self, ManyVectors(self, candidate, MEMORY), goal, form, start)
-
     def coarse(self, tolerance: float) -> Segments:
         """The same problems with sums of stored exponentials."""
         return AnchoredSegments(self, tolerance)
@@ -96,19 +154,6 @@ class StoredSegments:
     def other(self, side: int) -> int:
         """The side whose potentials an update of `side` reads."""
         return 0 if self.symmetric else 1 - side
-
-    def softmins(
-        self,
-        g: Tensor,
-        before: Tensor | None,
-        epsilon: Sequence[float] | Tensor,
-        active: Sequence[bool] | Tensor,
-    ) -> tuple[Tensor | None, Tensor]:
-        assert isinstance(epsilon, Tensor)
-        if before is None:
-            return None, self._softmin(0, g, epsilon)
-        f = self._softmin(0, g, epsilon)
-        return f, self._softmin(1, f, epsilon)
 
     def shifted_scores(
         self, side: int, potential: Tensor, chosen: Tensor, epsilon: Tensor, highest: Tensor
@@ -142,13 +187,10 @@ class StoredSegments:
             yield segments, rows, scratch.sub_(top).clamp_min_(LEAST_EXPONENT).exp_()
 
     def keep(self, order: Tensor) -> None:
+        super().keep(order)
         self.costs = moved(self.costs, order)
-        self.masses = [values[order] for values in self.masses]
-        self.mean_cost, self.cost_spread = self.mean_cost[order], self.cost_spread[order]
-        self.offset = self.offset[order]
-        self.errors = PassErrors(*(numbers[order] for numbers in self.errors))
 
-    def _softmin(self, side: int, potential: Tensor, epsilon: Tensor) -> Tensor:
+    def softmin(self, side: int, potential: Tensor, epsilon: Tensor) -> Tensor:
         chosen = torch.arange(len(self.costs), device=self.costs.device)
         logs = torch.empty_like(self.masses[side])
         for segments, rows, scores in self.shifted_scores(side, potential, chosen, epsilon, logs):
@@ -180,3 +222,107 @@ def _fill(out: Tensor, rows: WeightedPoints, columns: WeightedPoints) -> Tensor:
 
 def _padded(masses: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(masses, (0, size - len(masses)))
+
+
+class AnchoredSegments(PaddedSegments):
+    """All problems of `StoredSegments` in a faster form; 8 or 16 S n m bytes more."""
+
+    def __init__(self, stored: StoredSegments, tolerance: float) -> None:
+        self.symmetric, self.masses = stored.symmetric, stored.masses
+        self._index = torch.arange(len(stored.costs), device=stored.costs.device)
+        self.mean_cost, self.cost_spread = stored.mean_cost, stored.cost_spread
+        self.offset = stored.offset
+        single = tolerance >= LEAST_TOLERANCE_IN_FLOAT32
+        self.sum_dtype = torch.float32 if single else torch.float64
+        unit = torch.full_like(self.offset, torch.finfo(self.sum_dtype).eps / 2)
+        # Nothing that is reported rests on them: about what sums of rounded exponentials lose.
+        self.errors = stored.errors._replace(sums=2 * unit)
+        sides = range(len(stored.masses))
+        self._anchors = [_Anchor(stored, side, self.sum_dtype) for side in sides]
+
+    def coarse(self, tolerance: float) -> None:
+        return
+
+    def softmin(self, side: int, potential: Tensor, epsilon: Tensor) -> Tensor:
+        return self._anchors[side].softmin(potential, self._index, epsilon)
+
+    def keep(self, order: Tensor) -> None:
+        super().keep(order)
+        self._index = self._index[order]
+        for anchor in self._anchors:
+            anchor.keep(order)
+
+
+class _Anchor:
+    """p of one side (S, n, m), T° (S, n), g° (S, m), and the epsilon (S,) that they are for."""
+
+    def __init__(self, stored: StoredSegments, side: int, dtype: torch.dtype) -> None:
+        self._stored, self._side = stored, side
+        count, n, m = stored.costs.shape if side == 0 else stored.costs.mT.shape
+        self._plan = torch.empty((count, n, m), dtype=dtype, device=stored.costs.device)
+        self._softmin = stored.costs.new_empty((count, n))
+        self._potential = stored.costs.new_zeros((count, m))
+        self._epsilon = stored.costs.new_zeros(count)
+
+    def softmin(self, potential: Tensor, index: Tensor, epsilon: Tensor) -> Tensor:
+        """The softmin (S, n) at potentials (S, m) of the problems `index` (S,)."""
+        shift = self._shift(potential, index, epsilon)
+        stale = (shift.abs().amax(1) > MOST_SHIFT) | (epsilon != self._epsilon)
+        places = torch.nonzero(stale).squeeze(1)
+        if len(places):
+            self._move(places, potential, index, epsilon)
+            shift[places] = 0
+        factors = shift.exp_().to(self._plan.dtype).unsqueeze(1)
+        sums = torch.empty_like(self._softmin)
+        for segments, rows, scratch in tiles(self._plan.shape, self._plan.dtype, sums.device):
+            torch.mul(self._plan[segments, rows], factors[segments], out=scratch)
+            sums[segments, rows] = scratch.sum(-1).double()
+        return self._softmin - epsilon[:, None] * sums.log_()
+
+    def keep(self, order: Tensor) -> None:
+        self._plan = moved(self._plan, order)
+        self._softmin, self._potential = self._softmin[order], self._potential[order]
+        self._epsilon = self._epsilon[order]
+
+    def _shift(self, potential: Tensor, index: Tensor, epsilon: Tensor) -> Tensor:
+        """How far the potentials are from the anchor, in units of epsilon (S, m)."""
+        other = self._stored.other(self._side)
+        shift = (potential - self._potential) / epsilon[:, None]
+        return torch.where(self._stored.masses[other][index] > 0, shift, 0.0)
+
+    def _move(self, places: Tensor, potential: Tensor, index: Tensor, epsilon: Tensor) -> None:
+        """Take the potentials of the problems index[places] as the anchor."""
+        stored, chosen, some = self._stored, index[places], potential[places]
+        logs = self._softmin.new_empty((len(places), self._softmin.shape[1]))
+        scores = stored.shifted_scores(self._side, some, chosen, epsilon[places], logs)
+        for segments, rows, scratch in scores:
+            sums = scratch.sum(-1, keepdim=True)
+            self._plan[places[segments], rows] = scratch.div_(sums).to(self._plan.dtype)
+            logs[segments, rows] += sums.squeeze(-1).log_()
+        self._softmin[places] = -epsilon[places, None] * logs
+        self._potential[places] = some
+        self._epsilon[places] = epsilon[places]
+
+
+def moved(values: Tensor, order: Tensor) -> Tensor:
+    """Rows `order` of a large tensor within its own memory: only those not in place are copied."""
+    places = torch.arange(len(order), device=order.device)
+    free = torch.nonzero(order != places).squeeze(1)
+    values[free] = values[order[free]]
+    return values[: len(order)]
+
+
+def tiles(
+    size: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Cut (S, n, m) into cache-sized tiles of whole problems, or of rows of one, with scratch."""
+    count, n, m = size
+    budget = TILE_ELEMENTS_GPU if device.type == "cuda" else TILE_ELEMENTS_CPU
+    together, height = max(1, min(count, budget // (n * m))), max(1, min(n, budget // m))
+    scratch = torch.empty(together * height * m, dtype=dtype, device=device)
+    for first in range(0, count, together):
+        segments = slice(first, min(first + together, count))
+        for top in range(0, n, height):
+            rows = slice(top, min(top + height, n))
+            shape = (segments.stop - first, rows.stop - top, m)
+            yield segments, rows, scratch[: shape[0] * shape[1] * m].view(shape)

@@ -31,9 +31,10 @@ from otdd_flash.operators.base import (
     Epsilon,
     EvaluatedPlan,
     Factors,
-    KeptPlan,
     Marginals,
+    Passes,
     Plan,
+    StoredPlan,
 )
 
 LOG2_E = math.log2(math.e)
@@ -141,7 +142,6 @@ class TorchOperator(Generic[S]):
         b: (m,) column masses, float64.
     """
 
-    in_triton, recorded = False, False
     # Points are not packed.
     packing = None
 
@@ -172,8 +172,9 @@ class TorchOperator(Generic[S]):
         return self.source.row_offset.device
 
     @property
-    def backend(self) -> str:
-        return self.source.backend
+    def passes(self) -> Passes:
+        """How passes run: in PyTorch, on what the source reads."""
+        return Passes(self.dtype, self.source.backend)
 
     @cached_property
     def costs(self) -> CostFacts:
@@ -211,14 +212,11 @@ class TorchOperator(Generic[S]):
         """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
         return self.source.expected_costs(masses)
 
-    def own_costs(self) -> Tensor:
-        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
-        return self.source.diagonal()
-
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Compute row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
+        own_costs = self.source.diagonal() if g is None else None
         g = f if g is None else g
         rows, columns = torch.empty_like(self.a), torch.zeros_like(self.b)
         for part, plan in self.exact_tiles(f, g, float(epsilon)):
@@ -227,7 +225,7 @@ class TorchOperator(Generic[S]):
         sums = self.a * rows, self.b * columns
         potentials, source = (present(self.a, f), present(self.b, g)), self.source
         given = source.magnitudes, source.cost_errors, source.cost_rounding
-        return measured(sums, potentials, *given)
+        return measured(sums, potentials, *given, own_costs)
 
     def exact_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
         """Yield ranges of rows and their exp((f_i + g_j - C_ij) / epsilon), in a reused buffer.
@@ -379,7 +377,7 @@ class TiledPlan(EvaluatedPlan):
         operator = self._operator
         needed = 8 * math.prod(operator.shape)
         if operator.source.holds_plans and holds(needed, self._most, operator.device):
-            return KeptPlan(operator.plan_entries(*self._at))
+            return StoredPlan(operator.plan_entries(*self._at))
         return self
 
     def applied(
@@ -414,6 +412,7 @@ def measured(
     magnitudes: tuple[Tensor, Tensor],
     cost_errors: tuple[Tensor, Tensor],
     cost_rounding: float,
+    own_costs: Tensor | None = None,
 ) -> Marginals:
     """Build `Marginals` of sums computed in float64, with their error bounds, see `Source`."""
     # Rounding to float32 among subnormal numbers has an absolute error.
@@ -430,7 +429,8 @@ def measured(
         of_columns,
         cost_rounding=cost_rounding,
         relative_error=(terms + EVALUATION) * DOUBLE_UNIT,
-        lost=math.exp(LEAST_EXPONENT),
+        underflow=math.exp(LEAST_EXPONENT),
+        own_costs=own_costs,
     )
 
 

@@ -26,11 +26,10 @@ from otdd_flash.engine.few_problems import MEMORY, FewQuasiNewton, FewVectors
 from otdd_flash.engine.problems import Evaluated, Start, Vectors
 from otdd_flash.engine.quasi_newton import ManyVectors, QuasiNewton
 from otdd_flash.formulas.decision import Form
-from otdd_flash.operators.base import Epsilon, Marginals
+from otdd_flash.operators.base import Epsilon, Marginals, Passes
 from otdd_flash.operators.one_problem import Scalars
 from otdd_flash.operators.score_pool import (
     UNIT,
-    UNKNOWN,
     PooledIterations,
     PooledSegments,
     Room,
@@ -367,7 +366,7 @@ class TorchTerm:
         own: whether rows are columns, and scores symmetric.
     """
 
-    costs = UNKNOWN
+    passes = Passes(torch.float32, "torch, scores kept")
 
     def __init__(
         self,
@@ -389,7 +388,9 @@ class TorchTerm:
 
         Of a term of clouds with themselves there is no g, and the columns are the rows.
         """
-        level = float(epsilon)
+        level, own_costs = float(epsilon), None
+        if g is None:
+            own_costs = -self._scores.diagonal(dim1=1, dim2=2).double()
         f, g = present(self.a, f), present(self.b, f if g is None else g)
         # f_i + g_j as a product of matrices: one read and one write of a tile.
         left = torch.stack((f / level, torch.ones_like(f)), 2)
@@ -415,13 +416,9 @@ class TorchTerm:
         rows = self.a * rows
         columns = rows if self._own else self.b * columns
         errors = self._error_share * self._magnitudes[0], self._error_share * self._magnitudes[1]
-        sums = measured((rows, columns), (f, g), self._magnitudes, errors, UNIT)
+        sums = measured((rows, columns), (f, g), self._magnitudes, errors, UNIT, own_costs)
         return sums._replace(column_errors=sums.row_errors) if self._own else sums
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (S, n) for masses q (S, m), float64: one read of the scores."""
         return -torch.bmm(self._scores.double(), masses.unsqueeze(2)).squeeze(2)
-
-    def own_costs(self) -> Tensor:
-        """C_ii (S, n) for the cost of a cloud with itself, float64."""
-        return -self._scores.diagonal(dim1=1, dim2=2).double()

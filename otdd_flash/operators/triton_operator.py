@@ -31,7 +31,7 @@ from otdd_flash.kernels.points.packed_points import (
     pack,
     power_of_two_scale,
 )
-from otdd_flash.operators.base import Epsilon, Marginals
+from otdd_flash.operators.base import Epsilon, Marginals, Passes
 from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
 from otdd_flash.operators.packed_blocks import Packing
@@ -57,10 +57,8 @@ class KernelOperator:
 
     Attributes:
         packed: both clouds in float16 parts, as kernels read them.
-        recorded: whether steps are recorded as CUDA graphs.
+        passes: how passes run.
     """
-
-    in_triton = True
 
     def __init__(
         self, cost: LabelledCost, precision: str, coarse: KernelOperator | None = None
@@ -68,7 +66,7 @@ class KernelOperator:
         self.cost, self._precision = cost, precision
         # Kernels read masses by their pointers.
         self.a, self.b = cost.a.contiguous(), cost.b.contiguous()
-        self.shape, self.dtype = cost.shape, torch.float32
+        self.shape = cost.shape
         self._lattice: Lattice | None
         self.packed: tuple[PackedPoints, PackedPoints]
         self._fixed_point: FixedPoint
@@ -98,13 +96,15 @@ class KernelOperator:
         self._plan_parts = PARTS["high" if self._lattice else precision]
         self._many = x.layout.size * y.layout.size >= MANY_SCORES
         products = self.shape[0] * self.shape[1] * x.coordinates.shape[1]
-        self.recorded = self.a.is_cuda and products <= FEW_PRODUCTS
+        backend = f"triton, scores streamed, {precision}"
+        recorded = self.a.is_cuda and products <= FEW_PRODUCTS
+        self.passes = Passes(torch.float32, backend, in_triton=True, recorded=recorded)
 
     @cached_property
     def costs(self) -> CostFacts:
         cost, error = self.cost, self._fixed_point.cost_error
         rounding = float16_rounding(cost) if self._rounds and not cost.symmetric else 0.0
-        facts = self.dtype, cost.mean_cost, *cost.cost_range, error
+        facts = self.passes.dtype, cost.mean_cost, *cost.cost_range, error
         return CostFacts(*facts, rounding=rounding)
 
     @property
@@ -121,10 +121,6 @@ class KernelOperator:
     def packing(self) -> Packing:
         """How blocks of the cost's points are packed: in float16 parts."""
         return Packing(partial(_pack, self.cost.whole, self._lattice), min(2, self._parts))
-
-    @property
-    def backend(self) -> str:
-        return f"triton, scores streamed, {self._precision}"
 
     @property
     def refined(self) -> KernelOperator:
@@ -208,10 +204,6 @@ class KernelOperator:
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
         return self.cost.expected_costs(masses)
-
-    def own_costs(self) -> Tensor:
-        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
-        return self.cost.own_costs()
 
     def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> KernelOperator:
         """Return the cost between some rows and columns, with `masses` or those of the whole.

@@ -1,10 +1,11 @@
 """Plans in Triton, evaluated in every product or prepared for many.
 
-`KernelPlan` is the plan of a `KernelOperator`. Its `prepared` form is a `KeptPlan` in float64 or an
-`ExactFusedPlan`, which computes entries as sums hi + lo of two float16 in every product. Iterations
-whose result is refined afterwards use plans rounded to float16, `HeldPlan` or `FusedPlan`, whose
-row and column sums are those of the rounded numbers. Values are multiplied as sums hi + lo of two
-float16, and added in float32. Sums are in the order of the points; layouts map it to packed rows.
+`KernelPlan` is the plan of a `KernelOperator`. Its `prepared` form is a `StoredPlan` in float64 or
+an `ExactFusedPlan`, which computes entries as sums hi + lo of two float16 in every product.
+Iterations whose result is refined afterwards use plans rounded to float16, `HeldPlan` or
+`FusedPlan`, whose row and column sums are those of the rounded numbers. Values are multiplied as
+sums hi + lo of two float16, and added in float32. Sums are in the order of the points; layouts map
+it to packed rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from otdd_flash.cost.points import LabelledCost
 from otdd_flash.kernels.epsilon import on_device
+from otdd_flash.kernels.linear.cg_step import Image
 from otdd_flash.kernels.linear.halves import Unmerged, from_halves, to_halves
+from otdd_flash.kernels.linear.onward import onward
 from otdd_flash.kernels.linear.row_sums import row_sums
 from otdd_flash.kernels.passes.block_product import BlockProduct, Found, Rows, Weights
 from otdd_flash.kernels.passes.fused_product import (
@@ -30,12 +33,13 @@ from otdd_flash.kernels.passes.fused_product import (
 )
 from otdd_flash.kernels.passes.half_step import half_step
 from otdd_flash.kernels.passes.plan_application import apply_plan_blocks, hold_plan
+from otdd_flash.kernels.passes.plan_blocks import Pair
 from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, ROW_RANGE, PlanTerms, plan_terms
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.weighted_product import WeightedProduct
 from otdd_flash.kernels.points.packed_points import Layout, PackedPoints, pack, power_of_two_scale
 from otdd_flash.memory import holds
-from otdd_flash.operators.base import Applied, EvaluatedPlan, Factors, KeptPlan, Plan, Products
+from otdd_flash.operators.base import Applied, EvaluatedPlan, Factors, Plan, Products, StoredPlan
 
 # product(values (m, copies, k) float16): Q V in packed order, and the row sums of Q.
 PackedProduct = Callable[[Tensor], tuple[Unmerged, Unmerged]]
@@ -66,6 +70,48 @@ class HalfProduct(NamedTuple):
         return from_halves(self.multiply(packed), scales, found, self.weights)
 
 
+class HalfProducts(NamedTuple):
+    """Products with a plan P and with its transpose on packed values.
+
+    Images are of matrices of linear systems, in the form that kernels read; see
+    `derivatives.plan_system`.
+
+    Attributes:
+        there: products with P.
+        back: products with P^T.
+    """
+
+    there: HalfProduct
+    back: HalfProduct
+
+    @property
+    def layout(self) -> Layout:
+        """The packed order of the columns."""
+        return self.there.layouts[1]
+
+    def image(self, packed: Tensor, scales: Tensor, diagonal: Tensor) -> Image:
+        """Compute (diag(diagonal) + P) v of a symmetric plan, for packed v with scales (s,)."""
+        there = self.there
+        found = there.multiply(packed)
+        return Image(found, scales, there.weights, diagonal, there.layouts[0].position)
+
+    def between(self, by_row: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights of both products of -P^T diag(by_row) P, the first in packed order."""
+        weights = by_row * self.there.weights
+        if self.back.given is not None:
+            weights *= self.back.given
+        return self.there.layouts[0].spread(weights, 0.0), -self.back.weights
+
+    def schur_image(
+        self, packed: Tensor, scales: Tensor, weights: tuple[Tensor, Tensor], diagonal: Tensor
+    ) -> Image:
+        """Compute (diag(diagonal) - P^T diag(by_row) P) v, with the weights that are `between`."""
+        back = self.back
+        packed, scales = onward(self.there.multiply(packed), scales, weights[0])
+        position = back.layouts[0].position
+        return Image(back.multiply(packed), scales, weights[1], diagonal, position)
+
+
 class _RoundedPlan:
     """A plan rounded to float16.
 
@@ -82,7 +128,7 @@ class _RoundedPlan:
     precision = PRECISION
 
     def __init__(self, there: HalfProduct, back: HalfProduct, rows: Tensor) -> None:
-        self.half_products, self.rows = (there, back), rows
+        self.half_products, self.rows = HalfProducts(there, back), rows
 
     @cached_property
     def columns(self) -> Tensor:
@@ -92,11 +138,11 @@ class _RoundedPlan:
 
     def times(self, values: Tensor) -> Tensor:
         """Compute P V (N, k) for V (M, k), float64."""
-        return self.half_products[0].times(values)
+        return self.half_products.there.times(values)
 
     def transposed_times(self, values: Tensor) -> Tensor:
         """Compute P^T U (M, k) for U (N, k), float64."""
-        return self.half_products[1].times(values)
+        return self.half_products.back.times(values)
 
 
 class HeldPlan(_RoundedPlan):
@@ -224,13 +270,13 @@ class ExactFusedPlan:
         return self._streamed.rounded(self._sides[0])
 
     @cached_property
-    def half_products(self) -> tuple[HalfProduct, HalfProduct] | None:
+    def half_products(self) -> HalfProducts | None:
         """Products with P and with P^T on packed values; None if a sum is out of range."""
         _ = self.rows, self.columns
         if any(sums is None for sums in self._sums.values()):
             return None
         of_rows, of_columns = (partial(_split_product, product) for product in self._products)
-        return (
+        return HalfProducts(
             HalfProduct(of_rows, None, self._masses[0], self._layouts),
             HalfProduct(of_columns, None, self._masses[1], self._layouts[::-1]),
         )
@@ -384,7 +430,7 @@ class KernelPlan(EvaluatedPlan):
         worthwhile = needed <= KEPT_BYTES or dim <= FEW_COORDINATES
         if worthwhile and holds(needed, self._most, f.device):
             quick = self.rounded()
-            return KeptPlan(cost.plan_entries(f, g, epsilon), quick)
+            return StoredPlan(cost.plan_entries(f, g, epsilon), quick)
         columns = most_columns(self._padded_dim, parts, f.device)
         if parts == 1 or columns == NARROW:
             return self
@@ -563,17 +609,33 @@ class PointProducts:
     def times(
         self,
         values: PackedPoints,
-        weights: Weights | None = None,
         numbers: Tensor | None = None,
         *,
         transposed: bool = False,
     ) -> Iterator[Found]:
-        """Yield P V and P q, or (P o W) V, for blocks of rows; see `BlockProduct`.
+        """Yield P V and P q, or P^T V and P^T q, for blocks of rows; see `BlockProduct`."""
+        return self._product(transposed)(values, self._dim, None, numbers)
 
-        If `transposed`, the same with P^T, and with A of the weights packed like the columns, and B
-        like the rows.
+    def weighted(
+        self,
+        pairs: Sequence[Pair],
+        factor: float,
+        numbers: tuple[Tensor, Tensor],
+        *,
+        transposed: bool = False,
+    ) -> Iterator[Found]:
+        """Yield (P o W) y for blocks of rows, W = s 1^T + 1 t^T + factor (A B^T + ...).
+
+        Args:
+            pairs: one or two of A, packed like the points x of the rows, and B, like the points y.
+            factor: of their products, positive.
+            numbers: s (N,) and t (M,), or if `transposed` t and s.
+            transposed: yield (P o W)^T x.
         """
-        return self._product(transposed)(values, self._dim, weights, numbers)
+        if transposed:
+            pairs = [(right, left) for left, right in pairs]
+        values, weights = self.points[not transposed], Weights(pairs, factor, numbers)
+        return self._product(transposed)(values, self._dim, weights, None)
 
     def _product(self, transposed: bool) -> BlockProduct:
         if transposed not in self._products:

@@ -95,7 +95,7 @@ class SubsetComparison:
         sides = drawable(source, metric, minimum), drawable(target, metric, minimum)
         self._cost = cost = GroundCost(ground=self._settings.get("ground", "sqeuclidean"))
         compute = ComputeOptions.of(self._settings.get("compute"))
-        self.ranks = ranks_of(compute.group)
+        self.ranks = None if compute.group is None else ranks_of(compute.group)
         # Rows are drawn on the device on which they are compared.
         prepared = Comparison.prepare(sides, cost, compute, pairs=())
         self.source, self.target = prepared.given

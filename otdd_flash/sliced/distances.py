@@ -29,12 +29,17 @@ from otdd_flash.arguments import DeviceName, Progress, Seed, takes
 from otdd_flash.checks import integer
 from otdd_flash.data.given import Samples
 from otdd_flash.devices import resolve_device
-from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.labels.measuring import as_datasets
 from otdd_flash.labels.table import distinct_names
-from otdd_flash.samples import HOW_TO_LABEL, HOW_TO_SCALE, LabeledSamples, check_squares
+from otdd_flash.samples import (
+    HOW_TO_LABEL,
+    HOW_TO_SCALE,
+    LabeledSamples,
+    check_same_dimension,
+    check_squares,
+)
 from otdd_flash.sliced.result import SlicedResult
 
 # Bytes in memory for the draws that are computed together.

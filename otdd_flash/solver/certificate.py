@@ -23,7 +23,7 @@ from torch import Tensor
 from otdd_flash.cost.facts import CostFacts, larger, lesser
 from otdd_flash.errors import EpsilonOutOfRange
 from otdd_flash.formulas.evidence import dual_value, oscillation_bound
-from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator, SelfCertifiable
+from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator
 from otdd_flash.solver.evidence import (
     TINY,
     Filling,
@@ -36,15 +36,15 @@ from otdd_flash.solver.evidence import (
     filling_of,
     fitting_scale,
     growth_of,
-    hidden_after_update,
     off_diagonal_sums,
     oscillation_slack,
     oscillations,
     perturbed_spread,
+    undetectable_after_update,
     updated_gap,
     widen_bounds,
 )
-from otdd_flash.solver.term.tolerance import or_double
+from otdd_flash.solver.term import or_double
 
 # A plan is accepted without another evaluation if kappa differs from 1 by at most this share of the
 # missing mass, plus so many units of roundoff.
@@ -63,8 +63,7 @@ class Certificate(NamedTuple):
     """Potentials after the certifying pass, with bounds of the term's value and marginal error.
 
     `marginal_error` is a bound of the larger of the L1 errors of rows and of columns, of which
-    `hidden` is the undetectable part, within rounding. `passes` counts evaluations of
-    `Operator.marginals`.
+    `undetectable` is the part within rounding. `passes` counts evaluations of `Operator.marginals`.
     """
 
     f: Tensor
@@ -72,7 +71,7 @@ class Certificate(NamedTuple):
     value: float
     bounds: tuple[float, float]
     marginal_error: float
-    hidden: float
+    undetectable: float
     passes: int
 
 
@@ -112,9 +111,9 @@ def certify(
 
 
 def certify_self(
-    operator: SelfCertifiable, f: Tensor, epsilon: float, *, accurate: bool = False
+    operator: Operator, f: Tensor, epsilon: float, *, accurate: bool = False
 ) -> Certificate:
-    """Certify a self term by its potential f (n,), in one pass, or two if points are lost.
+    """Certify a self term by its potential f (n,), in one pass, or two if points are unresolved.
 
     The plan is made symmetric: it is the mean of the computed one and its transpose, whose costs
     are as near to C.
@@ -125,10 +124,11 @@ def certify_self(
     plan = self_plan(operator, f.double(), epsilon, accurate=accurate)
     evidence = self_evidence(operator, plan, epsilon)
     numbers = SelfNumbers(*evidence.numbers.tolist())
-    if numbers.lost > 0:
+    if numbers.unresolved > 0:
         low = lowered(plan.f, plan, plan.sides[0], plan.sums.rows, epsilon)
         again = self_plan(operator, low, epsilon, accurate=accurate)
-        evidence = self_evidence(operator, again._replace(lost=plan.lost, passes=2), epsilon)
+        again = again._replace(unresolved=plan.unresolved, passes=2)
+        evidence = self_evidence(operator, again, epsilon)
         numbers = SelfNumbers(*evidence.numbers.tolist())
     return conclude(operator.costs, evidence, numbers, epsilon)
 
@@ -149,9 +149,9 @@ def conclude(
     if costs.forbidden:
         # Both upper bounds of a cross term move mass between any two points, forbidden pairs too.
         bounds = bounds[0], math.inf
-    hidden = numbers.noise + 2 * sums.relative_error
-    error = numbers.gap + hidden
-    return Certificate(evidence.f, evidence.g, dual, bounds, error, hidden, evidence.passes)
+    undetectable = numbers.noise + 2 * sums.relative_error
+    error = numbers.gap + undetectable
+    return Certificate(evidence.f, evidence.g, dual, bounds, error, undetectable, evidence.passes)
 
 
 def shows_rounding(
@@ -220,7 +220,7 @@ def lowered_plan(
 
     `updated` is T'(f); columns without mass take it.
     """
-    unit = torch.finfo(operator.costs.dtype).eps / 2
+    unit = torch.finfo(operator.passes.dtype).eps / 2
     g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
     g = torch.sub(g, g.abs(), alpha=MARGIN * unit).double()
     return cross_plan(operator, f.double(), g, epsilon, accurate=accurate)
@@ -229,7 +229,7 @@ def lowered_plan(
 def polished_plan(operator: Certifiable, plan: Plan, epsilon: Epsilon, *, accurate: bool) -> Plan:
     """Evaluate the plan after both updates once more, in float64, from its sums.
 
-    Lost points, whose factors are 1, get potentials so low that their errors are negligible.
+    Unresolved points, whose factors are 1, get potentials so low that their errors are negligible.
     """
     b, (rows, columns) = operator.b, plan.sides
     factors, _ = row_update(operator, plan)
@@ -238,32 +238,32 @@ def polished_plan(operator: Certifiable, plan: Plan, epsilon: Epsilon, *, accura
     scaled = cross_plan(operator, f, g, epsilon, accurate=accurate)
     g = g - epsilon * excess(scaled.sums.columns, b)
     polished = cross_plan(operator, f, g, epsilon, accurate=accurate)
-    return polished._replace(lost=plan.lost, passes=3)
+    return polished._replace(unresolved=plan.unresolved, passes=3)
 
 
 def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
-    """Compute the numbers of a cross term, with its rows updated but for the lost ones."""
+    """Compute the numbers of a cross term, with its rows updated but for the unresolved ones."""
     sums, points, (rows, columns) = plan.sums, (plan.masses, plan.absent), plan.sides
     factors, updated_rows = row_update(operator, plan)
     shift = epsilon * factors.log()
     f, g = plan.f + shift, plan.g
-    returned = f.to(operator.costs.dtype), g.to(operator.costs.dtype)
+    returned = f.to(operator.passes.dtype), g.to(operator.passes.dtype)
     both = torch.cat((sums.rows, sums.columns), -1)
     held = torch.cat((plan.f, g), -1).masked_fill_(plan.absent, 0)
-    paid_before = dot(both, held)
+    linear_before = dot(both, held)
     held[..., rows].add_(shift)
     errors = errors_of(operator, plan, f, updated_rows, epsilon)
     growth = _growth(plan, both, errors, held - torch.cat(returned, -1), epsilon)
     kappa, total = fitting_scale(*points, both, sums.relative_error), sums.rows.sum(-1)
     # A mass that is not far above the underflow bound is not scaled up.
-    total_scaled = total.clamp_min(max(SCALABLE * sums.lost, TINY))
+    total_scaled = total.clamp_min(max(SCALABLE * sums.underflow, TINY))
     updated = torch.cat((updated_rows, operator.b), -1)
     filling = filling_of(operator, *points, both, kappa)
     row_oscillation, column_oscillation = oscillations(held, plan.absent, rows, columns)
     numbers = CrossNumbers(
         kappa=kappa,
         mass=sums.columns.sum(-1),
-        lost=(plan.masses * plan.lost).sum(-1),
+        unresolved=(plan.masses * plan.unresolved).sum(-1),
         total=total,
         moved=distance(sums.rows, updated_rows),
         missed=distance(sums.columns, operator.b),
@@ -273,10 +273,10 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
         row_growth=dot(updated_rows, growth[..., rows]),
         column_growth=dot(sums.columns, growth[..., columns]),
         largest_growth=growth[..., columns].amax(-1),
-        paid=dot(plan.masses, held),
+        linear=dot(plan.masses, held),
         updated=updated_rows.sum(-1),
         size=dot(plan.masses, held.abs()),
-        paid_before=paid_before,
+        linear_before=linear_before,
         missing_rows=filling.rows,
         missing_columns=filling.columns,
         filling_costs=filling.costs,
@@ -290,12 +290,13 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
     return PlanEvidence(*returned, torch.stack(numbers, -1), sums, plan.passes)
 
 
-def self_evidence(operator: SelfCertifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
+def self_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
     """Compute the numbers of a self term from the plan of one potential, of mass 1."""
     a, sums, rows = operator.a, plan.sums, plan.sums.rows
-    returned, held = plan.f.to(operator.costs.dtype), plan.f.masked_fill(plan.absent, 0)
+    returned, held = plan.f.to(operator.passes.dtype), plan.f.masked_fill(plan.absent, 0)
     growth = _growth(plan, rows, plan.errors, held - returned, epsilon)
-    costs, errors = operator.own_costs(), plan.cost_errors
+    costs, errors = sums.own_costs, plan.cost_errors
+    assert costs is not None
     if sums.cost_rounding:
         errors = (errors + sums.cost_rounding * costs.abs()).masked_fill_(plan.absent, 0)
     diagonal = diagonal_of(a, held, costs, epsilon)
@@ -305,9 +306,9 @@ def self_evidence(operator: SelfCertifiable, plan: Plan, epsilon: Epsilon) -> Pl
     numbers = SelfNumbers(
         gap=distance(rows, a),
         mass=rows.sum(-1),
-        lost=(plan.masses * plan.lost).sum(-1),
+        unresolved=(plan.masses * plan.unresolved).sum(-1),
         growth=dot(rows, growth),
-        paid=dot(a, held),
+        linear=dot(a, held),
         row_size=dot(a, held.abs()),
         oscillation=oscillation,
         balancing=balancing(a, plan.absent, diagonal, outside),
@@ -318,8 +319,8 @@ def self_evidence(operator: SelfCertifiable, plan: Plan, epsilon: Epsilon) -> Pl
 
 
 def _growth(plan: Plan, sums: Tensor, errors: Tensor, rounding: Tensor, epsilon: Epsilon) -> Tensor:
-    """Return `growth_of` (k,) with the rounding of potentials added to A, which is 0 if lost."""
-    return growth_of(sums, errors.masked_fill(plan.lost, 0) + rounding.abs(), epsilon)
+    """Return `growth_of` (k,) with A plus the rounding of potentials; A is 0 if unresolved."""
+    return growth_of(sums, errors.masked_fill(plan.unresolved, 0) + rounding.abs(), epsilon)
 
 
 class CrossNumbers(NamedTuple):
@@ -328,7 +329,7 @@ class CrossNumbers(NamedTuple):
     Attributes:
         kappa: the largest factor <= 1 with which no row or column exceeds its mass, before.
         mass: sum of c, before.
-        lost: mass of the lost points, of which errors may hide all.
+        unresolved: mass of the unresolved points, of which errors may hide all.
         total: sum of r, before.
         moved: sum_i r_i |s_i - 1| for the factors s of the update, the change of the row sums.
         missed: ||c - b||_1, before.
@@ -338,10 +339,10 @@ class CrossNumbers(NamedTuple):
         row_growth: <r, `solver.evidence.growth_of`>, after.
         column_growth: <c, growth>, before.
         largest_growth: of a column.
-        paid: the linear part of the dual, <a, f> + <b, g>, after.
+        linear: the linear part of the dual, <a, f> + <b, g>, after.
         updated: sum of r, after.
         size: <a, |f|> + <b, |g|>, after.
-        paid_before: <r, f> + <c, g>, before.
+        linear_before: <r, f> + <c, g>, before.
         missing_rows: `Filling.rows` of kappa P, before.
         missing_columns: `Filling.columns`, likewise.
         filling_costs: `Filling.costs`, likewise.
@@ -355,7 +356,7 @@ class CrossNumbers(NamedTuple):
 
     kappa: Any
     mass: Any
-    lost: Any
+    unresolved: Any
     total: Any
     moved: Any
     missed: Any
@@ -365,10 +366,10 @@ class CrossNumbers(NamedTuple):
     row_growth: Any
     column_growth: Any
     largest_growth: Any
-    paid: Any
+    linear: Any
     updated: Any
     size: Any
-    paid_before: Any
+    linear_before: Any
     missing_rows: Any
     missing_columns: Any
     filling_costs: Any
@@ -399,22 +400,22 @@ class CrossNumbers(NamedTuple):
     @property
     def noise(self) -> Any:
         """The marginal error that errors of costs may hide, a bound."""
-        columns = hidden_after_update(
+        columns = undetectable_after_update(
             self.column_growth / 2, self.largest_growth / 2, self.factor, self.moved
         )
-        return self.row_growth / 2 + self.lost + columns
+        return self.row_growth / 2 + self.unresolved + columns
 
     def dual(self, epsilon: float) -> Any:
         """Return the dual value after the update."""
-        return dual_value(self.paid, self.updated, epsilon)
+        return dual_value(self.linear, self.updated, epsilon)
 
     def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
         """Return the lesser upper bound for the perturbed costs, on the host."""
         kappa, relative = self.kappa, sums.relative_error
         spread = perturbed_spread(costs, sums, self.row_error + self.column_error)
-        paid = kappa * (self.paid_before + epsilon * math.log(kappa) * self.total)
-        kept = kappa * min(self.total, self.mass)
-        upper: float = filled_value(self.filling, paid, kept, epsilon)
+        plan_cost = kappa * (self.linear_before + epsilon * math.log(kappa) * self.total)
+        retained = kappa * min(self.total, self.mass)
+        upper: float = filled_value(self.filling, plan_cost, retained, epsilon)
         upper += filled_slack(relative, self.size, spread, epsilon)
         if self.row_gap == 0:
             dual, osc = self.dual(epsilon), self.column_oscillation
@@ -423,13 +424,13 @@ class CrossNumbers(NamedTuple):
         return upper
 
     def needs_refinement(self, unit: float, scaled: float = 0.0) -> Any:
-        """Return whether to evaluate the plan once more: a point is lost, or rounding is visible.
+        """Return whether to evaluate the plan once more.
 
-        Rounding of the potentials, of this unit, is visible where kappa is less than it explains. A
-        scaling by up to `scaled` is accepted.
+        It is if a point is unresolved, or rounding of the potentials, of this unit, is visible:
+        kappa is less than it explains. A scaling by up to `scaled` is accepted.
         """
         most = MOST_SCALED * (1 - self.mass) + SCALED_UNITS * unit
-        return (self.lost > 0) | (1 - (self.kappa + scaled) > most)
+        return (self.unresolved > 0) | (1 - (self.kappa + scaled) > most)
 
 
 class SelfNumbers(NamedTuple):
@@ -438,9 +439,9 @@ class SelfNumbers(NamedTuple):
     Attributes:
         gap: ||r - a||_1.
         mass: sum of r.
-        lost: mass of the lost points, of which errors may hide all.
+        unresolved: mass of the unresolved points, of which errors may hide all.
         growth: <r, `solver.evidence.growth_of`>.
-        paid: <a, f>.
+        linear: <a, f>.
         row_size: <a, |f|>.
         oscillation: max f - min f.
         balancing: see `solver.evidence.balancing`.
@@ -450,9 +451,9 @@ class SelfNumbers(NamedTuple):
 
     gap: Any
     mass: Any
-    lost: Any
+    unresolved: Any
     growth: Any
-    paid: Any
+    linear: Any
     row_size: Any
     oscillation: Any
     balancing: Any
@@ -472,17 +473,17 @@ class SelfNumbers(NamedTuple):
     @property
     def noise(self) -> Any:
         """The marginal error that errors of costs may hide, on both sides."""
-        return self.growth + 2 * self.lost
+        return self.growth + 2 * self.unresolved
 
     def dual(self, epsilon: float) -> Any:
         """Return the dual value at f on both sides."""
-        return dual_value(2 * self.paid, self.mass, epsilon)
+        return dual_value(2 * self.linear, self.mass, epsilon)
 
     def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
         """Return the lesser upper bound for the perturbed costs, on the host."""
         spread = perturbed_spread(costs, sums, 2 * self.largest_error)
         # The primal value of the plan that is balanced on its diagonal.
-        upper: float = 2 * self.paid + epsilon * self.balancing
+        upper: float = 2 * self.linear + epsilon * self.balancing
         if self.mass > 0.5:
             # Both marginals have mass 1.
             dual, osc = self.dual(epsilon), self.oscillation
@@ -491,8 +492,8 @@ class SelfNumbers(NamedTuple):
         return upper
 
     def needs_refinement(self, unit: float) -> Any:
-        """Return whether to evaluate the plan once more: a point is lost."""
-        return self.lost > 0
+        """Return whether to evaluate the plan once more: a point is unresolved."""
+        return self.unresolved > 0
 
 
 # The numbers of a plan: tensors () or (B,) on the device, floats once the host has read them.
@@ -513,8 +514,8 @@ class Plan(NamedTuple):
         absent: (k,) bool, the points without mass.
         cost_errors: (k,) errors of costs as in `sums`, 0 where there is no mass.
         errors: (k,) A and B of `solver.evidence`, likewise.
-        lost: (k,) bool, the points with mass whose error bound exceeds epsilon / 2: errors of costs
-            may be as large as all of their mass.
+        unresolved: (k,) bool, the points with mass whose error bound exceeds epsilon / 2: errors of
+            costs may be as large as all of their mass.
         passes: evaluations of `Operator.marginals`.
     """
 
@@ -525,7 +526,7 @@ class Plan(NamedTuple):
     absent: Tensor
     cost_errors: Tensor
     errors: Tensor
-    lost: Tensor
+    unresolved: Tensor
     passes: int = 1
 
     @property
@@ -558,13 +559,13 @@ def cross_plan(
     masses = torch.cat((operator.a, operator.b), -1)
     absent = masses == 0
     errors = torch.cat((sums.row_errors, sums.column_errors), -1).masked_fill_(absent, 0)
-    # Errors of stored costs need the rest of the plan, and lost points need all errors.
-    plan = Plan(f, g, sums, masses, absent, errors, errors, lost=absent)
+    # Errors of stored costs need the rest of the plan, and unresolved points need all errors.
+    plan = Plan(f, g, sums, masses, absent, errors, errors, unresolved=absent)
     errors = errors_of(operator, plan, f, sums.rows, epsilon)
-    return plan._replace(errors=errors, lost=find_lost(errors, epsilon))
+    return plan._replace(errors=errors, unresolved=find_unresolved(errors, epsilon))
 
 
-def self_plan(operator: SelfCertifiable, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
+def self_plan(operator: Certifiable, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
     """Evaluate the plan of f (n,) and f, made symmetric, and given mass 1 by a constant.
 
     A mass that is not far above the underflow bound stays as it is.
@@ -573,7 +574,7 @@ def self_plan(operator: SelfCertifiable, f: Tensor, epsilon: Epsilon, *, accurat
     row_errors, column_errors = sums.row_errors, sums.column_errors
     rows = (sums.rows + sums.columns) / 2
     total = rows.sum(-1, keepdim=True)
-    total.masked_fill_(total < SCALABLE * sums.lost, 1)
+    total.masked_fill_(total < SCALABLE * sums.underflow, 1)
     f, rows = f - epsilon / 2 * total.log(), rows / total
     largest, absent = torch.maximum(row_errors, column_errors), operator.a == 0
     cost_errors = errors = largest.masked_fill(absent, 0)
@@ -581,8 +582,8 @@ def self_plan(operator: SelfCertifiable, f: Tensor, epsilon: Epsilon, *, accurat
         x, y = (sums.cost_rounding * each for each in _sizes(operator, f, f, rows, epsilon))
         errors = torch.maximum(row_errors + x, column_errors + y).masked_fill_(absent, 0)
     sums = sums._replace(rows=rows, columns=rows, row_errors=largest, column_errors=largest)
-    lost = find_lost(errors, epsilon)
-    return Plan(f, f, sums, operator.a, absent, cost_errors, errors, lost)
+    unresolved = find_unresolved(errors, epsilon)
+    return Plan(f, f, sums, operator.a, absent, cost_errors, errors, unresolved)
 
 
 def errors_of(
@@ -596,7 +597,7 @@ def errors_of(
 
 
 def _sizes(
-    operator: Certifiable | SelfCertifiable, f: Tensor, g: Tensor, rows: Tensor, epsilon: Epsilon
+    operator: Certifiable, f: Tensor, g: Tensor, rows: Tensor, epsilon: Epsilon
 ) -> tuple[Tensor, Tensor]:
     """Return (n,) and (m,) whose sums bound |C_ij| in a plan of these potentials and row sums.
 
@@ -607,30 +608,30 @@ def _sizes(
     return f.abs() + epsilon * above, g.abs() - epsilon * operator.b.log()
 
 
-def find_lost(errors: Tensor, epsilon: Epsilon) -> Tensor:
+def find_unresolved(errors: Tensor, epsilon: Epsilon) -> Tensor:
     """Return where 2 A_i > epsilon, (k,) bool; errors are 0 where there is no mass."""
     return errors > epsilon / 2
 
 
 def row_update(operator: Certifiable, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Scale rows by a / r, except lost ones and those with sums near the underflow bound.
+    """Scale rows by a / r, except unresolved ones and those with sums near the underflow bound.
 
     Returns:
         The factors (n,), and the row sums (n,) after the scaling.
     """
     a, rows = operator.a, plan.sums.rows
-    kept = (rows <= SCALABLE * plan.sums.lost * a) | plan.lost[..., plan.sides[0]]
-    return (a / rows).masked_fill_(kept, 1), torch.where(kept, rows, a)
+    unscaled = (rows <= SCALABLE * plan.sums.underflow * a) | plan.unresolved[..., plan.sides[0]]
+    return (a / rows).masked_fill_(unscaled, 1), torch.where(unscaled, rows, a)
 
 
 def lowered(potential: Tensor, plan: Plan, side: slice, sums: Tensor, epsilon: Epsilon) -> Tensor:
-    """Lower a potential (n,) until lost points send at most a_i exp(-2 A_i / epsilon), with errors.
+    """Lower a potential (n,) until unresolved points send at most a_i exp(-2 A_i / epsilon).
 
-    `sums` (n,) are those at the given potential.
+    That is with errors. `sums` (n,) are those at the given potential.
     """
-    errors, masses, lost = (each[..., side] for each in (plan.errors, plan.masses, plan.lost))
+    errors, masses = plan.errors[..., side], plan.masses[..., side]
     drop = 4 * errors + epsilon * excess(sums, masses)
-    return torch.where(lost, potential - drop, potential)
+    return torch.where(plan.unresolved[..., side], potential - drop, potential)
 
 
 def excess(part: Tensor, masses: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from otdd_flash.solver.divergence import Divergence, Potentials, checked_start, 
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.result import SolverProgress, TransportTerm
+from otdd_flash.solver.term import SolverProgress, TransportTerm
 
 
 @computes

@@ -7,7 +7,7 @@ but the value that they are compared with is known only once all terms are solve
 solved coarsely first; then those that make the interval wide continue from their potentials, to a
 marginal error smaller by the factor by which the interval is too wide.
 
-`solver.solving` calls it for datasets, `solver.matrix.transport` for given matrices.
+`solver.solving` calls it for what is not small.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from otdd_flash.checks import shown
@@ -29,13 +28,15 @@ from otdd_flash.cost.ground import NO_OFFSET, Offset
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.formulas.decision import CROSS, SELF, Form
 from otdd_flash.operators.base import Operator
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.real_numbers import real_tensor
+from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, solve_by_schedule
 from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.solve import solve_term
-from otdd_flash.solver.term.result import (
+from otdd_flash.solver.term import (
     SolverProgress,
     StoppedBy,
     TermProgress,
@@ -65,6 +66,9 @@ NO_TIME = 1e-9
 # The share of its own width that a term adds to that of the divergence.
 SHARES = {"xy": 1.0, "xx": 0.5, "yy": 0.5}
 
+# Two sides and the costs between them, of points or of matrices.
+Compared = Comparison | MatrixComparison
+
 # Potentials by term: g (m,) of "xy", f (n,) of "xx", g (m,) of "yy"; any may be left out.
 Potentials = Mapping[str, Tensor]
 
@@ -77,29 +81,6 @@ Solved = Callable[[str, Operator, TransportTerm], None]
 # For each side, 0 or 1, of which it is wanted: called with the gradient of the divergence by the
 # points of that side, as the ground cost transforms them.
 GradientCallbacks = Mapping[int, Callable[[Tensor], None]]
-
-
-class Compared(Protocol):
-    """Two sides and the costs between them, of points or of matrices, as a solve needs them."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """n and m."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device that passes run on."""
-
-    @property
-    def terms(self) -> tuple[str, ...]:
-        """The terms of the divergence, the cross term first."""
-
-    @property
-    def offset(self) -> Offset:
-        """The separable terms of the cost, which are added to the value of a cross term alone."""
-
-    def operator(self, term: str) -> Operator:
-        """Build the operator of the term "xy", "xx" or "yy"."""
 
 
 def checked_start(compared: Compared, start: Potentials | None) -> Potentials:
@@ -325,7 +306,6 @@ class Divergence:
 
 def solve_divergence(
     compared: Compared,
-    epsilon: float,
     options: Schedule,
     *,
     start: Potentials | None = None,
@@ -338,7 +318,6 @@ def solve_divergence(
     Args:
         compared: builds the operator of a term when its turn comes, so that the scores of one term
             at a time are stored.
-        epsilon: regularisation, in units of the cost.
         options: how to solve and when to stop.
         start: potentials to start from at this epsilon, without scaling.
         known: self terms that are solved already; they are continued only if the bounds are wider
@@ -350,7 +329,7 @@ def solve_divergence(
     if isinstance(options, GeomlossSchedule):
         # It depends on both clouds, and starts from nothing.
         start = known = None
-    solves = TermSolves(compared, epsilon, options, start=start, known=known, progress=progress)
+    solves = TermSolves(compared, options, start=start, known=known, progress=progress)
     unknown = [name for name in names if name not in solves.terms]
     if isinstance(options, Converged) and options.bound_width is not None:
         limits = options.bound_width, options.max_iterations
@@ -370,7 +349,6 @@ def solve_divergence(
 
 def solve_identical(
     compared: Compared,
-    epsilon: float,
     options: Schedule,
     *,
     start: Potentials | None = None,
@@ -388,7 +366,7 @@ def solve_identical(
                 solved(name, operator, term)
 
     # The width of its bounds is 0 already; the tolerance is for the plan alone.
-    solves = TermSolves(compared, epsilon, options, start=start, progress=progress)
+    solves = TermSolves(compared, options, start=start, progress=progress)
     solves.solve({"xx": options.tolerance}, solved_each)
     term = solves.terms["xx"]
     device, passes = str(term.f.device), float(term.passes)
@@ -424,7 +402,6 @@ class TermSolves:
     Args:
         compared: builds the operator of a term when its turn comes, so that the scores of one term
             at a time are stored.
-        epsilon: regularisation, in units of the cost.
         options: how to solve and when to stop; a limit of seconds counts from here, for all terms
             together, and one of iterations for each term, however often it is continued.
         start: potentials to start from at this epsilon, without scaling.
@@ -440,14 +417,13 @@ class TermSolves:
     def __init__(
         self,
         compared: Compared,
-        epsilon: float,
         options: Schedule,
         *,
         start: Potentials | None = None,
         known: SolvedTerms | None = None,
         progress: SolverProgress | None = None,
     ) -> None:
-        self.compared, self.epsilon, self.options = compared, epsilon, options
+        self.compared, self.options = compared, options
         self.terms: dict[str, TransportTerm] = dict(known or {})
         self.iterations: Counter[str] = Counter()
         self.backends: dict[str, str] = {}
@@ -506,8 +482,9 @@ class TermSolves:
         solve = next(solve for kind, solve in SOLVES.items() if isinstance(options, kind))
         progress = None if self._progress is None else partial(self._progress, name)
         form = CROSS if name == "xy" else SELF
-        term = solve(operator, self.epsilon, options, form, start=start, progress=progress)
-        self.backends[name] = operator.backend
+        epsilon = self.compared.epsilon
+        term = solve(operator, epsilon, options, form, start=start, progress=progress)
+        self.backends[name] = operator.passes.backend
         self._cells[name] = len(operator.a) * len(operator.b)
         self._swept += term.passes * self._cells[name]
         self.iterations[name] += term.iterations

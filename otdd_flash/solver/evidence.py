@@ -33,9 +33,9 @@ in L1 by at most
 
 What rounding a returned potential to its type changes is measured and added to A. Distant points
 have larger rounding errors, so A and B are one number for each point. Where 2 A_i > epsilon, errors
-may be as large as all of the point's mass, and (2) says nothing useful: the point is `lost`. Its
-potential is lowered so far that even with the errors it sends almost no mass. Its missing mass then
-counts in the marginal error like any other, and the upper bound's correction adds it back.
+may be as large as all of the point's mass, and (2) says nothing useful: the point is `unresolved`.
+Its potential is lowered so far that even with the errors it sends almost no mass. Its missing mass
+then counts in the marginal error like any other, and the upper bound's correction adds it back.
 
 Roundings, in units of u = 2^-24 (float32) and v = 2^-53 (float64); M_i + N_j bounds the sum of the
 magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
@@ -94,7 +94,9 @@ def growth_of(sums: Tensor, errors: Tensor, epsilon: Epsilon) -> Tensor:
     return (errors / (epsilon / 2)).expm1_().masked_fill_(sums == 0, 0)
 
 
-def hidden_after_update(before: Number, largest: Number, factor: Number, moved: Number) -> Number:
+def undetectable_after_update(
+    before: Number, largest: Number, factor: Number, moved: Number
+) -> Number:
     """Bound the columns' part of (2), (), after rows are scaled by factors s (n,).
 
     No column grows by more than the largest factor, nor all of them by more than the rows do.
@@ -150,8 +152,8 @@ def magnitude(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
     return size
 
 
-def hidden_error(costs: CostFacts, size: Number, epsilon: float) -> Number:
-    """Estimate `Certificate.hidden`, the undetectable error; `size` is `magnitude` of f and g."""
+def undetectable_error(costs: CostFacts, size: Number, epsilon: float) -> Number:
+    """Estimate `Certificate.undetectable`; `size` is `magnitude` of f and g."""
     unit = torch.finfo(costs.dtype).eps / 2
     return (costs.error + unit * size) / epsilon + unit
 
@@ -162,7 +164,7 @@ def rounding_floor(costs: CostFacts, size: Number, epsilon: float) -> Number:
     Half-steps round exponents of the size of a cost to the type of the potentials.
     """
     unit = torch.finfo(costs.dtype).eps / 2
-    return hidden_error(costs, size, epsilon) + unit * costs.magnitude / epsilon
+    return undetectable_error(costs, size, epsilon) + unit * costs.magnitude / epsilon
 
 
 # The bound by oscillation, of one plan.
@@ -245,7 +247,9 @@ def filling_of(
     )
 
 
-def filled_value(filling: Filling[float], paid: float, kept: float, epsilon: float) -> float:
+def filled_value(
+    filling: Filling[float], plan_cost: float, retained: float, epsilon: float
+) -> float:
     """Bound the primal value of the plan of f (n,), g (m,), filled to its marginals, from above.
 
     This is the last step of the rounding of Altschuler, Weed & Rigollet 2017, Near-linear time
@@ -258,14 +262,14 @@ def filled_value(filling: Filling[float], paid: float, kept: float, epsilon: flo
 
     Args:
         filling: of u and v.
-        paid: <r, f> + <c, g>.
-        kept: the mass of P, 1 - t.
+        plan_cost: <r, f> + <c, g>.
+        retained: the mass of P, 1 - t.
         epsilon: in units of the cost.
     """
     missing = max(filling.rows, filling.columns)
-    entropy = filling.entropy - _x_log_x(kept) - 2 * _x_log_x(missing)
+    entropy = filling.entropy - _x_log_x(retained) - 2 * _x_log_x(missing)
     costs = filling.costs / filling.columns if filling.columns > 0 else 0.0
-    return paid + costs + epsilon * entropy
+    return plan_cost + costs + epsilon * entropy
 
 
 def fitting_scale(masses: Tensor, absent: Tensor, sums: Tensor, relative: float) -> Tensor:

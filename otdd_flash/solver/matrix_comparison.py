@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ from otdd_flash.cost.facts import SIDES, TERMS
 from otdd_flash.cost.ground import NO_OFFSET, Offset
 from otdd_flash.cost.matrix import CostBlocks, FunctionCosts, MatrixFacts, matrix_facts
 from otdd_flash.devices import resolve_device
-from otdd_flash.errors import InputError
+from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.given_costs import (
     CostSource,
@@ -53,19 +55,27 @@ class SelfCosts(NamedTuple):
 class MatrixComparison:
     """Costs C (n, m) between masses a and b, and costs within both sides for a divergence.
 
+    `prepare` makes one; `at` returns it at an epsilon, which is 0 until then.
+
     Attributes:
         source: C, stored or computed in blocks, on the device.
         a: (n,) masses, float64, on the device.
         b: (m,) masses, likewise.
         compute: how passes run.
         self_costs: C_xx (n, n) and C_yy (m, m) for a divergence, on the device.
+        epsilon: regularisation, in units of the cost.
+        identical: False: equal masses at equal costs are not looked for.
+        cost_error: 0: costs are those that were given.
     """
+
+    identical, cost_error = False, 0.0
 
     source: CostSource
     a: Tensor
     b: Tensor
     compute: ComputeOptions
     self_costs: tuple[SelfCosts, SelfCosts] | None = None
+    epsilon: float = 0.0
 
     @classmethod
     def prepare(
@@ -110,6 +120,32 @@ class MatrixComparison:
         own = None if self_costs is None else checked_self_costs(self_costs, (n, m), device)
         return cls(source, *masses, chosen, own)
 
+    def at(self, epsilon: float) -> MatrixComparison:
+        """Return the comparison at an epsilon, in units of the cost; it shares what is cached.
+
+        Raises:
+            InputError: the largest cost over epsilon overflows in the type of the potentials, or
+                as for `facts`.
+            EpsilonOutOfRange: that type cannot hold epsilon.
+        """
+        dtype = self.dtype
+        most, largest = torch.finfo(dtype).max / 4, self.facts.extreme
+        way_out = "" if dtype == torch.float64 else ", or set precision=double"
+        if not largest < most * min(1.0, epsilon):
+            raise InputError(
+                f"costs of up to {largest:.1e} over epsilon={epsilon:g} overflow in {dtype}; scale "
+                f"them down, raise epsilon{way_out}"
+            )
+        if not torch.finfo(dtype).tiny <= epsilon <= most:
+            raise EpsilonOutOfRange(
+                f"{{given}} is out of the range of {dtype}; scale costs and {{name}} "
+                f"alike{way_out}",
+                epsilon,
+            )
+        found = copy(self)
+        object.__setattr__(found, "epsilon", epsilon)
+        return found
+
     @property
     def dtype(self) -> torch.dtype:
         """The type of the potentials."""
@@ -147,6 +183,22 @@ class MatrixComparison:
     def offset(self) -> Offset:
         """The separable terms of the cost, which a matrix does not have."""
         return NO_OFFSET
+
+    @property
+    def diameter(self) -> float:
+        """The diameter of points, which a matrix does not tell.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            "solver.schedule=geomloss starts at the diameter of the features, which a matrix of "
+            "costs does not tell; set solver.diameter"
+        )
+
+    def within_memory(self) -> AbstractContextManager[None]:
+        """Return a `with` block that does nothing, as memory is that of the costs themselves."""
+        return nullcontext()
 
     def operator(self, term: str) -> Operator:
         """Build the operator of the term "xy", "xx" or "yy"; that of the cross term is cached.

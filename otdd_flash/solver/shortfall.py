@@ -13,7 +13,7 @@ import torch
 
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.result import StoppedBy, largest_tolerance
+from otdd_flash.solver.term import StoppedBy, largest_tolerance
 
 K = TypeVar("K")
 

@@ -24,6 +24,9 @@ the final one, the iterations, the certificate. `engine` runs the iterations: it
 updates at a candidate, decides by their bounds and errors, and moves to the next candidate by a
 quasi-Newton step. `divergence` and `labels.sinkhorn_pairs` call it; `small` takes the same steps in
 recorded CUDA graphs.
+
+`solve_segments` solves many terms side by side, for tables of class distances. Their evidence is
+that of the last evaluation: no term has an operator to certify it.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.points import equal_masses
-from otdd_flash.engine.problems import Evaluated, Iterations, Start
-from otdd_flash.engine.run import run_one
+from otdd_flash.engine.problems import Evaluated, Iterations, Segments, Start, numbers_of
+from otdd_flash.engine.run import Finished, SegmentTerms, run, run_one
 from otdd_flash.formulas.decision import (
     CROSS,
     LEVEL_TOLERANCE,
@@ -45,14 +48,20 @@ from otdd_flash.formulas.decision import (
     Levels,
     first_level,
 )
-from otdd_flash.formulas.evidence import MOST_ERROR
+from otdd_flash.formulas.evidence import MOST_ERROR, rounding_of
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_problem import OneProblem, problem_of
 from otdd_flash.solver.certificate import Certificate, certify, certify_self
 from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.result import StoppedBy, TermProgress, TransportTerm
-from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of, reachable_tolerance
+from otdd_flash.solver.term import (
+    LOOSEST_DEFAULT,
+    StoppedBy,
+    TermProgress,
+    TransportTerm,
+    goal_of,
+    reachable_tolerance,
+)
 
 # If costs of rounded points are off by at most this times epsilon and the tolerance, iterations end
 # with them: marginal errors grow by less than that, and of many points one is off by some five
@@ -206,6 +215,46 @@ class Budget:
         return self.options.max_iterations - 1 - self.iterations
 
 
+def solve_segments(
+    segments: Segments,
+    form: Form,
+    epsilon: float,
+    options: Converged,
+    finished: Finished | None = None,
+) -> SegmentTerms:
+    """Solve OT_epsilon of many pairs of clouds, or of many clouds with themselves, all at once.
+
+    If segments have a faster form (`coarse`), iterations use that first and end on their own costs.
+
+    Args:
+        segments: the problems, between rows and columns; modified in place.
+        form: `CROSS`, or `SELF` where each is of one cloud.
+        epsilon: regularisation, in units of the cost.
+        options: when a segment stops; a tolerance is not raised for rounding.
+        finished: called with the number of segments that are done.
+    """
+    tolerance, most = options.asked_tolerance, options.max_iterations
+    none = torch.zeros_like(segments.mean_cost)
+    if form.symmetric:
+        levels = Levels.descending(none + epsilon)
+    else:
+        # Where rounding of the costs alone exceeds the tolerance, levels above would be in vain.
+        floor = rounding_of(numbers_of(segments), none, none, none, epsilon).floor
+        levels = Levels.trying(epsilon, segments.mean_cost, 2 * floor > tolerance)
+    goal = Goal(epsilon, tolerance, tolerance, most)
+    candidate, start = segments.first, Start(levels, torch.zeros_like(none))
+    coarse = segments.coarse(tolerance) if most > 1 else None
+    if coarse is not None:
+        # One iteration is left for the segments' own costs.
+        first = goal._replace(max_iterations=most - 1)
+        iterations = coarse.iterations(candidate, first, form, start)
+        start = Start(Levels.descending(none + epsilon), run(iterations).iterations)
+        candidate = iterations.vectors.candidates
+        # Free their memory for the iterations that follow.
+        del iterations, coarse
+    return run(segments.iterations(candidate, goal, form, start), finished)
+
+
 def initial_potential(
     budget: Budget, operator: Operator, form: Form, start: Tensor | None
 ) -> tuple[Tensor, Levels, float]:
@@ -263,8 +312,7 @@ def initial_cross_potential(budget: Budget, operator: Operator) -> tuple[Tensor,
     sample = draw_sample(operator) if budget.iterations_left() > 0 else None
     if sample is None:
         nothing = torch.zeros_like(operator.b, dtype=operator.costs.dtype)
-        top = first_level(budget.epsilon, _scale(operator))
-        return nothing, Levels.trying(budget.epsilon, top), 0.0
+        return nothing, Levels.trying(budget.epsilon, _scale(operator)), 0.0
     top = first_level(budget.epsilon, _scale(operator), SAMPLED_TOP)
     f, passes = _of_sample(budget, operator, *sample, float(top))
     budget.iterations += 1
@@ -280,7 +328,8 @@ def draw_sample(operator: Operator) -> tuple[Tensor, Operator] | None:
     n, m = len(operator.a), len(operator.b)
     rows, columns = (min(size, max(FEWEST, size // POINTS_PER_SAMPLED)) for size in (n, m))
     # With forbidden pairs a sample may admit no plan.
-    if operator.costs.forbidden or operator.recorded or SCORES_PER_SAMPLED * rows * columns > n * m:
+    forbidden, recorded = operator.costs.forbidden, operator.passes.recorded
+    if forbidden or recorded or SCORES_PER_SAMPLED * rows * columns > n * m:
         return None
     draw = torch.Generator().manual_seed(0)
     of_rows, of_columns = _drawn(operator.a, rows, draw), _drawn(operator.b, columns, draw)
@@ -393,7 +442,7 @@ def certify_solved(
     last = problem.evaluated(iterations.vectors, budget.epsilon)
     certificate = certify_last(budget, problem, last, polished=False, refine=refine)
     missed = budget.settled and certificate.marginal_error > budget.tolerance
-    if missed and (refine or certificate.hidden > HIDDEN * budget.tolerance):
+    if missed and (refine or certificate.undetectable > HIDDEN * budget.tolerance):
         certificate = certify_last(budget, problem, last, polished=True, refine=refine)
     for _ in range(MOST_TRIES):
         if not budget.converged or certificate.marginal_error <= budget.tolerance:

@@ -40,7 +40,7 @@ from otdd_flash.operators import (
     torch_operator,
     triton_operator,
 )
-from otdd_flash.operators.base import EvaluatedPlan, KeptPlan, Marginals
+from otdd_flash.operators.base import EvaluatedPlan, Marginals, StoredPlan
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
@@ -145,8 +145,9 @@ class Held:
         return _double(self._operator.expected_costs(masses))
 
     def own_costs(self) -> Tensor:
-        """C_ii (n,)."""
-        return _double(self._operator.own_costs())
+        """C_ii (n,), which the marginals of one potential have with them."""
+        f = self._in(torch.zeros_like(self.a))
+        return _double(self._operator.marginals(f, None, self._given.epsilon).own_costs)
 
     def plans(self, f: Tensor, g: Tensor, epsilon: float) -> dict[str, Plan]:
         """The plan of f and g, by every kind of products that there is."""
@@ -165,7 +166,7 @@ class Held:
 
     def _plan(self, products: Any) -> Plan:
         match products:
-            case KeptPlan():
+            case StoredPlan():
                 return Plan(products, self.exact, self.precision)
             case EvaluatedPlan():
                 return Plan(products, self.cost, self.precision)
@@ -200,7 +201,7 @@ class Held:
         return Held(self._given, found, "high", self.exact, self.exact)
 
     def _in(self, potential: Tensor | None) -> Any:
-        return None if potential is None else potential.to(self._operator.dtype)
+        return None if potential is None else potential.to(self._operator.passes.dtype)
 
 
 def _double(values: Tensor) -> Tensor:
@@ -269,7 +270,7 @@ def _of_files(given: Problem, way: Way) -> Held:
         operator = _operator_of_points(given, options, Path(FOLDER.name))
     finally:
         comparison.ASSUMED_FREE = before
-    assert "points streamed in blocks" in operator.backend
+    assert "points streamed in blocks" in operator.passes.backend
     return Held(given, operator, way.precision, given.cost, given.cost)
 
 
@@ -358,7 +359,7 @@ def _asked(case: Case, way: Way, name: str, arguments: tuple[Any, ...]) -> Any:
     def work(ranks: Ranks) -> Any:
         problem = problem_of(case)
         operator = _operator_of_points(problem, options | {"group": ranks})
-        assert operator.backend.endswith("in a ring") == in_a_ring
+        assert operator.passes.backend.endswith("in a ring") == in_a_ring
         held = Held(problem, operator, way.precision, problem.cost, problem.cost)
         if name == "facts":
             return held.facts

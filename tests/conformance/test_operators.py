@@ -243,6 +243,7 @@ def assert_sums(way: str, case: Case, f: Tensor, g: Tensor | None) -> None:
         f = torch.where(given.a > 0, f, 1e30)
         g = None if g is None else torch.where(given.b > 0, g, 1e30)
     found = one.marginals(f, g, given.epsilon, accurate=case.near)
+    assert (found.own_costs is None) == (g is not None)
     sizes = one.exact.where(one.exact.isfinite(), 0).abs()
     errors = found.row_errors[:, None] + found.column_errors + found.cost_rounding * sizes
     # Of both plans: the computed one has the errors, too.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash import CGOptions, Converged, NotConvergedWarning
-from otdd_flash.derivatives import direct
-from otdd_flash.operators.point_scores import KeptScores
+from otdd_flash.derivatives import plan_system
+from otdd_flash.operators.point_scores import StoredScores
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPSILON, CLASSES = 1.0, 3
@@ -31,9 +31,9 @@ def solve_by(way: str, monkeypatch: pytest.MonkeyPatch) -> CGOptions:
     """Have systems solved in one of these ways; the options with which they then converge."""
     if way == "decomposed":
         return ONE
-    monkeypatch.setattr(direct, "MOST_POINTS", 0)
+    monkeypatch.setattr(plan_system, "MOST_POINTS", 0)
     if way == "streamed":
-        monkeypatch.setattr(KeptScores, "holds_plans", False)
+        monkeypatch.setattr(StoredScores, "holds_plans", False)
     return TIGHT
 
 

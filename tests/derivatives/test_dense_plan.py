@@ -14,12 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import otdd_flash as otdd
 from otdd_flash.cost.compute import ComputeOptions
-from otdd_flash.derivatives import dense_plan as plans
-from otdd_flash.derivatives import direct, packed_plan_points
-from otdd_flash.derivatives.dense_plan import dense_plan
-from otdd_flash.derivatives.schur import CGOptions
+from otdd_flash.derivatives import plan_points, plan_system
+from otdd_flash.derivatives.plan_system import CGOptions, dense_plan
 from otdd_flash.operators import comparison
-from otdd_flash.operators.base import KeptPlan
+from otdd_flash.operators.base import StoredPlan
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.schedules.converged import Converged
 
@@ -48,7 +46,7 @@ def test_a_plan_that_memory_or_a_budget_does_not_hold_is_not_made(
     given = Comparison.between(x, y, EPSILON, compute=ComputeOptions("cpu", **budget))
     assert (dense_plan(given, "xy", f, g) is None) == short
     given = Comparison.between(x, y, EPSILON)
-    monkeypatch.setattr(plans, "holds", lambda *_: not short)
+    monkeypatch.setattr(plan_system, "holds", lambda *_: not short)
     assert (dense_plan(given, "xy", f, g) is None) == short
 
 
@@ -59,8 +57,8 @@ def test_no_operator_is_built_for_points_of_a_small_plan(monkeypatch: pytest.Mon
     monkeypatch.setattr(comparison, "build_operator", never)
     given = Comparison.between(drawn(40, 3).float(), drawn(30, 3).float(), EPSILON)
     potentials = (torch.zeros(size, dtype=torch.float64, device=DEVICE) for size in (40, 30))
-    found = packed_plan_points.plan_points(given, "xy", tuple(potentials))
-    assert isinstance(found.plan, KeptPlan)
+    found = plan_points.plan_points(given, "xy", tuple(potentials))
+    assert isinstance(found.plan, StoredPlan)
 
 
 class Calls(TorchDispatchMode):
@@ -98,6 +96,6 @@ def test_a_backward_pass_asks_for_little(
         (found,) = torch.autograd.grad(result, x, cotangent, retain_graph=True)
     assert calls.by_name.total() <= most
     assert calls.by_name["aten._local_scalar_dense.default"] <= 2
-    monkeypatch.setattr(direct, "MOST_POINTS", 0)
+    monkeypatch.setattr(plan_system, "MOST_POINTS", 0)
     (expected,) = torch.autograd.grad(result, x, cotangent)
     assert float((found - expected).norm() / expected.norm()) <= 1e-4

@@ -9,11 +9,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from derivative_cases import WAYS, drawn, solve_by
 from scipy.optimize import linprog
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.derivatives import group_flows
+from otdd_flash.derivatives import group_flows, groups
 from otdd_flash.derivatives.groups import spreads
 from tests import reference
 
@@ -71,6 +72,123 @@ def test_two_points_have_the_closed_form_at_every_epsilon(ask) -> None:
     assert float(f[0] - f[1]) == pytest.approx(5, abs=1e-3)
     with pytest.raises(otdd.ConvergenceError, match=OPEN):
         ask(0.5, STRICT)
+
+
+# Two points that are nearer to each other than to themselves: 2 f1 - 10 = 2 f2 - 20 at every
+# epsilon. Once the mass that they keep, exp(-15 / epsilon), is below rounding, any f1 - f2 in
+# [-20, 10] is optimal.
+OWN_COSTS = torch.tensor([[10.0, 0.0], [0.0, 20.0]]).double()
+NONE = torch.zeros(2, 2).double()
+
+
+def loss_of_classes(a: Tensor, epsilon: float, options) -> Tensor:
+    table, both = torch.block_diag(OWN_COSTS, NONE), torch.zeros(2, 1).double()
+    labels = torch.arange(2)
+    return otdd.sinkhorn_loss(
+        *(both, both, a),
+        epsilon=epsilon,
+        labels_x=labels,
+        labels_y=labels,
+        class_table=table,
+        lambda_y=1.0,
+        options=options,
+    )
+
+
+OWN = {
+    "points": loss_of_classes,
+    "matrices": lambda a, epsilon, options: otdd.matrix_loss(
+        NONE, a, epsilon=epsilon, self_costs=[OWN_COSTS, NONE], options=options
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", OWN.values(), ids=OWN.keys())
+def test_a_cloud_that_leaves_itself_has_the_closed_form_too(loss) -> None:
+    """Its self term's potential is f on one part and -f on the other."""
+    found = by_masses(lambda a: loss(a, 10.0, None))
+    assert float(found[0] - found[1]) == pytest.approx(5, abs=2e-2)
+    with pytest.warns(otdd.NotConvergedWarning, match=OPEN) as told:
+        found = by_masses(lambda a: loss(a, 0.3, None))
+    assert len(told) == 1
+    assert "keep within each at most" in str(told[0].message)
+    assert "may move by anything in [-15, 15]" in str(told[0].message)
+    assert float(found[0] - found[1]) == pytest.approx(5, abs=1e-3)
+    with pytest.raises(otdd.ConvergenceError, match=OPEN):
+        by_masses(lambda a: loss(a, 0.3, STRICT))
+
+
+def test_images_of_points_without_mass_between_groups_are_reported() -> None:
+    """And those within a group are not: no offset takes them out of it."""
+    between, within = torch.tensor([[5.0]]).double(), torch.tensor([[-30.0]]).double()
+    masses = torch.tensor([0.5, 0.5, 0.0]).double()
+
+    def mapped(point: Tensor, options=None) -> tuple[Tensor, Tensor]:
+        x = torch.cat((X, point))
+        found = otdd.transport_map(x, Y, masses, epsilon=0.5, options=options)
+        source = otdd.LabeledSamples(x, None, (), weights=masses)
+        settings = {"labels": "none", "debias": False, "solver": options}
+        result = otdd.dataset_distance(source, Y, epsilon=0.5, **settings)
+        return found, result.barycentric_map().double()
+
+    with pytest.warns(otdd.NotConvergedWarning, match=OPEN) as told:
+        images = mapped(between)
+    assert len(told) == 2
+    assert all("images of points without mass" in str(each.message) for each in told)
+    # f1 - f2 = 5 gives g2 - g1 = 4.5, and to send the point to y2 costs 12.5 - 8 = 4.5 more.
+    for found in images:
+        torch.testing.assert_close(found[:2], Y, rtol=0, atol=1e-5)
+        assert float(found[2]) == pytest.approx(5.5, abs=0.1)
+    with pytest.raises(otdd.ConvergenceError, match=OPEN):
+        mapped(between, STRICT)
+    for found in mapped(within, STRICT):
+        torch.testing.assert_close(found, Y[[0, 1, 0]], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_offsets_do_not_change_is_that_of_each_group(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hessians, and derivatives of plans, maps and balanced potentials by points and costs."""
+    cg = solve_by(way, monkeypatch)
+    exact, cg = otdd.Converged(tolerance=1e-10), otdd.CGOptions(1e-9, damping=cg.damping)
+    settings = {"epsilon": 0.5, "options": exact, "cg": cg}
+    shift = torch.tensor([60.0, 0.0]).double()
+    parts = [(drawn(6, 2, seed=k) + k * shift, drawn(5, 2, seed=2 + k) + k * shift) for k in (0, 1)]
+    whole = tuple(torch.cat(side) for side in zip(*parts, strict=True))
+
+    def by_x(function, x, y, along) -> Tensor:
+        x = x.clone().requires_grad_()
+        found = function(x, y, **settings)
+        found = found if isinstance(found, Tensor) else found[0]
+        return torch.autograd.grad(found, x, along)[0]
+
+    v, of_f = drawn(12, 2, seed=5), drawn(12, seed=6)
+    of_f -= of_f.reshape(2, 6).mean(1).repeat_interleave(6)
+    for debias in (False, True):
+
+        def product(x, y, v, debias=debias) -> Tensor:
+            return otdd.sinkhorn_hessian(x, y, debias=debias, **settings).product(v).values
+
+        expected = [product(*part, v[6 * k : 6 * k + 6]) / 2 for k, part in enumerate(parts)]
+        torch.testing.assert_close(product(*whole, v), torch.cat(expected), rtol=0, atol=1e-8)
+    for function, along in ((otdd.transport_map, v), (otdd.sinkhorn_potentials, of_f)):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "potentials are not determined")
+            found = by_x(function, *whole, along)
+        expected = [by_x(function, *part, along[6 * k : 6 * k + 6]) for k, part in enumerate(parts)]
+        torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=1e-8)
+
+    def by_costs(x, y, along) -> Tensor:
+        costs = (torch.cdist(x, y).square() / 2).requires_grad_()
+        return torch.autograd.grad(otdd.matrix_plan(costs, **settings), costs, along)[0]
+
+    along = drawn(12, 10, seed=7)
+    blocks = along[:6, :5], along[6:, 5:]
+    expected = [by_costs(*part, block) / 2 for part, block in zip(parts, blocks, strict=True)]
+    found = by_costs(*whole, along)
+    torch.testing.assert_close(found, torch.block_diag(*expected), rtol=0, atol=1e-8)
 
 
 def test_what_does_not_depend_on_potentials_says_nothing() -> None:
@@ -291,6 +409,42 @@ def test_a_direction_that_larger_flows_may_hide_is_left_to_the_cuts(
         logs = np.log(shares + shares.T)
     step = group_flows._newton(logs, 1e-10 * np.array([1.0, 0.0, 0.0, -1.0]))
     assert step[0] - step[3] == pytest.approx(1e-10 / flow if moves else 0.0, rel=1e-3, abs=1e-9)
+
+
+@pytest.mark.parametrize("flow", [1e-3, 1e-8, 1e-11, 1e-14, 0.0])
+def test_newton_steps_leave_out_what_float64_does_not_see(flow: float) -> None:
+    """Two groups of two points with so little exchange: their offset, and constants, stay."""
+    plan = torch.block_diag(torch.full((2, 2), 0.125), torch.full((2, 2), 0.125)).double()
+    plan[:2, 2:] = plan[2:, :2] = flow / 8
+    sums = plan.sum(1)
+    per_row = sums.rsqrt()
+    scaled = per_row[:, None] * plan
+    system = torch.eye(4, dtype=torch.float64) - (scaled / plan.sum(0)) @ scaled.T
+    within = torch.tensor([1.0, -1.0, 0.0, 0.0]).double()
+    across = torch.tensor([1.0, 1.0, -1.0, -1.0]).double()
+    found = per_row * groups._without_constants(system, sums, per_row * (within + flow * across))
+    # A step t across changes each row sum by t flow: half of what goes over comes back with g.
+    expected = 4 * within + (across if flow > 1e-12 else 0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-15 / max(flow, 1e-12) + 5 * flow)
+
+
+def test_self_terms_of_clouds_are_not_searched_for_groups(monkeypatch) -> None:
+    """Unless a class is farther from itself than from another."""
+    searched, connected = [], groups.connected
+
+    def seen(plan):
+        searched.append(plan)
+        return connected(plan)
+
+    monkeypatch.setattr(groups, "connected", seen)
+    a = torch.full((2,), 0.5, dtype=torch.float64, requires_grad=True)
+    sides = {"labels_x": torch.arange(2), "labels_y": torch.arange(2)}
+    for own, expected in ((0.0, 1), (1.0, 1), (1.01, 3)):
+        table = torch.full((4, 4), 2.0).double()
+        table[range(4), range(4)] = 2 * own
+        searched.clear()
+        otdd.sinkhorn_loss(X, X + 0.1, a, a, epsilon=50.0, class_table=table, **sides)
+        assert len(searched) == expected, own
 
 
 def test_a_light_point_ties_no_two_heavy_ones() -> None:

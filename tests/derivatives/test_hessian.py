@@ -27,7 +27,7 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
-from otdd_flash.derivatives import curvature, direct, plan_points, second_derivatives
+from otdd_flash.derivatives import curvature, plan_points, plan_system
 from otdd_flash.derivatives.hessian import DivergenceCurvature
 from otdd_flash.errors import ConvergenceError
 from otdd_flash.operators import triton_plans
@@ -200,7 +200,7 @@ def test_a_missed_tolerance_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConvergenceError, match=r"^conjugate gradients left a relative residual"):
         hessian(options=strict, cg=CGOptions(1e-12, 1)).product(V)
     # With a way out that those who call for a loss have, which takes no `cg`.
-    monkeypatch.setattr(second_derivatives, "TIGHT", 1e-100)
+    monkeypatch.setattr("otdd_flash.derivatives.hessian.TIGHT", 1e-100)
     x = X.clone().requires_grad_()
     loss = otdd.sinkhorn_loss(x, Y, epsilon=EPSILON)
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -227,7 +227,7 @@ def test_points_that_are_matched_one_to_one(
 @pytest.mark.parametrize("decomposed", [False, True])
 def test_all_points_of_a_side_are_equal(decomposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only constants are asked of the system, and rounding of what is left of them."""
-    monkeypatch.setattr(direct, "MOST_POINTS", 100 if decomposed else 0)
+    monkeypatch.setattr(plan_system, "MOST_POINTS", 100 if decomposed else 0)
     draw = torch.Generator().manual_seed(20)
     x, y, v = torch.randn(20, 3, generator=draw), torch.full((19, 3), 0.3), drawn(20, 3).float()
     product = otdd.sinkhorn_hessian(x, y, epsilon=0.5, debias=False).product(v)
@@ -292,7 +292,7 @@ def test_refusals() -> None:
 
 
 def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "MOST_POINTS", 0)
+    monkeypatch.setattr(plan_system, "MOST_POINTS", 0)
     monkeypatch.setattr(TorchOperator, "plan_entries", lambda *_: torch.empty(1 << 50))
     with pytest.raises(InputError, match=r"^out of memory on cpu: .* free, and .* need at least"):
         hessian().product(V)

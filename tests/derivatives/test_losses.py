@@ -16,7 +16,8 @@ from otdd_flash.engine.few_problems import FewQuasiNewton
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.errors import InputError
 from otdd_flash.operators import torch_pool
-from otdd_flash.solver.small import batches, forget
+from otdd_flash.solver.small import forget, route
+from otdd_flash.solver.small.pooled_solve import Batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = ((8, 5), (6, 7), (5, 6))
@@ -116,15 +117,15 @@ def test_pairs_are_solved_side_by_side(
 ) -> None:
     # Two rooms: of two pairs and of one.
     given = batch_of(clouds(0), clouds(1, side=1))
-    one = batches.room_of(given, 1, in_triton=backend == "triton").bytes
-    monkeypatch.setattr(batches, "MOST_BYTES", 2 * one)
-    monkeypatch.setattr(batches, "MOST_BYTES_CPU", 2 * one)
+    one = given.room(1, in_triton=backend == "triton").bytes
+    monkeypatch.setattr(route, "MOST_BYTES", 2 * one)
+    monkeypatch.setattr(route, "MOST_BYTES_CPU", 2 * one)
     assert_the_same(options | {"options": otdd.Converged(tolerance=2e-4)}, 1e-5, backend)
 
 
 def batch_of(x: list[Tensor], y: list[Tensor]) -> Any:
     padded = tuple(torch.nn.utils.rnn.pad_sequence(side, batch_first=True) for side in (x, y))
-    return batches.Batch(padded, (None, None), (None, None), (1, 1), None)
+    return Batch(padded, (None, None), (None, None), (1, 1), None, (0.5, 0.5))
 
 
 @pytest.mark.slow

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from otdd_flash import memory
-from otdd_flash.derivatives import low_rank, schur
-from otdd_flash.derivatives.low_rank import LowRank
-from otdd_flash.derivatives.schur import CGOptions, SchurSystem, Solver
-from otdd_flash.operators.base import KeptPlan
+from otdd_flash.derivatives import plan_system
+from otdd_flash.derivatives.plan_system import CGOptions, LowRank, PlanMatrix, PlanSystem
+from otdd_flash.operators.base import StoredPlan
 
 pytestmark = pytest.mark.usefixtures("iterations_alone")
 
@@ -23,7 +22,7 @@ EPSILON = 0.5
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_rank, "RANK", RANK)
+    monkeypatch.setattr(plan_system, "RANK", RANK)
 
 
 def plan(*, tail: float = 5.0) -> Tensor:
@@ -48,57 +47,56 @@ def _plan(tail: float) -> Tensor:
     return reference.plan(cost, a, b, f, g, EPSILON)
 
 
-def right_sides(system: SchurSystem, count: int = 3, seed: int = 0) -> Tensor:
+def right_sides(matrix: PlanMatrix, count: int = 3, seed: int = 0) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(len(system.metric.masses), count, generator=draw, dtype=torch.float64)
-    return system.times(drawn)
+    drawn = torch.randn(len(matrix.metric.masses), count, generator=draw, dtype=torch.float64)
+    return matrix.times(drawn)
 
 
 @pytest.mark.parametrize("damping", [0.0, 1e-3])
 def test_what_is_left_is_well_conditioned(damping: float) -> None:
     """Symmetric and positive, and as good up to a factor as the inverse; masses are not."""
-    system = SchurSystem(KeptPlan(plan(tail=1.5)), damping)
-    found, one = system.preconditioner(), torch.eye(M, dtype=torch.float64)
+    matrix = PlanMatrix(StoredPlan(plan(tail=1.5)), damping)
+    found, one = matrix.preconditioner(), torch.eye(M, dtype=torch.float64)
     assert found is not None
-    for preconditioner, good in ((found, True), (LowRank(system.metric.inverse[:, :0]), False)):
-        inverse = preconditioner.times(one, system.metric.inverse)
+    for preconditioner, good in ((found, True), (LowRank(matrix.metric.inverse[:, :0]), False)):
+        inverse = preconditioner.times(one, matrix.metric.inverse)
         torch.testing.assert_close(inverse, inverse.T, rtol=0, atol=1e-9 * float(inverse.max()))
         values, vectors = torch.linalg.eigh(inverse)
         root = vectors * values.clamp_min(0).sqrt() @ vectors.T
         # Without the eigenvalue of constants.
-        left = torch.linalg.eigvalsh(root @ system.times(one) @ root)[int(damping == 0) :]
+        left = torch.linalg.eigvalsh(root @ matrix.times(one) @ root)[int(damping == 0) :]
         assert (float(left[-1] / left[0]) <= 3) == good
 
 
 def test_slow_iterations_are_preconditioned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, made, options = [], SchurSystem.preconditioner, CGOptions(1e-9)
-    monkeypatch.setattr(
-        SchurSystem, "preconditioner", lambda self: calls.append(self) or made(self)
-    )
-    system = SchurSystem(KeptPlan(plan()))
-    right = right_sides(system)
-    alone = Solver(system, system, options)
+    calls, made, options = [], PlanMatrix.preconditioner, CGOptions(1e-9)
+    monkeypatch.setattr(PlanMatrix, "preconditioner", lambda self: calls.append(self) or made(self))
+    kept = StoredPlan(plan())
+    alone = PlanSystem(kept, options, kept)
+    matrix = alone.matrix
+    right = right_sides(matrix)
     alone._patience = None
     assert int(alone.solve(right).iterations.min()) >= 50
     assert calls == []
-    monkeypatch.setattr(schur, "PATIENCE", 10)
-    solver = Solver(system, system, options)
+    monkeypatch.setattr(plan_system, "PATIENCE", 10)
+    solver = PlanSystem(kept, options, kept)
     for most in (10 + 25, 25):
         found = solver.solve(right)
-        left = right - system.times(found.values)
-        assert float((system.metric.size(left) / system.metric.size(right)).max()) <= 1e-9
+        left = right - matrix.times(found.values)
+        assert float((matrix.metric.size(left) / matrix.metric.size(right)).max()) <= 1e-9
         assert int(found.iterations.max()) <= most
     assert len(calls) == 1
 
 
 def test_vectors_are_as_many_as_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_one = 8 * low_rank.MATRICES * M
+    of_one = 8 * plan_system.MATRICES * M
     monkeypatch.setattr(memory, "ASSUMED_FREE", 0)
     monkeypatch.setattr(memory, "free_memory", lambda *_: 2 * of_one * 30)
     for most, drawn in ((60 * of_one, 60), (59 * of_one, 30), (of_one, 1), (1, 0), (None, 30)):
-        assert low_rank.rank_for(M, 1, most, torch.device("cpu")) == drawn
+        assert plan_system.rank_for(M, 1, most, torch.device("cpu")) == drawn
     # Of which a product has as many rows as the other side has points.
-    assert low_rank.rank_for(M, 4 * M, 60 * of_one, torch.device("cpu")) == 15
+    assert plan_system.rank_for(M, 4 * M, 60 * of_one, torch.device("cpu")) == 15
 
 
 def test_columns_that_rounding_empties_are_solved_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,15 +104,14 @@ def test_columns_that_rounding_empties_are_solved_too(monkeypatch: pytest.Monkey
 
     Its own masses there, none, would leave these columns out of every direction.
     """
-    monkeypatch.setattr(schur, "PATIENCE", 10)
+    monkeypatch.setattr(plan_system, "PATIENCE", 10)
     exact = plan()
     exact[:, ::5] *= 1e-9
     rounded = exact.clone()
     rounded[:, ::5] = 0
-    system, near = SchurSystem(KeptPlan(exact)), SchurSystem(KeptPlan(rounded))
-    for found in (
-        Solver(system, near, CGOptions(1e-6)).solve(right_sides(system)),
-        Solver(system, system, CGOptions(1e-6)).solve(right_sides(system)),
-    ):
+    kept = StoredPlan(exact)
+    for quick in (StoredPlan(rounded), kept):
+        system = PlanSystem(kept, CGOptions(1e-6), quick)
+        found = system.solve(right_sides(system.matrix))
         assert bool(found.converged.all())
         assert int(found.iterations.max()) <= 100

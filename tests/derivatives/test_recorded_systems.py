@@ -7,10 +7,10 @@ import torch
 from labelled_costs import cost_between
 from torch import Tensor
 
-from otdd_flash.derivatives import conjugate_gradients_kernels, schur
+from otdd_flash.derivatives import conjugate_gradients_kernels, plan_system
 from otdd_flash.derivatives.conjugate_gradients import Limits, Near
 from otdd_flash.derivatives.conjugate_gradients_kernels import KernelIterates
-from otdd_flash.derivatives.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver
+from otdd_flash.derivatives.plan_system import CGOptions, PlanSystem, Solution
 from otdd_flash.operators import triton_plans
 from otdd_flash.operators.triton_operator import KernelOperator
 
@@ -27,7 +27,7 @@ def _held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(triton_plans, "holds", lambda *_: False)
 
 
-def solver(n: int, m: int, *, own: bool) -> Solver:
+def solver(n: int, m: int, *, own: bool) -> PlanSystem:
     """Of a plan whose rows sum to about their masses; labelled points."""
     draw = torch.Generator().manual_seed(0)
     x, y = (torch.randn(size, 5, generator=draw).to(DEVICE) for size in (n, m))
@@ -46,8 +46,7 @@ def solver(n: int, m: int, *, own: bool) -> Solver:
         updated = -(a.log()[:, None] + f[:, None] - dense).logsumexp(0)
         g = (f + updated) / 2 if own else updated
     plan = KernelOperator(cost, "high").plan(g if own else f, None if own else g, 1.0).prepared
-    kind = SelfSystem if own else SchurSystem
-    return Solver(kind(plan), kind(plan.quick), OPTIONS)
+    return PlanSystem(plan, OPTIONS, plan.quick, symmetric=own)
 
 
 def right_sides(m: int, count: int, seed: int) -> Tensor:
@@ -80,7 +79,7 @@ def test_a_step_leaves_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize(("count", "patience"), [(1, 2), (7, 2), (7, schur.PATIENCE)])
+@pytest.mark.parametrize(("count", "patience"), [(1, 2), (7, 2), (7, plan_system.PATIENCE)])
 def test_recorded_solves_are_those_that_are_not(
     own: bool, count: int, patience: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +87,7 @@ def test_recorded_solves_are_those_that_are_not(
 
     Preconditioned or not.
     """
-    monkeypatch.setattr(schur, "PATIENCE", patience)
+    monkeypatch.setattr(plan_system, "PATIENCE", patience)
     (n, m) = (900, 900 if own else 700)
     recorded, plain = solver(n, m, own=own), solver(n, m, own=own)
     for seed in range(6):

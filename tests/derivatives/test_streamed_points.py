@@ -15,10 +15,10 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.cost import host_points
-from otdd_flash.derivatives.term_gradient import cross_gradient
+from otdd_flash.derivatives.gradient import cross_gradient
 from otdd_flash.operators import blocked, comparison
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 HELD = otdd.ComputeOptions("cpu", precision="double")
 STREAMED = replace(HELD, memory_budget=1)
@@ -28,7 +28,7 @@ STREAMED = replace(HELD, memory_budget=1)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked, "LEAST_POINTS", 8)
     monkeypatch.setattr(comparison, "ASSUMED_FREE", 0)
-    monkeypatch.setattr("otdd_flash.derivatives.plan_blocks.STREAMED_ROWS", 5)
+    monkeypatch.setattr("otdd_flash.derivatives.centred.STREAMED_ROWS", 5)
 
 
 def in_files(folder: Path, *sides: otdd.LabeledSamples) -> list[otdd.LabeledSamples]:
@@ -175,7 +175,7 @@ def test_gradients_hold_no_points_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     """One of 32 blocks takes what a few blocks take, but for the gradient itself."""
     n, dim = 32 * 64, 256
     monkeypatch.setattr(blocked, "LEAST_POINTS", 64)
-    monkeypatch.setattr("otdd_flash.derivatives.plan_blocks.STREAMED_ROWS", 64)
+    monkeypatch.setattr("otdd_flash.derivatives.centred.STREAMED_ROWS", 64)
     points = np.random.default_rng(0).normal(size=(n, dim)).astype("float32")
     np.save(tmp_path / "x.npy", points)
     samples = otdd.LabeledSamples(otdd.features_file(tmp_path / "x.npy"), None, ())

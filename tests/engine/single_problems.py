@@ -19,11 +19,10 @@ class InTriton:
 
     def __init__(self, operator: TorchOperator[Any]) -> None:
         self.inner = operator
+        self.passes = operator.passes._replace(in_triton=True)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
-
-    in_triton = True
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -72,7 +72,7 @@ def test_what_makes_no_progress_ages(gaps: list[float], duals: list[float], stal
 )
 def test_a_try_goes_on_while_the_error_promises_enough(errors: list[float], hopeless: bool) -> None:
     epsilon, no, iteration = 0.1, torch.tensor([False]), 0
-    levels = Levels.trying(epsilon, numbers(0.4))
+    levels = Levels.trying(epsilon, numbers(4.8))
     assert float(levels.allowed) == 2 * ITERATIONS_PER_LEVEL
     levels = levels._replace(allowed=numbers(6.0))
     for iteration, error in enumerate(errors, 1):
@@ -82,7 +82,7 @@ def test_a_try_goes_on_while_the_error_promises_enough(errors: list[float], hope
     assert float(levels.level) == (0.4 if hopeless else epsilon)
     # There is but one, and none without levels above.
     assert float(levels.allowed) == (0.0 if hopeless else 6.0)
-    above = Levels.trying(0.1, numbers(0.1))._replace(error=numbers(0.1))
+    above = Levels.trying(0.1, numbers(1.2))._replace(error=numbers(0.1))
     assert not bool(is_hopeless(above, numbers(9.0), numbers(0.5), numbers(1e-3)))
 
 

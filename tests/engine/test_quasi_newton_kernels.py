@@ -13,7 +13,7 @@ from otdd_flash.engine import quasi_newton_kernels
 from otdd_flash.engine.problems import Start
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
-from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
+from otdd_flash.formulas.decision import CROSS, SELF, TOP, Goal, Levels
 from otdd_flash.formulas.evidence import MOST_ERROR, PassErrors
 from otdd_flash.kernels.segments import decision as decision_kernel
 
@@ -112,7 +112,8 @@ def begin(rule, form, goal=GOAL):
     exponents = torch.arange(COUNT, device=DEVICE) % (6 if form is CROSS else 1)
     exponents[STUCK] = exponents[HOPELESS] = 0
     top = goal.epsilon * torch.ones_like(segments.mean_cost) * 2**exponents
-    levels, tries = Levels.descending(top), Levels.trying(goal.epsilon, top)
+    # Of mean costs whose first level is `top`, with room for rounding.
+    levels, tries = Levels.descending(top), Levels.trying(goal.epsilon, 1.2 * top / TOP)
     trying = torch.arange(COUNT, device=DEVICE) >= TRIED
     trying &= torch.arange(COUNT, device=DEVICE) < FAST
     levels = Levels(*(torch.where(trying, *two) for two in zip(tries, levels, strict=True)))

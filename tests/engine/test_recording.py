@@ -108,8 +108,8 @@ def test_a_step_leaves_the_host_alone(n, m, many, monkeypatch):
 def test_recorded_solves_are_those_that_are_not_recorded(relative_epsilon, m, monkeypatch):
     """To the last bit, and however many steps are launched after the end."""
     recorded, plain = (KernelOperator(labelled_cost(900, m), "high") for _ in range(2))
-    assert recorded.recorded
-    monkeypatch.setattr(plain, "recorded", False)
+    assert recorded.passes.recorded
+    monkeypatch.setattr(plain, "passes", plain.passes._replace(recorded=False))
     epsilon = relative_epsilon * recorded.costs.mean
     again, first, expected = (
         solve_term(operator, epsilon, Converged(1e-4), SELF if m == 900 else CROSS)
@@ -128,7 +128,7 @@ def test_recordings_that_are_gone_keep_no_memory():
 
     def solve():
         operator = KernelOperator(cost, "fast")
-        assert operator.recorded
+        assert operator.passes.recorded
         return solve_term(operator, 0.03 * operator.costs.mean, Converged(1e-3))
 
     for _ in range(5):

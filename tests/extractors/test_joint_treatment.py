@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import reduce_pca, standardize
+from otdd_flash.samples import check_same_dimension
 
 
 @pytest.fixture

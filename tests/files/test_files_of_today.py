@@ -5,7 +5,7 @@ writes them anew. They depend on these names, which a change of the code has to 
 
 - Checkpoints (`otdd_flash.flows.checkpoint`): the names in its `TYPES` and the fields of
   `otdd_flash.labels.ClassDistances`, `otdd_flash.flows.history.Moment` and `StepRecord`, and
-  `otdd_flash.solver.term.result.TransportTerm`; the keys of `state` of `otdd_flash.flows.run`,
+  `otdd_flash.solver.term.TransportTerm`; the keys of `state` of `otdd_flash.flows.run`,
   `.stepping`, `.modes` and of its recorder; the state names of torch's optimizers;
   the fields of `otdd_flash.flows.checkpoint.Shard`. Their settings, which must be those of now,
   have the fields of `otdd_flash.flows.stepping.Stepping`, `otdd_flash.cost.ground.GroundCost`,

@@ -222,8 +222,8 @@ def test_an_evaluation_decides(case: str) -> None:
     if found.changes:
         assert (*trust, *progress) == (-math.inf, 0, math.inf, 0, 0, 1, math.inf, -math.inf, 0)
     elif found.kept and not found.done:
-        assert trust.lowest == pytest.approx(min(0.1, found.told[3] - found.told[4]))
-        assert progress.dual == found.told[0]
+        assert trust.lowest == pytest.approx(min(0.1, found.reported[3] - found.reported[4]))
+        assert progress.dual == found.reported[0]
 
 
 def test_levels_halve_where_they_end_and_a_try_that_is_given_up_starts_at_the_top() -> None:
@@ -237,11 +237,11 @@ def test_levels_halve_where_they_end_and_a_try_that_is_given_up_starts_at_the_to
 
 def test_an_evaluation_tells_what_was_proved() -> None:
     found = decided(0.05, dual=1.1, rounding=1e-6)
-    value, lower, upper, error, hidden, iterations, size = found.told
+    value, lower, upper, error, hidden, iterations, size = found.reported
     assert (value, iterations, size) == (1.1, 3.0, 1.25)
     assert lower < value < upper
     assert error == 0.05 + hidden == pytest.approx(0.05 + 2e-5, rel=1e-3)
-    assert decided(0.05, symmetric=True).told[6] == 1.0
+    assert decided(0.05, symmetric=True).reported[6] == 1.0
     # All of an error that does not fall is rounding.
-    stalled = of_case("no progress").told
+    stalled = of_case("no progress").reported
     assert stalled[4] == stalled[3]

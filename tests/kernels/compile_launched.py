@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
+from typing import Any
 
 import torch
 from compiling import taken
@@ -20,6 +21,7 @@ from otdd_flash.kernels.batched import (
     tiny_balance,
     tiny_balance_backward,
 )
+from otdd_flash.kernels.batched.problems import Balanced, Cotangents, Derivatives, Problems
 from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward, row_sums
 from otdd_flash.kernels.matrix import facts, half_step, sweep, swept_columns
 from otdd_flash.kernels.matrix import sums as matrix_sums
@@ -35,8 +37,21 @@ ONE = torch.ones((), dtype=torch.float64)
 def batched() -> Taken:
     """One size of each kernel of small matrices; plans of every type and order of entries."""
     x, few = torch.zeros(1000, 4, 4), torch.zeros(1000, 2, 2)
-    y, nothing = torch.zeros(1000, 32, 32), torch.empty(0)
-    problems, of_plans = (y, ONE, None, None, None, 20, None, False), {}
+    y, of_plans = torch.zeros(1000, 32, 32), {}
+
+    def balance(module: Any, name: str, logits: torch.Tensor) -> dict[str, int]:
+        """Of a kernel that balances all matrices, forward or backward."""
+        problems = Problems(logits, ONE, None, None, None, 20, None, negated=False)
+        if name.endswith("backward"):
+            given = Cotangents(logits, None, None)
+            room = Derivatives.empty(logits, masses=False, with_scale=True)
+            counts = (torch.empty(0),) if name.startswith("small") else ()
+            run = partial(getattr(module, name), problems, *counts, given, room)
+        else:
+            room = Balanced.empty(logits, stops=False, potentials=False)
+            run = partial(getattr(module, name), problems, room)
+        return taken(module, f"{name}_kernel", run)
+
     for dtype, p in (
         (torch.float16, torch.zeros(1000, 16, 16).half().mT.contiguous().mT),
         (torch.float32, torch.zeros(1000, 128, 128)),
@@ -45,16 +60,11 @@ def batched() -> Taken:
     ):
         run = partial(adjoint, p, p, p[:, :, 0], p[:, 0], in_triton=True)
         of_plans[f"adjoint {dtype}"] = taken(small_adjoint, "small_adjoint_kernel", run)
-    balance = partial(small_balance.small_balance, *problems, potentials=False)
-    back = small_balance_backward.small_balance_backward
-    backward = partial(back, *problems, nothing, y, None, None)
-    tiny = partial(tiny_balance.tiny_balance, x, ONE, 20)
-    tiny_back = partial(tiny_balance_backward.tiny_balance_backward, few, ONE, 20, few)
     return of_plans | {
-        "tiny": taken(tiny_balance, "tiny_balance_kernel", tiny),
-        "tiny backward": taken(tiny_balance_backward, "tiny_balance_backward_kernel", tiny_back),
-        "forward": taken(small_balance, "small_balance_kernel", balance),
-        "backward": taken(small_balance_backward, "small_balance_backward_kernel", backward),
+        "tiny": balance(tiny_balance, "tiny_balance", x),
+        "tiny backward": balance(tiny_balance_backward, "tiny_balance_backward", few),
+        "forward": balance(small_balance, "small_balance", y),
+        "backward": balance(small_balance_backward, "small_balance_backward", y),
     }
 
 

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from otdd_flash.derivatives.conjugate_gradients import Iterates, Limits, Near, System, inverse
 from otdd_flash.derivatives.conjugate_gradients_kernels import KernelIterates
-from otdd_flash.derivatives.low_rank import LowRank
-from otdd_flash.derivatives.schur import SchurSystem, SelfSystem
+from otdd_flash.derivatives.plan_system import LowRank, PlanMatrix
 from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward, row_sums
 from otdd_flash.kernels.passes.block_sums import add_halves
 from otdd_flash.kernels.points.packed_points import arrange
-from otdd_flash.operators.base import KeptPlan, Products
+from otdd_flash.operators.base import Products, StoredPlan
 from otdd_flash.operators.triton_plans import HeldPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,7 +46,7 @@ def held(plan: Tensor) -> HeldPlan:
 
 
 def system(of: Products, *, own: bool, damping: float = 0.0) -> System:
-    return (SelfSystem if own else SchurSystem)(of, damping)
+    return PlanMatrix(of, damping, symmetric=own)
 
 
 def preconditioned(of: System, count: int) -> LowRank:
@@ -91,8 +90,8 @@ def test_iterations_in_kernels_are_those_in_pytorch(
     for module in (cg_start, cg_step, onward):
         monkeypatch.setattr(module, "BLOCK", 16)
     plan = entries()
-    exact = system(KeptPlan(plan), own=own, damping=damping)
-    near = system(held(plan) if packed else KeptPlan(plan.float().double()), own=own)
+    exact = system(StoredPlan(plan), own=own, damping=damping)
+    near = system(held(plan) if packed else StoredPlan(plan.float().double()), own=own)
     assert (near.layout is not None) == packed
     preconditioner = preconditioned(exact, vectors) if vectors else None
     found = KernelIterates(exact.metric, LIMITS, (50, 4))

@@ -21,12 +21,9 @@ from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import (
     NEGLIGIBLE,
     diagonal_gaussian_table,
-    gaussian_distances,
     gaussian_table,
-    nuclear_norms,
-)
-from otdd_flash.labels.moments import (
     mean_table,
+    nuclear_norms,
     upper_bound_table,
 )
 from otdd_flash.labels.pairs import all_pairs
@@ -74,7 +71,7 @@ def test_products_give_the_nuclear_norm(spectrum, shape):
 
 
 def distance(one, two, **options):
-    return float(gaussian_distances([one, two], PAIR, **options).values)
+    return float(gaussian_table([one, two], PAIR, **options))
 
 
 @every_route
@@ -122,8 +119,8 @@ def check_independence(method, clouds):
     ("method", "route", "entries"),
     [
         *((METHODS[name], "lapack", 2**13) for name in METHODS),
-        *((gaussian_distances, "products", entries) for entries in (1, 2**13, 2**17)),
-        (gaussian_distances, "lapack", 1),
+        *((METHODS["gaussian"], "products", entries) for entries in (1, 2**13, 2**17)),
+        (METHODS["gaussian"], "lapack", 1),
     ],
 )
 def test_a_pair_does_not_depend_on_the_others(method, route, entries, monkeypatch):
@@ -139,7 +136,7 @@ def test_wide_products_do_not_depend_on_the_others(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        check_independence(gaussian_distances, near_clouds(3, 25, 784))
+        check_independence(METHODS["gaussian"], near_clouds(3, 25, 784))
     finally:
         torch.set_num_threads(before)
 
@@ -147,7 +144,7 @@ def test_wide_products_do_not_depend_on_the_others(threads):
 def test_progress_counts_all_pairs(monkeypatch):
     monkeypatch.setattr(pair_chunks, "CPU_ENTRIES", 2**12)
     done = []
-    gaussian_distances(mixed_clouds(), all_pairs(17), progress=lambda *call: done.append(call))
+    gaussian_table(mixed_clouds(), all_pairs(17), progress=lambda *call: done.append(call))
     assert len(done) > 20
     assert done == sorted(set(done))
     assert (done[0][1], done[-1]) == (136, (136, 136))
@@ -158,8 +155,8 @@ def test_a_gpu_gives_the_same_and_a_pair_does_not_depend_on_the_others():
     clouds = [*mixed_clouds(40), *near_clouds(40, 32, 40)]
     on_gpu = [moved(cloud, cloud.points.cuda()) for cloud in clouds]
     pairs = all_pairs(len(clouds))
-    expected = gaussian_distances(clouds, pairs).values
-    values = gaussian_distances(on_gpu, pairs).values
+    expected = gaussian_table(clouds, pairs)
+    values = gaussian_table(on_gpu, pairs)
     torch.testing.assert_close(values.cpu(), expected, rtol=1e-11, atol=1e-11)
     for method in METHODS.values():
         check_independence(method, on_gpu)

@@ -175,7 +175,7 @@ def write(folder, start, step, wrote=None):
         cache.keep("recipe", classes(60), pairs[part], PairDistances.exactly(part.double()))
         if wrote is not None:
             wrote.release()
-    assert cache.active
+    assert cache.path is not None
 
 
 FORKS = multiprocessing.get_context("fork")
@@ -207,7 +207,7 @@ def test_a_writer_that_is_killed_leaves_whole_parts(tmp_path):
     process.join(60)
     cache = PairCache(tmp_path)
     known, found = cache.find("recipe", classes(60), all_pairs(60))
-    assert cache.active
+    assert cache.path is not None
     assert len(known) >= 90
     assert len(known) % 30 == 0
     assert torch.equal(found.values, known.double())
@@ -258,7 +258,7 @@ def test_a_database_with_flipped_bits_never_lies_and_never_stops_a_run(flips, tm
         for part, twin in zip(found, kept, strict=True):
             assert torch.equal(part, twin[known])
         cache.keep("recipe", classes(12), all_pairs(12), kept)
-        assert cache.active
+        assert cache.path is not None
         set_aside += (aside := tmp_path / f"{FILE}.damaged").exists()
         aside.unlink(missing_ok=True)
     assert set_aside == len(caplog.records) > 0
@@ -278,7 +278,7 @@ def test_a_database_that_another_process_holds_is_waited_for(tmp_path, caplog, m
         caplog.clear()
         cache = PairCache(tmp_path)
         use(cache)
-        assert not cache.active
+        assert cache.path is None
         waiting, given_up = (record.getMessage() for record in caplog.records)
         assert waiting.startswith("another process holds the class distances in")
         assert "waiting for at most 0.05 s" in waiting

@@ -9,13 +9,14 @@ import torch
 from sinkhorn_cases import make_clouds, true_divergence
 
 from otdd_flash.engine.problems import WeightedPoints
+from otdd_flash.formulas.decision import SELF
 from otdd_flash.labels import sinkhorn_pairs
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances, solve_in_float64, solve_in_kernels
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.stored_segments import StoredSegments
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.segmented import solve_self_terms
+from otdd_flash.solver.solve import solve_segments
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPSILONS = (1e-4, 1e-2, 0.3, 1.0, 30.0, 1e4)
@@ -177,7 +178,7 @@ def test_a_plan_without_its_mass_is_as_far_from_its_marginals_as_said():
     masses = torch.full((40,), 1 / 40, dtype=torch.float64)
     cloud, epsilon = WeightedPoints(points, masses), 0.5
     segments = StoredSegments([(cloud, cloud)], (48, 48))
-    found = solve_self_terms(segments, epsilon, Converged(1e-3, max_iterations=1))
+    found = solve_segments(segments, SELF, epsilon, Converged(1e-3, max_iterations=1))
     plan = (masses[:, None] * masses) * (-(points - points.T).square() / epsilon).exp()
     exact = (plan.sum(1) / plan.sum() - masses).abs().sum()
     assert float((plan.sum(1) - masses).abs().sum()) < 0.8 < 0.9 < float(exact)

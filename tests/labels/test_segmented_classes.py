@@ -9,10 +9,11 @@ from sinkhorn_cases import make_clouds, moved
 from otdd_flash.engine.problems import WeightedPoints
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.quasi_newton_kernels import KernelVectors
+from otdd_flash.formulas.decision import CROSS
 from otdd_flash.labels import sinkhorn_pairs as transport_terms
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
-from otdd_flash.operators import anchored_segments, stored_segments
+from otdd_flash.operators import stored_segments
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import (
     BYTES_PER_SEGMENT,
@@ -22,7 +23,7 @@ from otdd_flash.operators.kernel_segments import (
 )
 from otdd_flash.operators.stored_segments import StoredSegments
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.segmented import solve_cross_terms
+from otdd_flash.solver.solve import solve_segments
 
 
 def weighted_points(clouds):
@@ -60,12 +61,12 @@ def test_what_rounding_keeps_from_the_tolerance_ends(clouds):
     """Although the floor is below it, and says that rounding is all of its error."""
     points = weighted_points(clouds)
     sides = [(points[1], points[2])]
-    reached = solve_cross_terms(Noisy(sides, (32, 32)), 0.5, Converged(tolerance=1e-4))
+    reached = solve_segments(Noisy(sides, (32, 32)), CROSS, 0.5, Converged(tolerance=1e-4))
     floor = float(reached.rounding)
     assert float(reached.marginal_error) <= 1e-4
     noisy = Noisy(sides, (32, 32))
     noisy.threshold = 4 * floor
-    terms = solve_cross_terms(noisy, 0.5, Converged(tolerance=3 * floor))
+    terms = solve_segments(noisy, CROSS, 0.5, Converged(tolerance=3 * floor))
     assert float(terms.marginal_error) == pytest.approx(5 * floor, rel=0.05)
     assert float(terms.rounding) == float(terms.marginal_error)
     assert int(terms.iterations) < 200
@@ -74,14 +75,14 @@ def test_what_rounding_keeps_from_the_tolerance_ends(clouds):
 def count_work(monkeypatch):
     """Scores that softmins have read, by what holds them."""
     read = {"anchored": 0, "stored": 0}
-    for name, module in (("anchored", anchored_segments), ("stored", stored_segments)):
-        tiles = module.tiles
+    tiles = stored_segments.tiles
 
-        def counting(size, *args, name=name, tiles=tiles):
-            read[name] += size[0] * size[1] * size[2]
-            return tiles(size, *args)
+    def counting(size, dtype, device):
+        # To such a tolerance anchors hold float32.
+        read["anchored" if dtype == torch.float32 else "stored"] += size[0] * size[1] * size[2]
+        return tiles(size, dtype, device)
 
-        monkeypatch.setattr(module, "tiles", counting)
+    monkeypatch.setattr(stored_segments, "tiles", counting)
     return read
 
 
@@ -101,7 +102,7 @@ def test_a_pair_that_is_done_costs_nothing_more(clouds, monkeypatch):
     for chosen in (sides, sides[:1], sides[1:2], sides[2:]):
         with monkeypatch.context() as patch:
             read = count_work(patch)
-            terms = solve_cross_terms(StoredSegments(chosen, (32, 32)), 0.1, options)
+            terms = solve_segments(StoredSegments(chosen, (32, 32)), CROSS, 0.1, options)
             work.append(read)
             iterations.append(terms.iterations.tolist())
     assert iterations[0] == [iterations[k][0] for k in (1, 2, 3)]
@@ -153,9 +154,9 @@ def test_terms_are_those_of_the_iteration_that_was_enough(clouds, monkeypatch):
     """To the last bit, however many more are launched before the host asks."""
     points = weighted_points(clouds)
     sides = [(points[i], points[j]) for i, j in ((0, 1), (3, 2))]
-    expected = solve_cross_terms(StoredSegments(sides, (48, 48)), 0.1, Converged())
+    expected = solve_segments(StoredSegments(sides, (48, 48)), CROSS, 0.1, Converged())
     monkeypatch.setattr(QuasiNewton, "advance", lambda rule: [rule.step() for _ in range(40)])
-    found = solve_cross_terms(StoredSegments(sides, (48, 48)), 0.1, Converged())
+    found = solve_segments(StoredSegments(sides, (48, 48)), CROSS, 0.1, Converged())
     for name in ("iterations", "marginal_error", "value", "lower", "upper", "rounding"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
@@ -195,13 +196,13 @@ def test_kernels_agree_with_float64_and_pairs_do_not_depend_on_others(in_kernels
     in_kernels(True, only_of=len(pairs))
     found = sinkhorn_distances(clouds, pairs, 8.0)
     solved = []
-    solve = transport_terms.solve_cross_terms
+    solve = transport_terms.solve_segments
 
     def counting(segments, *args):
         solved.append(len(segments.mean_cost))
         return solve(segments, *args)
 
-    monkeypatch.setattr(transport_terms, "solve_cross_terms", counting)
+    monkeypatch.setattr(transport_terms, "solve_segments", counting)
     monkeypatch.setattr(transport_terms, "free_memory", lambda _: 20_000)
     for one, two in zip(found, sinkhorn_distances(clouds, pairs.flip(0), 8.0), strict=True):
         assert torch.equal(one, two.flip(0))

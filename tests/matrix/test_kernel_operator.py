@@ -32,7 +32,7 @@ def test_on_a_gpu_it_is_the_solution_in_double_precision(
     draw = torch.Generator().manual_seed(n)
     costs = torch.rand(n, m, generator=draw).to("cuda", dtype)
     found = otdd.matrix_transport(costs, epsilon=0.05)
-    assert found._comparison.operator("xy").backend == "triton, costs given"
+    assert found._comparison.operator("xy").passes.backend == "triton, costs given"
     double = otdd.ComputeOptions("cuda", precision="double")
     exact = otdd.matrix_transport(costs, epsilon=0.05, compute=double)
     assert found.converged

@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = {
     "ranks": r"/distributed/|/ring|/(sharded|sharing|\w*self_share|owned|parts|by_ranks)\.py"
     r"|commands/ranks\.py",
-    "certificate": r"solver/(term/|matrix/(result|plan)\.|"
-    r"(solve|certificate|shortfall|divergence)\.)|derivatives/(groups|group_flows)\.",
+    "certificate": r"solver/(matrix/(result|plan)\.|"
+    r"(term|solve|certificate|shortfall|divergence)\.)|derivatives/(groups|group_flows)\.",
     "evidence": r"/(engine|formulas)/|solver/evidence\.py",
     "passes": r"/(cost|operators)/|otdd_flash/memory\.py|^kernels/",
 }

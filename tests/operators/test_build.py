@@ -16,7 +16,7 @@ from otdd_flash.labels.sinkhorn_pairs import kernels_run_on
 from otdd_flash.operators import build
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison, check_resources
-from otdd_flash.operators.point_scores import KeptScores, StreamedScores
+from otdd_flash.operators.point_scores import StoredScores, StreamedScores
 from otdd_flash.samples import LabeledSamples
 
 CPU, CROSS = torch.device("cpu"), [(0, 1)]
@@ -35,7 +35,7 @@ def built(compute: ComputeOptions) -> Operator:
 
 
 @pytest.mark.parametrize(
-    ("budget", "kind"), [(4 * 50 * 40, KeptScores), (4 * 50 * 40 - 1, StreamedScores)]
+    ("budget", "kind"), [(4 * 50 * 40, StoredScores), (4 * 50 * 40 - 1, StreamedScores)]
 )
 def test_scores_are_kept_if_they_fit_the_budget(budget: int, kind: type) -> None:
     compute = ComputeOptions(device="cpu", memory_budget=budget)
@@ -67,7 +67,7 @@ def test_a_budget_that_the_device_does_not_have_is_refused(monkeypatch: pytest.M
     # One block and one tile of scores are held by the streamed operator that comes first.
     monkeypatch.setattr(build, "streamed_bytes", lambda *_: 0)
     scores = 4 * 50 * 40
-    assert type(built(ComputeOptions("cpu", memory_budget="auto")).source) is KeptScores
+    assert type(built(ComputeOptions("cpu", memory_budget="auto")).source) is StoredScores
     for module in (memory, compute_options):
         monkeypatch.setattr(module, "free_memory", lambda _: scores - 1)
     pattern = r"memory_budget=1GiB .*7\.8 KiB and 7\.8 KiB are free on cpu; use memory_budget=auto"

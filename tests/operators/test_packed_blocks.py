@@ -98,7 +98,7 @@ def test_a_cloud_that_fits_is_one_block_of_half_the_pairs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, tally = operator(tmp_path, SYMMETRIC, 1 << 20, on_device=DIM * 8 * N)
-    assert "in blocks of 100 x 100" in found.backend
+    assert "in blocks of 100 x 100" in found.passes.backend
     f = torch.randn(N, generator=torch.Generator().manual_seed(1))
     triangles: list[bool] = []
     launch = plan_marginals._Launch.__call__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import pytest
@@ -11,7 +12,7 @@ from labelled_costs import cost_between
 from torch import Tensor
 
 from otdd_flash.kernels.passes import plan_blocks
-from otdd_flash.kernels.passes.block_product import Weights
+from otdd_flash.kernels.passes.block_product import Found
 from otdd_flash.kernels.points.packed_points import PackedPoints
 from otdd_flash.operators import triton_plans
 from otdd_flash.operators.triton_operator import KernelOperator
@@ -92,12 +93,11 @@ def case_of(classes: int, *, far: bool) -> Case:
     return Case(classes, far=far)
 
 
-def gathered(products: PointProducts, *args: object, transposed: bool) -> tuple[Tensor, Tensor]:
+def joined(parts: Iterable[Found], size: int) -> tuple[Tensor, Tensor]:
     """All rows of a product, each once."""
-    size = M if transposed else N
     points = torch.full((size, DIM), torch.nan, device=DEVICE)
     numbers = torch.zeros(size, dtype=torch.float64, device=DEVICE)
-    for part in products.times(*args, transposed=transposed):  # type: ignore[arg-type]
+    for part in parts:
         assert bool(points[part.rows].isnan().all())
         points[part.rows] = part.points
         if part.numbers is not None:
@@ -119,12 +119,12 @@ def test_products_with_points_and_directions() -> None:
     """There and back, with numbers beside; both parts of what is multiplied count."""
     case, tolerance = case_of(60, far=False), TOLERANCE[False]
     x, y = case.products.points
-    agree(gathered(case.products, y, transposed=False)[0], case.plan, case.y, tolerance)
-    agree(gathered(case.products, x, transposed=True)[0], case.plan.T, case.x, tolerance)
+    agree(joined(case.products.times(y), N)[0], case.plan, case.y, tolerance)
+    agree(joined(case.products.times(x, transposed=True), M)[0], case.plan.T, case.x, tolerance)
     for side, plan in ((0, case.plan.T), (1, case.plan)):
         q = torch.full((plan.shape[1],), 1e-4 / 3, device=DEVICE)
-        given = case.packed(side), None, q
-        points, numbers = gathered(case.products, *given, transposed=side == 0)
+        found = case.products.times(case.packed(side), q, transposed=side == 0)
+        points, numbers = joined(found, M if side == 0 else N)
         agree(points, plan, case.left(side), tolerance)
         agree(numbers[:, None], plan, q.double()[:, None], OF_NUMBERS)
 
@@ -140,8 +140,7 @@ def test_products_of_a_plan_that_changes() -> None:
     size = case.left(0).abs() @ case.y.abs().T + case.x.abs() @ case.left(1).abs().T
     weights = factor * products + s[:, None].double() + t.double()
     bound = case.plan * (factor * size.max() + s.abs().max() + t.abs().max())
-    found, _ = gathered(case.products, y, Weights(pairs, factor, (s, t)), transposed=False)
+    found, _ = joined(case.products.weighted(pairs, factor, (s, t)), N)
     agree(found, case.plan * weights, case.y, tolerance, bound)
-    turned = [(right, left) for left, right in pairs]
-    found, _ = gathered(case.products, x, Weights(turned, factor, (t, s)), transposed=True)
+    found, _ = joined(case.products.weighted(pairs, factor, (t, s), transposed=True), M)
     agree(found, (case.plan * weights).T, case.x, tolerance, bound.T)

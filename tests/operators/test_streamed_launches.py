@@ -92,7 +92,7 @@ def operator(folder: Path, host_room: int, monkeypatch: pytest.MonkeyPatch) -> B
     prepared = replace(prepared, streaming=replace(prepared.streaming, host_room=host_room))
     found = prepared.with_classes((1 - torch.eye(3)).repeat(2, 2)).operator("xy")
     assert isinstance(found, BlockedOperator)
-    assert f"in blocks of {SIZE} x {SIZE}" in found.backend
+    assert f"in blocks of {SIZE} x {SIZE}" in found.passes.backend
     return found
 
 

@@ -11,7 +11,7 @@ from labelled_costs import dense_labelled_cost, labelled_cost
 from otdd_flash import memory
 from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.operators import triton_plans
-from otdd_flash.operators.base import KeptPlan
+from otdd_flash.operators.base import StoredPlan
 from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.operators.triton_plans import FusedPlan, HeldPlan, KernelPlan
 
@@ -58,11 +58,11 @@ def test_a_plan_is_kept_in_float64_where_it_is_small(monkeypatch: pytest.MonkeyP
     cost = operator(n, m)
     f, g = potentials(cost)
     monkeypatch.setattr(triton_plans, "KEPT_BYTES", 8 * n * m - 1)
-    assert isinstance(cost.plan(f, g, EPSILON).prepared, KeptPlan)
+    assert isinstance(cost.plan(f, g, EPSILON).prepared, StoredPlan)
     monkeypatch.setattr(triton_plans, "FEW_COORDINATES", 4)
     assert isinstance(cost.plan(f, g, EPSILON).prepared, KernelPlan)
     monkeypatch.setattr(triton_plans, "KEPT_BYTES", 8 * n * m)
-    assert isinstance(cost.plan(f, g, EPSILON).prepared, KeptPlan)
+    assert isinstance(cost.plan(f, g, EPSILON).prepared, StoredPlan)
     without_memory(monkeypatch)
     assert isinstance(cost.plan(f, g, EPSILON).prepared, KernelPlan)
 

@@ -183,7 +183,7 @@ def too_late() -> str:
 
     otdd.led(work)
     try:
-        return "" if not kept else kept[0].operator("xy").backend
+        return "" if not kept else kept[0].operator("xy").passes.backend
     except otdd.InputError as error:
         return str(error)
 

@@ -28,7 +28,7 @@ from otdd_flash.solver.clouds import sinkhorn
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # The reference stops at a marginal error of 1e-11, which leaves its value this uncertain.
 REFERENCE_ERROR = 1e-10

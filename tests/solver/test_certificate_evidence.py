@@ -27,11 +27,11 @@ from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.solver.evidence import (
     growth_of,
-    hidden_after_update,
     oscillation_slack,
     oscillations,
     perturbed_spread,
     share_of_costs,
+    undetectable_after_update,
     updated_gap,
     widen_bounds,
 )
@@ -199,7 +199,7 @@ def test_errors_hide_mass_of_columns_that_grew(errors: Tensor) -> None:
     true, before = hidden_mass(sums.columns * factors, errors), hidden_mass(sums.columns, errors)
     largest = float(growth_of(sums.columns, errors, EPSILON).max()) / 2
     moved = float(sums.rows @ (factors - 1).abs())
-    found = hidden_after_update(before, largest, float(factors.max()), moved)
+    found = undetectable_after_update(before, largest, float(factors.max()), moved)
     assert_nearly_attained(true, found, 1 - 1e-9)
 
 

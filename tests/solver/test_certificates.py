@@ -26,7 +26,7 @@ from otdd_flash.solver.certificate import (
     certify,
     certify_self,
     conclude_many,
-    find_lost,
+    find_unresolved,
     self_evidence,
     self_plan,
 )
@@ -144,26 +144,28 @@ def test_what_a_certificate_asks_of_a_device(
     assert counts.reads == 1
 
 
-def test_self_terms_side_by_side_say_where_a_point_is_lost() -> None:
+def test_self_terms_side_by_side_say_where_a_point_is_unresolved() -> None:
     """Its mass may be missing from both marginals."""
-    lost = torch.tensor([0.0, 0.125])
+    unresolved = torch.tensor([0.0, 0.125])
     numbers = SelfNumbers(*(torch.zeros(2) for _ in SelfNumbers._fields))
-    numbers = numbers._replace(mass=torch.ones(2), gap=torch.full((2,), 0.25), lost=lost)
+    numbers = numbers._replace(
+        mass=torch.ones(2), gap=torch.full((2,), 0.25), unresolved=unresolved
+    )
     sums = Marginals(*(torch.zeros(1) for _ in range(4)), 0.0, 2.0**-10, 0.0)
     _, error, fine = conclude_many(numbers, sums, 2.0**-24, 1.0)
     assert fine.tolist() == [True, False]
-    assert (error - 2 * lost).tolist() == [0.25 + 2.0**-9] * 2
+    assert (error - 2 * unresolved).tolist() == [0.25 + 2.0**-9] * 2
 
 
-def test_points_are_lost_whose_errors_of_costs_exceed_half_of_epsilon() -> None:
+def test_points_are_unresolved_whose_errors_of_costs_exceed_half_of_epsilon() -> None:
     """A sum of which as much may be hidden: those above, not those at it or without an error."""
     operator, a, f, epsilon = one_potential(3)
     plan = self_plan(operator, f, epsilon, accurate=True)
     errors = torch.linspace(0.4, 0.6, len(a)).double()
-    lost = find_lost(errors * epsilon, epsilon)
-    assert lost.tolist() == (errors > 0.5).tolist()
-    numbers = self_evidence(operator, plan._replace(lost=lost), epsilon).numbers
-    assert float(SelfNumbers(*numbers).lost) == float(a[errors > 0.5].sum())
+    unresolved = find_unresolved(errors * epsilon, epsilon)
+    assert unresolved.tolist() == (errors > 0.5).tolist()
+    numbers = self_evidence(operator, plan._replace(unresolved=unresolved), epsilon).numbers
+    assert float(SelfNumbers(*numbers).unresolved) == float(a[errors > 0.5].sum())
 
 
 class Off:
@@ -193,7 +195,7 @@ def test_what_errors_of_costs_may_hide_of_the_marginals() -> None:
     expected = (math.expm1(2 * 0.01 / epsilon) + math.expm1(2 * 0.03 / epsilon)) / 2
     for updated in (g, None):
         found = certify(operator, f, g, epsilon, updated=updated)
-        assert found.hidden == pytest.approx(expected, rel=1e-6)
+        assert found.undetectable == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_plan_with_too_much_mass_in_a_column_is_evaluated_once_more() -> None:
@@ -219,15 +221,15 @@ def test_points_without_mass_get_the_potential_of_the_others() -> None:
 
 
 def test_terms_side_by_side_say_where_their_plans_would_be_evaluated_once_more() -> None:
-    """One that is fine, one with too much mass in a column, one with a lost point."""
+    """One that is fine, one with too much mass in a column, one with a unresolved point."""
     numbers = CrossNumbers(*(torch.zeros(3) for _ in CrossNumbers._fields))
     numbers = numbers._replace(
         kappa=torch.tensor([1.0, 0.9, 1.0]),
         mass=torch.ones(3),
-        lost=torch.tensor([0.0, 0.0, 0.125]),
+        unresolved=torch.tensor([0.0, 0.0, 0.125]),
         row_gap=torch.tensor([0.25, 0.25, 0.25]),
     )
     sums = Marginals(*(torch.zeros(1) for _ in range(4)), 0.0, 2.0**-10, 0.0)
     _, error, fine = conclude_many(numbers, sums, 2.0**-24, 1.0)
     assert fine.tolist() == [True, False, False]
-    assert (error - numbers.lost).tolist() == [0.25 + 2.0**-9] * 3
+    assert (error - numbers.unresolved).tolist() == [0.25 + 2.0**-9] * 3

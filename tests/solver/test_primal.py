@@ -11,7 +11,8 @@ from test_certificate_evidence import assert_nearly_attained
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.given_costs import matrix_operator
+from otdd_flash.operators.given_costs import GivenCosts, matrix_operator
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.evidence import (
     RowSums,
     balancing,
@@ -71,11 +72,13 @@ def filled(
     return filled_value(numbers, paid, kept, epsilon)
 
 
-def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: float) -> Tensor:
+def balanced_value(
+    operator: TorchOperator[GivenCosts], f: Tensor, sums: RowSums, epsilon: float
+) -> Tensor:
     """The value of a balanced plan of f."""
     a = operator.a
     held = torch.where(a > 0, f, 0)
-    diagonal = diagonal_of(a, held, operator.own_costs(), epsilon)
+    diagonal = diagonal_of(a, held, operator.source.diagonal(), epsilon)
     return 2 * dot(a, held) + epsilon * balancing(a, a == 0, diagonal, sums)
 
 

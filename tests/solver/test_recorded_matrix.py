@@ -12,11 +12,13 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.kernels.matrix import sweep
+from otdd_flash.solver import solving
 from otdd_flash.solver.matrix.transport import solve_matrix
 from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.small import forget, matrix_route
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.small import forget, route
+from otdd_flash.solver.term import TransportTerm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_TRITON = ComputeOptions(device=DEVICE, backend="triton")
@@ -41,8 +43,9 @@ def drawn(n: int, m: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 def solved(
     costs: Tensor, a: Tensor | None, b: Tensor | None, epsilon: float, **other: object
 ) -> TransportTerm | None:
-    given = MatrixComparison.prepare(costs.to(DEVICE), a, b, IN_TRITON)
-    return matrix_route.solve_recorded_matrix(given, epsilon, Converged(), **other)  # type: ignore[arg-type]
+    given = MatrixComparison.prepare(costs.to(DEVICE), a, b, IN_TRITON).at(epsilon)
+    found = route.solve_small(given, Converged(), **other)  # type: ignore[arg-type]
+    return None if found is None else found.xy
 
 
 @pytest.mark.slow
@@ -87,7 +90,7 @@ def test_a_room_serves_another_matrix_of_its_size() -> None:
 @pytest.mark.slow
 def test_what_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forbidden pairs, goals and rows that are too long for a sweep."""
-    monkeypatch.setattr(matrix_route, "MOST_COLUMNS", 16)
+    monkeypatch.setattr(sweep, "MOST_COLUMNS", 16)
     forbidding = torch.zeros(8, 9)
     forbidding[0, 0] = torch.inf
     small, forbidden, wide, tall = (
@@ -112,7 +115,7 @@ def test_what_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
         (wide, Converged(), False),
         (tall, Converged(), True),
     ):
-        assert matrix_route.is_recorded_matrix(given, options) == recorded, options
+        assert route.is_small(given, options) == recorded, options
 
 
 @pytest.mark.parametrize("taken", [True, False])
@@ -122,15 +125,13 @@ def test_a_matrix_that_recordings_take_is_solved_by_them(
     """Unless they find that it needs more."""
     in_triton = ComputeOptions(device=DEVICE, backend="triton")
     given = MatrixComparison.prepare(*drawn(8, 9), in_triton)
-    monkeypatch.setattr(matrix_route, "is_recorded_matrix", lambda *_: False)
-    in_passes = solve_matrix(given, 0.5, None, Converged())[0].xy
-    recorded = replace(in_passes, value=7.0)
-    monkeypatch.setattr(matrix_route, "is_recorded_matrix", lambda *_: True)
-    monkeypatch.setattr(
-        matrix_route, "solve_recorded_matrix", lambda *_, **__: recorded if taken else None
-    )
+    monkeypatch.setattr(solving, "is_small", lambda *_: False)
+    in_passes = solve_matrix(given, 0.5, None, Converged())[0]
+    recorded = replace(in_passes, xy=replace(in_passes.xy, value=7.0))
+    monkeypatch.setattr(solving, "is_small", lambda *_: True)
+    monkeypatch.setattr(solving, "solve_small", lambda *_, **__: recorded if taken else None)
     assert solve_matrix(given, 0.5, None, Converged())[0].xy.value == (
-        7.0 if taken else in_passes.value
+        7.0 if taken else in_passes.xy.value
     )
 
 
@@ -142,7 +143,7 @@ def test_as_solved_in_passes(n: int, epsilon: float, monkeypatch: pytest.MonkeyP
     a, b = (torch.exp(-(((x - c) / 0.08) ** 2) / 2) + 1e-9 for c in (0.3, 0.7))
     a, b = a / a.sum(), b / b.sum()
     mine = otdd.matrix_transport(costs, a, b, epsilon=epsilon)
-    monkeypatch.setattr(matrix_route, "is_recorded_matrix", lambda *given: False)
+    monkeypatch.setattr(solving, "is_small", lambda *given: False)
     truth = otdd.matrix_transport(costs.double(), a, b, epsilon=epsilon)
     for other in (truth, otdd.matrix_transport(costs, a, b, epsilon=epsilon)):
         assert mine.converged

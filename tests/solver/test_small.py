@@ -22,7 +22,7 @@ from otdd_flash.operators.score_pool import Room
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small import forget, pooled_solve, route
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_TRITON = ComputeOptions(device=DEVICE, backend="triton")
@@ -67,7 +67,8 @@ def problem(
 
 
 def solved(given: Comparison, options: Converged | None = None, **other: Any) -> Any:
-    return route.solve_small(given, options or Converged(), **other)
+    found = route.solve_small(given, options or Converged(), **other)
+    return None if found is None else found.terms
 
 
 def assert_proved(found: dict[str, TransportTerm], given: Comparison) -> None:
@@ -199,6 +200,9 @@ def test_rooms_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("lost")
     with pooled_solve.kept(rooms[0], True):
         assert len(made) == 8
+    # Classes take next to no memory.
+    assert pooled_solve.is_kept(rooms[0]._replace(classes=32))
+    assert not pooled_solve.is_kept(rooms[1])
 
 
 class Asked(TorchDispatchMode):

@@ -17,9 +17,8 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.operators.torch_pool import MOST_SHIFT, TILE, TorchPool, TorchTerm, _Anchor
 from otdd_flash.solver.small import forget
-from otdd_flash.solver.small.batches import solve_batch
 from otdd_flash.solver.small.pooled_solve import Batch
-from otdd_flash.solver.small.route import MOST_POINTS, is_small
+from otdd_flash.solver.small.route import MOST_POINTS, is_small, solve_batch
 from otdd_flash.solver.solving import solve
 
 # The most operations of PyTorch in a certified divergence of 50 points at a tenth of the mean cost.
@@ -104,10 +103,8 @@ def test_a_problem_that_is_done_waits_for_the_others(
     scales = torch.logspace(-0.5, 0.5, problems)[:, None, None]
     x = scales * torch.randn(problems, 30, 8, generator=draw)
     y = scales * (torch.randn(problems, 25, 8, generator=draw) + 0.5)
-    given = Batch((x, y), (None, None), (None, None), (1, 1), None)
-    solved = solve_batch(
-        given, (1.0, 0.0), 0.3, otdd.Converged(), debias=True, wanted=(), in_triton=False
-    )
+    given = Batch((x, y), (None, None), (None, None), (1, 1), None, (1.0, 0.0))
+    solved = solve_batch(given, 0.3, otdd.Converged(), debias=True, wanted=(), in_triton=False)
     assert solved.proved.all()
     expected = [
         float(otdd.sinkhorn_loss(x[k], y[k], epsilon=0.3, lambda_x=1.0)) for k in range(problems)

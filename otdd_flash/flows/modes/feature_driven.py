@@ -29,10 +29,10 @@ from otdd_flash.labels.gaussian import (
     ClassMoments,
     class_moments,
     diagonal_gaussian_table,
+    mean_table,
     moments_table,
 )
 from otdd_flash.labels.measuring import measure_pairs
-from otdd_flash.labels.moments import mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.labels.table import class_names
 from otdd_flash.operators.comparison import Comparison

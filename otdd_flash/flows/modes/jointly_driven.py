@@ -41,8 +41,13 @@ from otdd_flash.flows.objective import FlowSetting
 from otdd_flash.flows.stepping import Batch
 from otdd_flash.labels import ClassDistances, Gaussian, LabelMetric
 from otdd_flash.labels.classes import pool
-from otdd_flash.labels.gaussian import fidelities, reduced_factors
-from otdd_flash.labels.moments import class_means, squared_gaps, standard_deviations
+from otdd_flash.labels.gaussian import (
+    class_means,
+    fidelities,
+    reduced_factors,
+    squared_gaps,
+    standard_deviations,
+)
 from otdd_flash.labels.pairs import all_pairs, chunk_size, symmetric_table
 from otdd_flash.memory import free_memory, readable_bytes
 from otdd_flash.operators.comparison import Comparison

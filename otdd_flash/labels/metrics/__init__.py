@@ -7,7 +7,7 @@ feature transport; `given`: a table of the user's, which `labels.measuring` read
 with. `PairFunction` calls a function of the points of two classes; `study.study` checks by its
 `probe` that a resumed run has the same function. Each is a frozen dataclass of its parameters that
 extends `LabelMetric` of `labels.metrics.base`. The numerical work is in `labels.gaussian`,
-`labels.exact`, `labels.sinkhorn_pairs` and `labels.moments`.
+`labels.exact` and `labels.sinkhorn_pairs`.
 
 `metric_of` turns the `labels=` argument of the public functions into a metric, `metric_named` the
 `labels` group of a configuration. `labels.measuring` and `labels.by_ranks` import this module;
@@ -38,9 +38,13 @@ from otdd_flash.errors import InputError
 from otdd_flash.importing import user_code
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.exact import exact_distances, exact_parts
-from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_distances
+from otdd_flash.labels.gaussian import (
+    diagonal_gaussian_table,
+    gaussian_table,
+    mean_table,
+    upper_bound_table,
+)
 from otdd_flash.labels.metrics.base import LabelMetric, Measured
-from otdd_flash.labels.moments import mean_table, upper_bound_table
 from otdd_flash.labels.pairs import PairDistances
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.labels.table import ClassDistances
@@ -70,7 +74,7 @@ class Gaussian(LabelMetric):
         """Measure pairs of classes; see `LabelMetric.measure`."""
         if self.diagonal:
             return PairDistances.exactly(diagonal_gaussian_table(clouds, pairs, self.unbiased))
-        return gaussian_distances(clouds, pairs, unbiased=self.unbiased, progress=progress)
+        return PairDistances.exactly(gaussian_table(clouds, pairs, self.unbiased, progress))
 
     def recipe(self, device: torch.device) -> str | None:
         """Return the cache key, with the device; None for diagonal covariances: no cache."""

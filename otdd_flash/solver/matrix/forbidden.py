@@ -25,15 +25,14 @@ import math
 import torch
 from torch import Tensor
 
-from otdd_flash.derivatives.adjoint import MOST_HELD
 from otdd_flash.derivatives.conjugate_gradients import inverse
-from otdd_flash.derivatives.schur import CGOptions, SchurSystem, solve
+from otdd_flash.derivatives.plan_system import MOST_HELD, CGOptions, PlanSystem
 from otdd_flash.operators.base import SUM_UNITS, Operator, Products
 from otdd_flash.operators.given_costs import GivenCosts, exact_blocks
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.evidence import DOUBLE_UNIT, widen_bounds
 from otdd_flash.solver.tensors import MASS_TOLERANCE
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # An epsilon, over the range of the costs, so large that only the allowed pairs matter, not their
 # costs.
@@ -51,7 +50,7 @@ def short_rows(operator: TorchOperator[GivenCosts]) -> Tensor:
     """Return rows (k,) int64 with more mass than the columns they may use; k = 0 if none."""
     a, b, facts = operator.a, operator.b, operator.costs
     epsilon = ABOVE_COSTS * (facts.spread or 1.0)
-    g = torch.zeros_like(b, dtype=operator.dtype)
+    g = torch.zeros_like(b, dtype=operator.passes.dtype)
     f = operator.softmin_rows(g, epsilon)
     for update in range(CHECKED_UPDATES[-1]):
         g = operator.softmin_columns(f, epsilon)
@@ -100,13 +99,13 @@ def upper_bound(operator: TorchOperator[GivenCosts], term: TransportTerm) -> flo
     sums = operator.marginals(f, g, epsilon)
     per_row = inverse(products.rows)[:, None]
     u, v = torch.zeros_like(a), torch.zeros_like(b)
+    system = PlanSystem(products, EXACT, products)
     # Two steps: the second removes the rounding error of the first.
     for _ in range(2):
         s = a - products.rows * (1 + u) - products.times(v[:, None])[:, 0]
         t = b - products.columns * (1 + v) - products.transposed_times(u[:, None])[:, 0]
         right = t[:, None] - products.transposed_times(per_row * s[:, None])
-        system = SchurSystem(products)
-        step = solve(system, system, right, EXACT).values
+        step = system.solve(right).values
         u = u + (per_row * (s[:, None] - products.times(step)))[:, 0]
         v = v + step[:, 0]
     s = a - products.rows * (1 + u) - products.times(v[:, None])[:, 0]

@@ -25,8 +25,9 @@ from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, sequence, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.cost.matrix import CostBlocks
-from otdd_flash.derivatives.groups import Groups, report_groups, settled_matrix
-from otdd_flash.derivatives.solved_gradient import Inputs, Solved
+from otdd_flash.derivatives.autograd import Inputs, Solved
+from otdd_flash.derivatives.gradient import mass_gradient
+from otdd_flash.derivatives.groups import Groups, report_groups, settled
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
@@ -35,7 +36,7 @@ from otdd_flash.solver.matrix.transport import report_infeasible, solve_matrix
 from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
 # The term of each cost, the terms that each side's masses enter, and the weights of terms.
 COSTS = {"costs": "xy", "self_costs[0]": "xx", "self_costs[1]": "yy"}
@@ -109,7 +110,8 @@ def matrix_loss(
     else:
         report_convergence(divergence, options)
         required = options.require_convergence
-        report_groups(backward.groups, "gradients by masses", required=required)
+        for groups in backward.groups.values():
+            report_groups(groups, "gradients by masses", required=required)
     dtype = torch.float64 if comparison.source.dtype == torch.float64 else torch.float32
     home = costs.device if isinstance(costs, Tensor) else comparison.device
     value = torch.tensor(divergence.value, dtype=dtype, device=home)
@@ -140,24 +142,23 @@ class LossGradient:
         needs: inputs to differentiate by.
 
     Attributes:
-        groups: groups of points between which gradients by masses are undetermined; None before
-            the cross term is solved.
+        groups: by term, groups of points between which gradients by masses are undetermined.
     """
 
     def __init__(self, comparison: MatrixComparison, needs: frozenset[str]) -> None:
         self._comparison, self._needs = comparison, needs
         self._terms: dict[str, TransportTerm] = {}
         self._by_masses: dict[str, Tensor] = {}
-        self.groups: Groups | None = None
+        self.groups: dict[str, Groups | None] = {}
 
     def solved(self, name: str, operator: Operator, term: TransportTerm) -> None:
         """Keep the potentials of a term, and compute its gradients by masses."""
         self._terms[name] = term
-        if name == "xy" and self._needs & MASSES.keys():
-            term, self.groups = settled_matrix(self._comparison, term)
+        if any(key in self._needs and name in terms for key, terms in MASSES.items()):
+            term, self.groups[name] = settled(self._comparison, term, name)
         for key, terms in MASSES.items():
             if key in self._needs and name in terms:
-                found = _by_masses(operator.refined, term, columns=key == "b")
+                found = mass_gradient(operator.refined, term, columns=key == "b")
                 # The masses are on both sides of a self term.
                 share = SHARES[name] * (1 if name == "xy" else 2)
                 self._by_masses[key] = self._by_masses.get(key, 0) + share * found
@@ -178,13 +179,3 @@ class LossGradient:
             present = torch.where(masses > 0, gradient, 0)
             found[key] = scale * (gradient - masses @ present)
         return found
-
-
-def _by_masses(operator: Operator, term: TransportTerm, *, columns: bool) -> Tensor:
-    """Return f - epsilon (r / a - 1) (n,), or g - epsilon (c / b - 1) (m,), float64."""
-    epsilon = term.epsilon
-    if columns:
-        potential, exact = term.g, operator.softmin_columns(term.f, epsilon, term.g)
-    else:
-        potential, exact = term.f, operator.softmin_rows(term.g, epsilon, term.f)
-    return potential.double() - epsilon * torch.expm1((potential.double() - exact) / epsilon)

@@ -20,10 +20,10 @@ from torch import Tensor
 from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, tensor
 from otdd_flash.cost.compute import Compute
-from otdd_flash.derivatives.adjoint import Entries, held_plan
-from otdd_flash.derivatives.groups import report_groups, settled_matrix
-from otdd_flash.derivatives.schur import DEFAULTS, CGOptions, largest
-from otdd_flash.derivatives.solved_gradient import Inputs, Solved
+from otdd_flash.derivatives.adjoint import Density
+from otdd_flash.derivatives.autograd import Inputs, Solved
+from otdd_flash.derivatives.groups import settle
+from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, held_plan, largest
 from otdd_flash.eager import computes
 from otdd_flash.operators.given_costs import GivenCosts, matrix_operator
 from otdd_flash.operators.torch_operator import TorchOperator
@@ -33,9 +33,9 @@ from otdd_flash.solver.matrix.transport import check_one_epsilon, report_infeasi
 from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term import TransportTerm
 
-# Masses of a side, or 1 for all; and a function that iterates over rows and their entries.
+# Masses of a side, or 1 for all; and a function that iterates over rows and their density.
 Weights = Tensor | float
 Tiles = Callable[[], Iterator[tuple[slice, Tensor]]]
 
@@ -99,9 +99,8 @@ def matrix_plan(
             report_convergence(divergence, options)
         term = divergence.xy
         if inputs.tensors.keys() & {"a", "b"}:
-            term, groups = settled_matrix(comparison, term)
-            what, required = "gradients by masses", options.require_convergence
-            report_groups(groups, what, required=required)
+            required = options.require_convergence
+            term = settle(comparison, term, "gradients by masses", required=required)
         dtype = torch.promote_types(comparison.source.dtype, torch.float32)
         plan = comparison.torch_operator("xy").plan_entries(term.f, term.g, term.epsilon, dtype)
         plan = plan.to(costs.device)
@@ -140,13 +139,13 @@ class PlanGradient:
         comparison, epsilon = self._comparison, self._term.epsilon
         a, b, cotangent = comparison.a, comparison.b, cotangents[0].to(comparison.device)
         potentials = self._everywhere()
-        entries = Entries(
+        density = Density(
             (a, b),
             lambda weighted: held_plan(self._operator(weighted), *potentials, epsilon),
             epsilon,
         )
         unit = largest(cotangent)
-        (left, right), tiles = self._weighted_tiles(entries, potentials)
+        (left, right), tiles = self._weighted_tiles(density, potentials)
         # Factors that turn entries of the tiles into a_i e_ij b_j.
         of_rows, of_columns = a / left, b / right
         # s_i = sum_j e_ij G_ij b_j and t_j = sum_i a_i e_ij G_ij, divided by `unit`.
@@ -156,7 +155,7 @@ class PlanGradient:
             s[rows] = weighted @ of_columns
             t += of_rows[rows] @ weighted
         s, t = s / left, t / right
-        w1, w2 = entries.solve(a * s, b * t, self._cg, self._options)
+        w1, w2 = density.solve(a * s, b * t, self._cg, self._options)
         found = {}
         if "costs" in self._needs:
             shape, dtype = cotangent.shape, comparison.source.dtype
@@ -167,23 +166,23 @@ class PlanGradient:
                 gradient[rows] = change.mul_(weights).mul_(of_columns)
             found["costs"] = gradient
         if "a" in self._needs:
-            alone = (s - entries.times((b * w2)[:, None])[:, 0]) / entries.q
+            alone = (s - density.times((b * w2)[:, None])[:, 0]) / density.q
             found["a"] = unit * _along_simplex(torch.where(a > 0, w1, alone), a)
         if "b" in self._needs:
-            alone = (t - entries.transposed_times((a * w1)[:, None])[:, 0]) / entries.p
+            alone = (t - density.transposed_times((a * w1)[:, None])[:, 0]) / density.p
             found["b"] = unit * _along_simplex(torch.where(b > 0, w2, alone), b)
         return found
 
     def _weighted_tiles(
-        self, entries: Entries, potentials: tuple[Tensor, Tensor]
+        self, density: Density, potentials: tuple[Tensor, Tensor]
     ) -> tuple[tuple[Weights, Weights], Tiles]:
         """Return weights of both sides, and an iteration over rows of e times these; read only.
 
         A small plan is stored as one tile, times its masses.
         """
-        if (plan := entries.small) is not None:
-            return entries.masses, lambda: iter([(slice(0, len(plan)), plan)])
-        operator, at = self._operator(entries.whole), (*potentials, self._term.epsilon)
+        if (plan := density.small) is not None:
+            return density.masses, lambda: iter([(slice(0, len(plan)), plan)])
+        operator, at = self._operator(density.whole), (*potentials, self._term.epsilon)
         return (1.0, 1.0), lambda: operator.exact_tiles(*at)
 
     def _everywhere(self) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from otdd_flash.arguments import takes
 from otdd_flash.checks import array, shown
 from otdd_flash.cost.compute import Compute
-from otdd_flash.derivatives.groups import report_groups, settled_matrix
+from otdd_flash.derivatives.groups import settle
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
@@ -24,7 +24,7 @@ from otdd_flash.operators.given_costs import CostSource, exact_blocks
 from otdd_flash.real_numbers import in_one_row, real_tensor
 from otdd_flash.shown import bounded, convergence_text
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison
-from otdd_flash.solver.term.result import StoppedBy, TransportTerm
+from otdd_flash.solver.term import StoppedBy, TransportTerm
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -156,6 +156,7 @@ class MatrixTransport:
         return self._applied(values, transposed=True)
 
     @cached_property
+    @computes
     def transport_cost(self) -> float:
         """The transport cost <C, P>, in units of the cost."""
         operator, term, total = self._comparison.torch_operator("xy"), self.term, 0.0
@@ -230,11 +231,10 @@ class MatrixTransport:
         return cls(replace(saved.term, f=f, g=g), saved.seconds, short, comparison)
 
     @cached_property
+    @computes
     def _settled(self) -> TransportTerm:
         """The term with balanced offsets between groups of points; as it is if there is no plan."""
-        term, groups = settled_matrix(self._comparison, self.term)
-        report_groups(groups, "potentials", required=self._required)
-        return term
+        return settle(self._comparison, self.term, "potentials", required=self._required)
 
     def _shown(self, potential: Tensor, side: int) -> Tensor:
         partners = self._comparison.facts.partners

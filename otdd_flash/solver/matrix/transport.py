@@ -1,7 +1,7 @@
 """Entropic transport for a given cost matrix: the entry point `matrix_transport`, and its solve.
 
-`loss` and `plan` call `solve_matrix` as well. Its terms are solved by recorded CUDA graphs where
-these apply, else by `solver.divergence`.
+`loss` and `plan` call `solve_matrix` as well, which adds to `solver.solving` what is particular to
+forbidden pairs.
 """
 
 from __future__ import annotations
@@ -17,29 +17,21 @@ from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import array, optional
 from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import computes
-from otdd_flash.errors import (
-    ConvergenceError,
-    EpsilonOutOfRange,
-    InputError,
-    NotConvergedWarning,
-    warn,
-)
+from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.solver.divergence import (
     Divergence,
     Potentials,
     Solved,
     checked_start,
     report_convergence,
-    solve_divergence,
 )
 from otdd_flash.solver.matrix.forbidden import short_rows, upper_bound
 from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison, relative_to_mean
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
-from otdd_flash.solver.term.result import SolverProgress, TransportTerm
-from otdd_flash.solver.term.tolerance import epsilon_given_as, refuse_both
+from otdd_flash.solver.solving import solve
+from otdd_flash.solver.term import SolverProgress, epsilon_given_as, refuse_both
 
 # Most iterations for masses that admit no plan, and most rows that a message names.
 INFEASIBLE_ITERATIONS, NAMED = 1, 5
@@ -129,7 +121,7 @@ def solve_matrix(
     """Solve a comparison; return the divergence, and the rows (k,) of `short_rows`.
 
     Raises:
-        InputError: as `matrix_transport`.
+        InputError: as `matrix_transport`, or a goal that forbidden pairs do not allow.
     """
     if epsilon is None:
         assert relative is not None
@@ -139,17 +131,18 @@ def solve_matrix(
         )
     else:
         given = "epsilon", epsilon
-    short, chosen = comparison.a.new_empty(0, dtype=torch.int64), options
-    forbidden, torch_operator = comparison.facts.forbidden, comparison.torch_operator("xy")
-    if forbidden:
-        short = short_rows(torch_operator)
-    if len(short) and isinstance(options, Converged):
-        most = min(options.max_iterations, INFEASIBLE_ITERATIONS)
-        chosen = replace(options, max_iterations=most)
+    short, forbidden = comparison.a.new_empty(0, dtype=torch.int64), comparison.facts.forbidden
+    torch_operator = comparison.torch_operator("xy")
     with epsilon_given_as(*given, epsilon):
-        divergence = _solved(
-            comparison, epsilon, chosen, start=start, progress=progress, solved=solved
-        )
+        comparison = comparison.at(epsilon)
+        start = checked_start(comparison, start)
+        if forbidden:
+            _check_goal(options)
+            short = short_rows(torch_operator)
+        if len(short) and isinstance(options, Converged):
+            most = min(options.max_iterations, INFEASIBLE_ITERATIONS)
+            options = replace(options, max_iterations=most)
+        divergence = solve(comparison, options, start=start, progress=progress, solved=solved)
     if len(short):
         term = replace(divergence.xy, converged=False, stopped_by="infeasible")
         return replace(divergence, xy=term), short
@@ -160,80 +153,16 @@ def solve_matrix(
     return divergence, short
 
 
-def _solved(
-    comparison: MatrixComparison,
-    epsilon: float,
-    options: Schedule,
-    *,
-    start: Potentials | None,
-    progress: SolverProgress | None,
-    solved: Solved | None,
-) -> Divergence:
-    """Solve for OT_epsilon, or for S_epsilon if there are self costs.
+def _check_goal(options: Schedule) -> None:
+    """Refuse a width of bounds, which the upper one has only after the solve.
 
     Raises:
-        InputError: epsilon or a tolerance is out of reach at this precision, a start of another
-            size, a goal that forbidden pairs do not allow.
+        InputError: it is asked for.
     """
-    _check_epsilon(comparison, epsilon)
-    if isinstance(options, GeomlossSchedule) and options.diameter is None:
-        raise InputError(
-            "solver.schedule=geomloss starts at the diameter of the features, which a matrix of "
-            "costs does not tell; set solver.diameter"
-        )
-    width = options.bound_width if isinstance(options, Converged) else None
-    if comparison.facts.forbidden and width is not None:
+    if isinstance(options, Converged) and options.bound_width is not None:
         raise InputError(
             "solver.bound_width is no goal where pairs are forbidden, as bounds are known at the "
             "end alone; set solver.tolerance"
-        )
-    start = checked_start(comparison, start)
-    term = _recorded(comparison, epsilon, options, start, progress)
-    if term is None:
-        return solve_divergence(
-            comparison, epsilon, options, start=start, progress=progress, solved=solved
-        )
-    operator = comparison.operator("xy")
-    if solved is not None:
-        solved("xy", operator, term)
-    backend = operator.backend
-    return Divergence.of_terms({"xy": term}, options, comparison.offset, backend)
-
-
-def _recorded(
-    comparison: MatrixComparison,
-    epsilon: float,
-    options: Schedule,
-    start: Potentials,
-    progress: SolverProgress | None,
-) -> TransportTerm | None:
-    """Solve by recorded CUDA graphs; return None where these do not apply."""
-    if not (isinstance(options, Converged) and comparison.in_triton):
-        return None
-    # Triton may be missing where no kernel runs.
-    from otdd_flash.solver.small import matrix_route
-
-    if not matrix_route.is_recorded_matrix(comparison, options):
-        return None
-    return matrix_route.solve_recorded_matrix(
-        comparison, epsilon, options, start=start, progress=progress
-    )
-
-
-def _check_epsilon(comparison: MatrixComparison, epsilon: float) -> None:
-    """Refuse an epsilon that the type cannot hold, or over which the largest cost overflows."""
-    dtype = comparison.dtype
-    most, largest = torch.finfo(dtype).max / 4, comparison.facts.extreme
-    way_out = "" if dtype == torch.float64 else ", or set precision=double"
-    if not largest < most * min(1.0, epsilon):
-        raise InputError(
-            f"costs of up to {largest:.1e} over epsilon={epsilon:g} overflow in {dtype}; scale "
-            f"them down, raise epsilon{way_out}"
-        )
-    if not torch.finfo(dtype).tiny <= epsilon <= most:
-        raise EpsilonOutOfRange(
-            f"{{given}} is out of the range of {dtype}; scale costs and {{name}} alike{way_out}",
-            epsilon,
         )
 
 

@@ -21,20 +21,18 @@ side, the highest class index; `blur` there is epsilon^(1/2) here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from otdd_flash.arguments import MarginalError, Positive, Share
-from otdd_flash.errors import InputError
 from otdd_flash.formulas.decision import Form
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.term.result import TermProgress, TransportTerm
-from otdd_flash.solver.term.tolerance import check_usable
+from otdd_flash.solver.term import TermProgress, TransportTerm, check_usable
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,6 @@ class GeomlossSchedule(Schedule):
     diameter: Positive | None = None
 
 
-def at_diameter(options: GeomlossSchedule, x: Tensor, y: Tensor) -> GeomlossSchedule:
-    """Return the options, with the diameter of two clouds (n, d) and (m, d) if none is set.
-
-    Raises:
-        InputError: that is 0.
-    """
-    return options if options.diameter else replace(options, diameter=box_diagonal(x, y))
-
-
 def solve_by_schedule(
     operator: Operator,
     epsilon: float,
@@ -92,7 +81,7 @@ def solve_by_schedule(
     else:
         f, g = _cross(refined, epsilons)
         certificate = certify(refined, f, g, epsilon)
-    check_usable(certificate.hidden, epsilon, certificate.f.dtype)
+    check_usable(certificate.undetectable, epsilon, certificate.f.dtype)
     iterations = len(epsilons) + 3
     if progress is not None:
         progress(iterations, certificate.marginal_error)
@@ -117,23 +106,6 @@ def schedule(epsilon: float, diameter: float, scaling: float) -> list[float]:
     top, bottom = 2 * math.log(diameter), 2 * math.log(math.sqrt(epsilon))
     between = np.exp(np.arange(top, bottom, 2 * math.log(scaling)))
     return [diameter**2, *between.tolist(), epsilon]
-
-
-def box_diagonal(x: Tensor, y: Tensor) -> float:
-    """Return the diagonal of the smallest box around two clouds (n, d), (m, d).
-
-    Raises:
-        InputError: it is 0.
-    """
-    lowest = torch.minimum(x.amin(0), y.amin(0)).double()
-    highest = torch.maximum(x.amax(0), y.amax(0)).double()
-    diagonal = float(torch.linalg.vector_norm(highest - lowest))
-    if diagonal == 0:
-        raise InputError(
-            "solver.schedule=geomloss starts at the diameter of the features, which is 0 as all "
-            "points are one; set solver.diameter"
-        )
-    return diagonal
 
 
 def _cross(operator: Operator, epsilons: list[float]) -> tuple[Tensor, Tensor]:

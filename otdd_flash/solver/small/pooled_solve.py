@@ -23,12 +23,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.facts import TERMS
+from otdd_flash.cost.facts import TERMS, CostFacts
 from otdd_flash.devices import current
 from otdd_flash.engine.problems import Start
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
-from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels, first_level
-from otdd_flash.operators.base import SelfCertifiable
+from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import (
     UNIT,
     AskedIterations,
@@ -39,7 +39,6 @@ from otdd_flash.operators.score_pool import (
     ScorePool,
     tables_of,
 )
-from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.certificate import (
     CrossNumbers,
     PlanEvidence,
@@ -50,7 +49,7 @@ from otdd_flash.solver.certificate import (
     self_plan,
 )
 from otdd_flash.solver.solve import BEFORE_LAST_UPDATE
-from otdd_flash.solver.term.result import SolverProgress
+from otdd_flash.solver.term import SolverProgress
 
 # Iterations of one replay.
 STEPS = 4
@@ -113,7 +112,6 @@ class PooledSolve:
     def begin(
         self,
         batch: Batch | GivenCosts,
-        of_costs: tuple[float, float, float],
         goal: Goal,
         starts: Mapping[str, Tensor],
     ) -> None:
@@ -121,7 +119,6 @@ class PooledSolve:
 
         Args:
             batch: no more problems and points than there is room for.
-            of_costs: what the host knows of the costs, as the pool takes it.
             goal: of all terms.
             starts: column potentials (B, .) to start from, by term.
         """
@@ -129,7 +126,7 @@ class PooledSolve:
         settings = (*goal, UNIT, UNIT)
         own = (*goal._replace(aim=BEFORE_LAST_UPDATE), UNIT, UNIT)
         flags = [float(term in starts) for term in TERMS]
-        numbers[: COUNT - 4] = (*settings, *own, *flags, *of_costs)
+        numbers[: COUNT - 4] = (*settings, *own, *flags, *batch.of_costs)
         numbers[COUNT - 4 : COUNT].view("int64")[:] = batch.place
         self._resize(batch.sizes)
         self._numbers.copy_(self._host, non_blocking=True)
@@ -153,8 +150,8 @@ class PooledSolve:
         epsilon, started = inputs.cross[0], inputs.started > 0
         of_cross, *of_own = self._starts
         cross = self._segments[0]
-        top = torch.where(started[0], epsilon, first_level(epsilon, cross.mean_cost))
-        start = Start(Levels.trying(epsilon, top), torch.zeros_like(top))
+        levels = Levels.trying(epsilon, cross.mean_cost, started[0])
+        start = Start(levels, torch.zeros_like(levels.top))
         first = torch.where(started[0], of_cross, 0).view(-1)
         cross.begin(self._iterations[0], first, inputs.cross, start)
         for own, iterations in zip(self._segments[1:], self._iterations[1:], strict=True):
@@ -190,7 +187,7 @@ class PooledSolve:
                     each.step()
             if progress is not None:
                 self._report(progress, [moved for active in before for moved in active])
-            lost = any(cast(AskedIterations, each).is_lost for each in self._iterations)
+            lost = any(cast(AskedIterations, each).is_nan for each in self._iterations)
 
     def _in_range(self) -> bool:
         """Whether float32 holds all costs, with room for their sums."""
@@ -212,7 +209,8 @@ class PooledSolve:
         self._ending.run(self._certify)
         found = self._found.cpu()
         done = not found[0]
-        read = Read(done, found[1:].view(self.room.problems, -1), self._evidence)
+        numbers = found[1:].view(self.room.problems, -1)
+        read = Read(done, numbers[:, :4], numbers[:, 4:], self._evidence)
         most = max(int(term.iterations.max()) for term in read.terms())
         # A replay in which nothing is active takes less time than to certify in vain.
         self._replays = -(-most // STEPS) + 1 if done else 1
@@ -258,7 +256,7 @@ class PooledSolve:
             assert operator is not None
             f = f.view(len(operator.a), -1)
         else:
-            operator = cast(SelfCertifiable, self.pool.term(term))
+            operator = self.pool.term(term)
             f = f.view(room.problems, -1)[:, room.sides[TERMS.index(term) - 1]]
         plan = self_plan(operator, f.double(), epsilon, accurate=True)
         evidence = self_evidence(operator, plan, epsilon)
@@ -376,6 +374,7 @@ class Batch(NamedTuple):
         labels: (B, n) and (B, m) int64, of each side; None is one class.
         class_totals: V_x and V_y.
         table: W (V_x + V_y, V_x + V_y), of all problems, or None: 0.
+        weights: lambda_x and lambda_y.
     """
 
     points: tuple[Tensor, Tensor]
@@ -383,21 +382,29 @@ class Batch(NamedTuple):
     labels: tuple[Tensor | None, Tensor | None]
     class_totals: tuple[int, int]
     table: Tensor | None
+    weights: tuple[float, float]
 
     @classmethod
-    def of_one(cls, sides: tuple[LabeledSamples, LabeledSamples], table: Tensor | None) -> Batch:
-        x, y = sides
-
-        def first(part: Tensor | None) -> Tensor | None:
-            return None if part is None else part[None]
-
+    def of_one(cls, comparison: Comparison) -> Batch:
+        x, y = comparison.transformed
+        ground, parts = comparison.ground, (x.weights, y.weights, x.labels, y.labels)
+        a, b, *labels = (None if part is None else part[None] for part in parts)
         return cls(
             (x.features[None], y.features[None]),
-            (first(x.weights), first(y.weights)),
-            (first(x.labels), first(y.labels)),
+            (a, b),
+            (labels[0], labels[1]),
             (x.class_total, y.class_total),
-            table,
+            comparison.classes.given,
+            (ground.squared.lambda_x, ground.lambda_y),
         )
+
+    def room(self, problems: int, *, in_triton: bool) -> Room:
+        """Room for so many of these problems; in Triton of rounded sizes, so few are recorded."""
+        (x, y), size = self.points, padded if in_triton else int
+        n, m = map(size, self.sizes)
+        classes = 1 if self.table is None else size(len(self.table))
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        return Room(problems, n, m, x.shape[2], classes, dtype, x.device, in_triton)
 
     def fill(self, pool: Pool, *, uniform: bool) -> bool:
         """Fill in a pool's inputs.
@@ -437,6 +444,11 @@ class Batch(NamedTuple):
         return self._replace(points=of(self.points), masses=of(self.masses), labels=of(self.labels))
 
     @property
+    def of_costs(self) -> tuple[float, float, float]:
+        """What the pool is told of costs: lambda_x, lambda_y and the number of classes of x."""
+        return *self.weights, self.class_totals[0]
+
+    @property
     def place(self) -> tuple[int, ...]:
         """Zeros: the pool computes its scores, and no matrix is given."""
         return 0, 0, 0, 0
@@ -448,6 +460,12 @@ class Batch(NamedTuple):
         return x.shape[1], y.shape[1]
 
 
+def padded(count: int) -> int:
+    """The next multiple of 16, or of an eighth of the power of two below it if that is more."""
+    step = max(16, 1 << max(0, count.bit_length() - 4))
+    return -(-count // step) * step
+
+
 class GivenCosts(NamedTuple):
     """One problem whose costs are given, on the device.
 
@@ -456,12 +474,28 @@ class GivenCosts(NamedTuple):
         masses: (n,) and (m,) float64.
         magnitudes: (n,) and (m,) float64, with |C_ij| at most their sum.
         place: the numbers of the costs' `kernels.matrix.place.Place`.
+        aligned: whether rows are, as `kernels.matrix.place` says.
+        facts: of the costs.
     """
 
     costs: Tensor
     masses: tuple[Tensor, Tensor]
     magnitudes: tuple[Tensor, Tensor]
     place: tuple[int, ...]
+    aligned: bool
+    facts: CostFacts
+
+    @property
+    def room(self) -> Room:
+        """Room for the problem, of rounded sizes, so that few are recorded."""
+        n, m = map(padded, self.sizes)
+        costs = self.costs
+        return Room(1, n, m, 0, 1, costs.dtype, costs.device, aligned=self.aligned)
+
+    @property
+    def of_costs(self) -> tuple[float, float, float]:
+        """What the pool is told of costs: the mean, the lowest and the highest one."""
+        return self.facts.mean, self.facts.lowest, self.facts.highest
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -504,23 +538,21 @@ class Read(NamedTuple):
 
     Attributes:
         done: whether all iterations are.
-        numbers: (B, .) float64 on the host, `Pool.asymmetry` and then those of every term.
+        asymmetry: `Pool.asymmetry` (B, 4).
+        numbers: (B, .) float64 on the host, those of every term.
         evidence: what they are of, by term.
     """
 
     done: bool
+    asymmetry: Tensor
     numbers: Tensor
     evidence: list[PlanEvidence]
-
-    def asymmetry(self) -> Tensor:
-        """`Pool.asymmetry` (B, 4)."""
-        return self.numbers[:, :4]
 
     def terms(self, problem: int | None = None) -> list[TermRead]:
         """Unpack the terms in the order of `PooledSolve.terms`, of one problem or of all."""
         numbers = self.numbers
         rest = list(numbers.unbind(1)) if problem is None else numbers[problem].tolist()
-        reads, first = [], 4
+        reads, first = [], 0
         for term, evidence in zip(TERMS, self.evidence, strict=False):
             last = first + 2 + len(PooledCosts._fields) + evidence.numbers.shape[-1]
             reads.append(TermRead.of(rest[first:last], cross=term == "xy"))
@@ -579,7 +611,7 @@ def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
 
 def is_kept(room: Room) -> bool:
     """Whether there is a solve with this room, whatever its classes."""
-    return any(key[0]._replace(classes=1) == room for key in list(_kept))
+    return any(key[0]._replace(classes=room.classes) == room for key in list(_kept))
 
 
 def forget() -> None:

@@ -1,13 +1,15 @@
-"""Whether a divergence is small enough for `pooled_solve`, and the terms that it then ends with.
+"""Whether a divergence or a matrix is one for `pooled_solve`, and the terms it then ends with.
 
 `solver.solving` asks `is_small` and calls `solve_small`; if that returns None, `divergence` solves
-the problem. `matrix_route` solves a given matrix by `solve_single` too, and `batches` and `losses`
-choose by the same sizes.
+the problem. `losses` chooses by `suits` as well, and solves many pairs side by side by
+`solve_batch`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,11 +20,17 @@ from otdd_flash.cost.compute import ComputeOptions, uses_triton
 from otdd_flash.cost.facts import TERMS, CostFacts
 from otdd_flash.errors import InputError
 from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory
-from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import UNIT, Room, ScorePool
-from otdd_flash.solver.certificate import PlanEvidence, conclude, shows_rounding
-from otdd_flash.solver.divergence import GradientCallbacks, Potentials, Solved
+from otdd_flash.solver.certificate import PlanEvidence, conclude, conclude_many, shows_rounding
+from otdd_flash.solver.divergence import (
+    Compared,
+    Divergence,
+    GradientCallbacks,
+    Potentials,
+    Solved,
+)
 from otdd_flash.solver.evidence import rounding_floor
+from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.pooled_solve import (
     Batch,
@@ -33,8 +41,13 @@ from otdd_flash.solver.small.pooled_solve import (
     kept,
 )
 from otdd_flash.solver.solve import TOLERANCE_AIM
-from otdd_flash.solver.term.result import SolverProgress, TransportTerm
-from otdd_flash.solver.term.tolerance import goal_of, reachable_tolerance
+from otdd_flash.solver.term import (
+    LOOSEST_DEFAULT,
+    SolverProgress,
+    TransportTerm,
+    goal_of,
+    reachable_tolerance,
+)
 
 # Points of a side, and products of coordinates, up to which it pays on a processor.
 MOST_POINTS, MOST_ON_PROCESSOR = 1 << 10, 1 << 28
@@ -44,52 +57,72 @@ MOST_POINTS, MOST_ON_PROCESSOR = 1 << 10, 1 << 28
 MOST_SCORES = 1 << 27
 FAST_IN_DOUBLE, MOST_PRODUCTS = ((8, 0), (9, 0), (10, 0)), (1 << 38, 1 << 31)
 
+# Bytes of the problems that are solved at once, on a GPU and on a processor, whose cache they
+# should not exceed by much; and how many they are: kernels have a program for each along an axis
+# that holds 65,535.
+MOST_BYTES, MOST_BYTES_CPU, MOST_PROBLEMS = 1 << 30, 1 << 25, 1 << 15
 
-def is_small(comparison: Comparison, options: Converged) -> bool:
-    """Whether a problem is one for stored scores, with nothing that needs another way."""
-    compute, device = comparison.compute, comparison.device
-    alone = compute.group is None and comparison.streaming is None
-    if not alone or options.bound_width is not None or options.max_seconds is not None:
+
+def is_small(compared: Compared, options: Converged) -> bool:
+    """Whether a problem is one for a `PooledSolve`, with nothing that needs another way."""
+    if options.bound_width is not None or options.max_seconds is not None:
+        return False
+    if isinstance(compared, MatrixComparison):
+        return _is_swept(compared)
+    compute, device = compared.compute, compared.device
+    if compute.group is not None or compared.streaming is not None:
         return False
     in_triton = uses_triton(compute, device)
     if device.type == "cuda":
-        return in_triton and pays(room := room_for(comparison, None)) and _has_memory(room)
-    if in_triton or device.type != "cpu" or compute.dtype != torch.float32:
+        room = Batch.of_one(compared).room(1, in_triton=in_triton)
+        return suits(room, compute) and _has_memory(room)
+    # A limit of one iteration is the certificate's own, which follows an iteration at the least
+    # where terms are pooled.
+    if in_triton or compute.dtype != torch.float32 or options.max_iterations == 1:
         return False
-    if options.max_iterations == 1:
-        # The certificate's own, which follows an iteration at the least where terms are pooled.
+    whole = all(isinstance(side.features, Tensor) for side in compared.transformed)
+    return whole and suits(Batch.of_one(compared).room(1, in_triton=False), compute)
+
+
+def _is_swept(compared: MatrixComparison) -> bool:
+    """Whether a matrix is solved in recordings that read it where it is, a row at a time.
+
+    Not with self costs or forbidden pairs, and not where a sweep cannot hold a row.
+    """
+    on_gpu = compared.in_triton and compared.device.type == "cuda"
+    if not on_gpu or compared.self_costs is not None or compared.facts.forbidden:
         return False
-    x, y = comparison.transformed
-    whole = isinstance(x.features, Tensor) and isinstance(y.features, Tensor)
-    return whole and is_quick(room := room_for(comparison, None)) and fits(room, compute)
+    # Triton may be missing where no kernel runs.
+    from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS
+
+    return _lines(compared)[0].shape[1] <= MOST_COLUMNS
 
 
-def is_quick(room: Room) -> bool:
-    """Whether a problem on a processor takes less time with its terms side by side."""
-    most = max(room.n, room.m)
-    return most <= MOST_POINTS and most**2 * room.dim <= MOST_ON_PROCESSOR
+def _lines(compared: MatrixComparison) -> tuple[Tensor, bool]:
+    """Costs with contiguous rows, and whether they are the transpose."""
+    from otdd_flash.operators.matrix_kernel import MatrixKernelOperator
+
+    operator = compared.operator("xy")
+    assert isinstance(operator, MatrixKernelOperator)
+    return operator.lines, operator.transposed
 
 
-def fits(room: Room, compute: ComputeOptions) -> bool:
-    """Whether a room on a processor is within what stored scores may take."""
-    if compute.memory_budget == "auto" and room.bytes <= ASSUMED_FREE:
-        return True
-    return room.bytes <= budget_in_bytes(compute.memory_budget, room.device)
+def suits(room: Room, compute: ComputeOptions) -> bool:
+    """Whether stored scores of a problem take less time than others, and memory is meant for them.
 
-
-def backend_of(comparison: Comparison) -> str:
-    """What passes of a small solve run in."""
-    in_triton = uses_triton(comparison.compute, comparison.device)
-    return f"{'triton' if in_triton else 'torch'}, scores kept"
-
-
-def pays(room: Room) -> bool:
-    """Whether stored scores of a problem take less time than others."""
-    most = max(room.n, room.m) ** 2
-    fast = room.device.type == "cuda" and (
-        torch.cuda.get_device_capability(room.device) in FAST_IN_DOUBLE
-    )
-    return most <= MOST_SCORES and most * room.dim <= MOST_PRODUCTS[0 if fast else 1]
+    On a processor that is where its terms are side by side.
+    """
+    scores = max(room.n, room.m) ** 2
+    products = scores * room.dim
+    if room.device.type == "cuda":
+        fast = torch.cuda.get_device_capability(room.device) in FAST_IN_DOUBLE
+        few = scores <= MOST_SCORES and products <= MOST_PRODUCTS[0 if fast else 1]
+        return room.in_triton and few
+    few = scores <= MOST_POINTS**2 and products <= MOST_ON_PROCESSOR
+    if room.device.type != "cpu" or room.in_triton or not few:
+        return False
+    free = compute.memory_budget == "auto" and room.bytes <= ASSUMED_FREE
+    return free or room.bytes <= budget_in_bytes(compute.memory_budget, room.device)
 
 
 def _has_memory(room: Room) -> bool:
@@ -99,35 +132,19 @@ def _has_memory(room: Room) -> bool:
     return room.bytes <= free_memory(room.device) // 2
 
 
-def room_for(comparison: Comparison, table: Tensor | None) -> Room:
-    """A room for a problem; on a GPU with sizes rounded up, so that few are recorded."""
-    x, y = comparison.transformed
-    in_triton = uses_triton(comparison.compute, comparison.device)
-    dtype = torch.promote_types(x.features.dtype, y.features.dtype)
-    size = padded if in_triton else int
-    classes = 1 if table is None else size(len(table))
-    return Room(1, size(len(x)), size(len(y)), x.dim, classes, dtype, comparison.device, in_triton)
-
-
-def padded(count: int) -> int:
-    """The next multiple of 16, or of an eighth of the power of two below it if that is more."""
-    step = max(16, 1 << max(0, count.bit_length() - 4))
-    return -(-count // step) * step
-
-
 def solve_small(
-    comparison: Comparison,
+    compared: Compared,
     options: Converged,
     *,
     start: Potentials | None = None,
     progress: SolverProgress | None = None,
     solved: Solved | None = None,
     gradient_callbacks: GradientCallbacks | None = None,
-) -> dict[str, TransportTerm] | None:
-    """The terms of a divergence, or None where one of them needs another solve.
+) -> Divergence | None:
+    """Solve a divergence at once; return None where one of its terms needs another solve.
 
     Args:
-        comparison: for which `is_small` holds.
+        compared: for which `is_small` holds.
         options: when to stop.
         start: potentials to start from, by term.
         progress: called whenever the device was asked, for every term.
@@ -137,24 +154,62 @@ def solve_small(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    (x, y), table, debias = comparison.transformed, comparison.classes.given, comparison.debias
-    of_costs = comparison.ground.squared.lambda_x, comparison.ground.lambda_y, x.class_total
-    batch, sizes = Batch.of_one((x, y), table), (len(x), len(y))
-    with kept(room_for(comparison, table), debias) as solve:
+    if isinstance(compared, MatrixComparison):
+        return _solve_swept(compared, options, start=start, progress=progress, solved=solved)
+    batch, in_triton = Batch.of_one(compared), uses_triton(compared.compute, compared.device)
+    with kept(batch.room(1, in_triton=in_triton), compared.debias) as solve:
         small = solve_single(
-            solve, batch, of_costs, comparison.epsilon, options, start=start, progress=progress
+            solve, batch, compared.epsilon, options, start=start, progress=progress
         )
         if small is None:
             return None
         if gradient_callbacks is not None:
             for place, take in gradient_callbacks.items():
-                take(solve.gradient(place)[0, : sizes[place]])
+                take(solve.gradient(place)[0, : batch.sizes[place]])
         elif solved is not None:
             assert isinstance(solve.pool, ScorePool)
-            for name in (*comparison.terms[1:], "xy"):
-                operator = solve.pool.operator(name, sizes, small.costs[name])
+            for name in (*compared.terms[1:], "xy"):
+                operator = solve.pool.operator(name, batch.sizes, small.costs[name])
                 solved(name, operator, small.terms[name])
-    return small.terms
+    backend = f"{'triton' if in_triton else 'torch'}, scores kept"
+    return Divergence.of_terms(small.terms, options, compared.offset, backend)
+
+
+def _solve_swept(
+    compared: MatrixComparison,
+    options: Converged,
+    *,
+    start: Potentials | None,
+    progress: SolverProgress | None,
+    solved: Solved | None,
+) -> Divergence | None:
+    """Solve the cross term of a matrix; arguments as for `solve_small`.
+
+    An iteration reads whole contiguous rows: where columns are contiguous the transpose is solved.
+    """
+    from otdd_flash.kernels.matrix.place import is_aligned, numbers_of
+
+    operator, known = compared.operator("xy"), compared.torch_operator("xy").costs
+    (lines, transposed), magnitudes = _lines(compared), compared.facts.magnitudes
+    masses = compared.a, compared.b
+    if transposed:
+        masses, magnitudes = masses[::-1], magnitudes[::-1]
+        start = {
+            name: operator.softmin_rows(g, compared.epsilon) for name, g in (start or {}).items()
+        }
+    batch = GivenCosts(lines, masses, magnitudes, numbers_of(lines), is_aligned(lines), known)
+    with kept(batch.room, False) as solve:
+        small = solve_single(
+            solve, batch, compared.epsilon, options, start=start, progress=progress
+        )
+    if small is None:
+        return None
+    term = small.terms["xy"]
+    if transposed:
+        term = replace(term, f=term.g, g=term.f)
+    if solved is not None:
+        solved("xy", operator, term)
+    return Divergence.of_terms({"xy": term}, options, compared.offset, operator.passes.backend)
 
 
 def facts_of(read: TermRead) -> CostFacts:
@@ -175,11 +230,9 @@ class SolvedTerms(NamedTuple):
 def solve_single(
     solve: PooledSolve,
     batch: Batch | GivenCosts,
-    of_costs: tuple[float, float, float],
     epsilon: float,
     options: Converged,
     *,
-    known: CostFacts | None = None,
     start: Potentials | None = None,
     progress: SolverProgress | None = None,
 ) -> SolvedTerms | None:
@@ -188,11 +241,8 @@ def solve_single(
     Args:
         solve: with room for it.
         batch: the problem.
-        of_costs: three numbers for the pool: lambda_x, lambda_y and the number of classes of x,
-            or the mean, lowest and highest cost of a given matrix.
         epsilon: regularisation, in units of the cost.
         options: when to stop.
-        known: facts of the costs; None where the solve learns them.
         start: potentials to start from, by term.
         progress: called for every term whenever the device was asked.
 
@@ -201,7 +251,8 @@ def solve_single(
     """
     # A certificate finds a little more than the iterations: it lowers g for rounding.
     goal = goal_of(options, epsilon, TOLERANCE_AIM)
-    solve.begin(batch, of_costs, goal, {name: g[None] for name, g in (start or {}).items()})
+    solve.begin(batch, goal, {name: g[None] for name, g in (start or {}).items()})
+    known = batch.facts if isinstance(batch, GivenCosts) else None
     in_triton, costs, done = solve.room.in_triton, dict[str, CostFacts](), False
     while not done:
         solve.iterate(progress)
@@ -215,7 +266,7 @@ def solve_single(
                 progress(name, int(read.iterations), read.error)
         # Costs that are not finite end nowhere.
         done = found.done or any(math.isnan(read.error) for read in reads.values())
-    apart, largest = found.asymmetry()[0].view(2, 2)
+    apart, largest = found.asymmetry[0].view(2, 2)
     if len(reads) > 1 and bool((apart > ROUNDING * largest).any()):
         return None
     f, *others = solve.potentials(batch.sizes)
@@ -267,7 +318,7 @@ def _concluded(
             # Potentials of few iterations may be far larger than those of the solution.
             return None
         raise
-    if (certificate.marginal_error > tolerance and not exhausted) or numbers.lost > 0:
+    if (certificate.marginal_error > tolerance and not exhausted) or numbers.unresolved > 0:
         return None
     # The certificate of a cross term takes what its last iteration evaluated.
     iterations = int(read.iterations) + (name != "xy")
@@ -280,3 +331,120 @@ def _concluded(
         asked=options.asked_tolerance,
         unless_converged="max_iterations",
     )
+
+
+class BatchSolved(NamedTuple):
+    """What came of B problems.
+
+    Attributes:
+        values: S_epsilon, or OT_epsilon without self terms, (B,) float64 on the host.
+        proved: (B,) bool, whether every term has converged by its certificate; else the value is
+            of no use.
+        gradients: of the values by x (B, n, d) or y (B, m, d), as they were asked for, float32 on
+            the device, 0 where they are not proved.
+    """
+
+    values: Tensor
+    proved: Tensor
+    gradients: tuple[Tensor, ...]
+
+
+def solve_batch(
+    batch: Batch,
+    epsilon: float,
+    options: Converged,
+    *,
+    debias: bool,
+    wanted: Sequence[int],
+    in_triton: bool,
+    budget: int | None = None,
+) -> BatchSolved:
+    """Solve the divergences of a batch, as many problems at once as memory is meant to hold.
+
+    Args:
+        batch: float32 points.
+        epsilon: regularisation, in units of the cost.
+        options: when to stop, without limits of time and width.
+        debias: whether there are self terms.
+        wanted: sides, 0 for x and 1 for y, by whose points gradients are.
+        in_triton: whether kernels solve it, on a GPU; else PyTorch on a processor.
+        budget: bytes of the problems that a processor solves at once, if fewer are wanted.
+    """
+    problems = len(batch.points[0])
+    one = batch.room(1, in_triton=in_triton)
+    most = MOST_BYTES if in_triton else min(MOST_BYTES_CPU, budget or MOST_BYTES_CPU)
+    at_once = max(1, min(MOST_PROBLEMS, most // one.bytes))
+    parts = -(-problems // at_once)
+    size = -(-problems // parts)
+    solved = [
+        _solve_part(
+            batch.part(slice(first, first + size)),
+            one,
+            epsilon,
+            options,
+            debias,
+            wanted,
+        )
+        for first in range(0, problems, size)
+    ]
+    values, proved, gradients = zip(*solved, strict=True)
+    by_side = tuple(torch.cat(parts) for parts in zip(*gradients, strict=True))
+    return BatchSolved(torch.cat(values), torch.cat(proved), by_side)
+
+
+def _solve_part(
+    batch: Batch,
+    room: Room,
+    epsilon: float,
+    options: Converged,
+    debias: bool,
+    wanted: Sequence[int],
+) -> BatchSolved:
+    problems = len(batch.points[0])
+    # As for a single problem.
+    goal = goal_of(options, epsilon, TOLERANCE_AIM)
+    with kept(room._replace(problems=problems), debias) as solve:
+        solve.begin(batch, goal, {})
+        done = False
+        while not done:
+            solve.iterate()
+            found = solve.read()
+            reads = [
+                _Reached(read, options, epsilon, cross=k == 0)
+                for k, read in enumerate(found.terms())
+            ]
+            # What is hopeless ends nowhere, and is refused when it is solved alone.
+            done = found.done or any(bool(read.hopeless.any()) for read in reads)
+        apart, largest = found.asymmetry.split(2, 1)  # type: ignore[no-untyped-call]
+        proved = torch.ones(problems, dtype=torch.bool)
+        if debias:
+            proved = (apart <= ROUNDING * largest).all(1)
+        values = torch.zeros(problems, dtype=torch.float64)
+        for read, evidence in zip(reads, found.evidence, strict=True):
+            value, error, holds = conclude_many(read.numbers, evidence.sums, UNIT, epsilon)
+            values += value if read.cross else -value / 2
+            proved &= holds & read.within(error)
+        fine = proved.to(batch.points[0].device)[:, None, None] if wanted else proved
+        gradients = tuple(
+            torch.where(fine, solve.gradient(place)[:, : batch.sizes[place]], 0) for place in wanted
+        )
+    return BatchSolved(values, proved, gradients)
+
+
+class _Reached:
+    """What rounding makes of the tolerance for the terms (B,) that were read."""
+
+    def __init__(self, read: TermRead, options: Converged, epsilon: float, *, cross: bool) -> None:
+        self.cross, self.numbers = cross, read.numbers
+        least = 2 * rounding_floor(facts_of(read), read.numbers.size, epsilon)
+        asked, gives_way = options.asked_tolerance, options.tolerance is None
+        self.tolerance = least.clamp_min(asked) if gives_way else torch.full_like(least, asked)
+        largest = torch.maximum(read.costs.lowest.abs(), read.costs.highest.abs())
+        in_range = largest < torch.finfo(torch.float32).max / 4
+        within_rounding = least <= (LOOSEST_DEFAULT if gives_way else asked)
+        self.hopeless = ~(in_range & within_rounding) | read.error.isnan()
+
+    def within(self, error: Tensor) -> Tensor:
+        """Whether marginal errors (B,) are small enough."""
+        reached: Tensor = (error <= self.tolerance) & ~self.hopeless
+        return reached

@@ -32,7 +32,7 @@ from torch import Tensor
 from otdd_flash.errors import DataNotice, NotConvergedWarning
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.gaussian import gaussian_distances
+from otdd_flash.labels.gaussian import gaussian_table
 from otdd_flash.labels.measuring import class_block
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.result import DistanceResult
@@ -43,7 +43,7 @@ from otdd_flash.sampling.subsampling import MOST_EXCESS, subsample_sizes
 from otdd_flash.sliced.distances import chunk_distances, chunks_of, draw_chunk, draws_in, prepare
 from otdd_flash.sliced.result import SlicedResult, rows_excess
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.tolerance import DEFAULT_RELATIVE, epsilon_of_datasets, resolve_epsilon
+from otdd_flash.solver.term import DEFAULT_RELATIVE, epsilon_of_datasets, resolve_epsilon
 from otdd_flash.study.measures.base import (
     Measure,
     Pair,
@@ -504,7 +504,7 @@ def frechet_distance(source: LabeledSamples, target: LabeledSamples) -> float:
     if same_content(source, target):
         return 0.0
     clouds = [_whole(source), _whole(target)]
-    return float(gaussian_distances(clouds, torch.tensor([[0, 1]])).values)
+    return float(gaussian_table(clouds, torch.tensor([[0, 1]])))
 
 
 def _whole(samples: LabeledSamples) -> ClassCloud:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.cost import points as cost_points
-from otdd_flash.derivatives import directions
-from otdd_flash.derivatives.packed_plan_points import PackedPlanPoints
-from otdd_flash.derivatives.schur import CGOptions
+from otdd_flash.derivatives import plan_points
+from otdd_flash.derivatives.plan_points import PackedPlanPoints
+from otdd_flash.derivatives.plan_system import CGOptions
 from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.operators import triton_plans
 
@@ -24,7 +24,7 @@ DIM = 136
 def _several_blocks_of_a_streamed_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_plans, "KEPT_BYTES", 0)
     monkeypatch.setattr(triton_plans, "holds", lambda *_: False)
-    monkeypatch.setattr(directions, "LOOKED_AT", 1 << 14)
+    monkeypatch.setattr(plan_points, "LOOKED_AT", 1 << 14)
     monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 128)
     monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 256)
 

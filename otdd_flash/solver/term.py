@@ -1,21 +1,160 @@
-"""Epsilon and the tolerance of a term: resolved from the user's settings, checked against rounding.
+"""One transport term: epsilon and its tolerance, and the solved term with the bounds of its value.
 
 Entry points resolve epsilon here; errors name the setting and the unit in which it was given.
 `solver.solve` and `solver.small` take the stopping rule of the iterations and of the term from
-here; `solver.certificate` and `term.result` refuse plans that are within rounding.
+here; `solver.certificate` and `TransportTerm` refuse plans that are within rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.formulas.decision import Goal
 from otdd_flash.formulas.evidence import MOST_ERROR
 from otdd_flash.solver.schedules.converged import Converged
+
+if TYPE_CHECKING:
+    # It imports this file.
+    from otdd_flash.solver.certificate import Certificate
+
+# progress(term, iteration, marginal_error): term is "xy", "xx" or "yy".
+SolverProgress = Callable[[str, int, float], None]
+# progress(iteration, marginal_error), of one term.
+TermProgress = Callable[[int, float], None]
+
+# Why a solve ended. `rounding`: at this precision the bounds cannot get narrower or the marginals
+# better; `schedule`: the fixed number of updates was done; `infeasible`: no plan has these masses
+# without forbidden pairs.
+StoppedBy = Literal[
+    "tolerance",
+    "bound_width",
+    "max_seconds",
+    "max_iterations",
+    "rounding",
+    "schedule",
+    "infeasible",
+]
+
+# The fields of a term in its summary, besides its bounds.
+SUMMARIZED = (
+    "value",
+    "marginal_error",
+    "tolerance",
+    "iterations",
+    "passes",
+    "converged",
+    "stopped_by",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class TransportTerm:
+    """OT_epsilon between two clouds: potentials, value, and bounds of its errors.
+
+    Attributes:
+        f: (n,) row potential, in units of the cost.
+        g: (m,) column potential; the same tensor as `f` for a self term.
+        epsilon: entropic regularisation, in units of the cost.
+        value: the dual value D(f, g); stopped by `schedule`, geomloss's number, which can lie
+            outside of `bounds`.
+        bounds: solver bounds (lower, upper): an interval that holds OT_epsilon.
+        marginal_error: bound of the larger of ||P 1 - a||_1, ||P^T 1 - b||_1, rounding included.
+        tolerance: the stopping tolerance, as asked for or as rounding allows; None where the width
+            of the solver bounds decided.
+        iterations: updates of both potentials, the certifying one included.
+        passes: evaluations of the n x m scores, those of samples and certification included.
+        converged: whether the goal of the options was reached.
+        stopped_by: why the solve ended.
+    """
+
+    f: Tensor
+    g: Tensor
+    epsilon: float
+    value: float
+    bounds: tuple[float, float]
+    marginal_error: float
+    tolerance: float | None
+    iterations: int
+    passes: float
+    converged: bool
+    stopped_by: StoppedBy
+
+    @classmethod
+    def from_certificate(
+        cls,
+        certificate: Certificate,
+        epsilon: float,
+        *,
+        iterations: int,
+        passes: float,
+        tolerance: float,
+        asked: float,
+        unless_converged: StoppedBy,
+    ) -> TransportTerm:
+        """Build the term from its certificate and the work done.
+
+        `asked` is the tolerance of the options, which rounding may have raised to `tolerance`.
+
+        Raises:
+            InputError: the undetectable part of the marginal error is too large.
+        """
+        check_usable(certificate.undetectable, epsilon, certificate.f.dtype)
+        converged = certificate.marginal_error <= tolerance
+        reached: StoppedBy = "tolerance" if certificate.marginal_error <= asked else "rounding"
+        return cls(
+            certificate.f,
+            certificate.g,
+            epsilon,
+            certificate.value,
+            certificate.bounds,
+            certificate.marginal_error,
+            tolerance,
+            iterations,
+            passes,
+            converged,
+            stopped_by=reached if converged else unless_converged,
+        )
+
+    def widened(self, error: float) -> TransportTerm:
+        """Widen bounds and error for a cost that is off by at most `error`."""
+        low, high = self.bounds
+        # No entry of the plan changes by more than this factor, nor do its marginals.
+        growth = math.expm1(error / self.epsilon)
+        return replace(
+            self,
+            bounds=(low - error, high + error),
+            marginal_error=self.marginal_error + growth * (1 + self.marginal_error),
+        )
+
+    @classmethod
+    def from_dict(
+        cls, f: Tensor, g: Tensor, epsilon: float, summary: Mapping[str, Any]
+    ) -> TransportTerm:
+        """Restore a term from its potentials, (n,) and (m,), and the `summary` of `to_dict`."""
+        low, high = summary["bounds"]
+        # Infinite bounds, which JSON cannot hold, are null in files.
+        low, high = -math.inf if low is None else low, math.inf if high is None else high
+        numbers = {key: summary[key] for key in SUMMARIZED}
+        return cls(f, g, epsilon, bounds=(low, high), **numbers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary of the term for result.json."""
+        numbers = {key: getattr(self, key) for key in SUMMARIZED}
+        return {"value": numbers.pop("value"), "bounds": list(self.bounds), **numbers}
+
+
+def largest_tolerance(tolerances: Iterable[float | None]) -> float | None:
+    """Return the largest tolerance that is not None; None if all are."""
+    return max((known for known in tolerances if known is not None), default=None)
+
 
 # The default epsilon, over the mean cost.
 DEFAULT_RELATIVE = 0.01
@@ -107,22 +246,6 @@ def epsilon_given_as(name: str, given: float, epsilon: float) -> Iterator[None]:
 
 
 @contextmanager
-def regularised(
-    epsilon: float | None,
-    relative: float | None,
-    mean_cost: Callable[[], float],
-    standardized: float,
-) -> Iterator[float]:
-    """Resolve the epsilon of datasets, and name it in errors of the block as it was given.
-
-    Arguments and errors as for `resolve_epsilon` and `epsilon_of_datasets`.
-    """
-    name, given, used = resolve_epsilon(epsilon, relative, mean_cost)
-    with epsilon_of_datasets(name, given, used, mean_cost, standardized):
-        yield used
-
-
-@contextmanager
 def epsilon_of_datasets(
     name: str, given: float, epsilon: float, mean_cost: Callable[[], float], standardized: float
 ) -> Iterator[None]:
@@ -207,28 +330,28 @@ def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch
         )
 
 
-def check_usable(hidden: float, epsilon: float, dtype: torch.dtype) -> None:
-    """Refuse a plan whose undetectable marginal error `hidden` exceeds `LOOSEST_DEFAULT`.
+def check_usable(error: float, epsilon: float, dtype: torch.dtype) -> None:
+    """Refuse a plan whose undetectable marginal `error` exceeds `LOOSEST_DEFAULT`.
 
     Raises:
-        InputError: `hidden` does.
+        InputError: `error` does.
     """
-    if not hidden < float("inf"):
+    if not error < float("inf"):
         raise EpsilonOutOfRange(
             "some costs are too far above the mean at {given}: rounding alone decides about the "
             f"masses of their points; raise {{name}}{or_double(dtype)} or leave out points that "
             "are far from all others",
             epsilon,
         )
-    if hidden > LOOSEST_DEFAULT:
-        raise rounded_away(hidden, epsilon, dtype)
+    if error > LOOSEST_DEFAULT:
+        raise rounded_away(error, epsilon, dtype)
 
 
 def rounded_away(
-    hidden: float, epsilon: float, dtype: torch.dtype, enough: float = AMPLE
+    error: float, epsilon: float, dtype: torch.dtype, enough: float = AMPLE
 ) -> EpsilonOutOfRange:
-    """Return the error for marginals that rounding moves by `hidden`; by `enough` as advised."""
-    advised = epsilon * hidden / enough
+    """Return the error for marginals that rounding moves by `error`; by `enough` as advised."""
+    advised = epsilon * error / enough
     if not advised < float("inf"):
         return EpsilonOutOfRange(
             f"{{given}} is too small for {_name(dtype)}: rounding leaves nothing of the marginals; "
@@ -237,16 +360,16 @@ def rounded_away(
         )
     return EpsilonOutOfRange(
         f"{{given}} is too small for {_name(dtype)}: rounding alone moves the marginals by up to "
-        f"{hidden:.1e}; raise {{name}} to about {{advised}}{_or_double(hidden, enough, dtype)}",
+        f"{error:.1e}; raise {{name}} to about {{advised}}{_or_double(error, enough, dtype)}",
         epsilon,
         advised,
     )
 
 
-def _or_double(hidden: float, enough: float, dtype: torch.dtype) -> str:
+def _or_double(error: float, enough: float, dtype: torch.dtype) -> str:
     """Return the advice to use float64 where that would do, else ""."""
     gained = torch.finfo(torch.float64).eps / torch.finfo(dtype).eps
-    return " or set precision=double" if dtype != torch.float64 and hidden * gained < enough else ""
+    return " or set precision=double" if dtype != torch.float64 and error * gained < enough else ""
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -5,18 +5,20 @@ What systems are solved for is seen by Hessians and gradients, against dense pse
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 import pytest
 import torch
 from derivative_cases import ONE, drawn
 from torch import Tensor
 
-from otdd_flash.derivatives import direct
-from otdd_flash.derivatives.conjugate_gradients import Metric
-from otdd_flash.derivatives.direct import Cholesky
-from otdd_flash.derivatives.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver, solve
-from otdd_flash.operators.base import KeptPlan
+from otdd_flash.derivatives import plan_system
+from otdd_flash.derivatives.plan_system import (
+    CGOptions,
+    Factorization,
+    PlanMatrix,
+    PlanSystem,
+    Solution,
+)
+from otdd_flash.operators.base import StoredPlan
 
 by_iterations = pytest.mark.usefixtures("iterations_alone")
 
@@ -26,8 +28,10 @@ def plan(n: int, m: int, *, spread: float = 2.0) -> Tensor:
     return entries / entries.sum()
 
 
-def system_of(entries: Tensor) -> SchurSystem:
-    return SchurSystem(KeptPlan(entries))
+def system_of(entries: Tensor, cg: CGOptions = ONE, *, near: Tensor | None = None) -> PlanSystem:
+    """The system of a plan, or one whose quick products are those of a plan near it."""
+    plan = StoredPlan(entries, None if near is None else StoredPlan(near))
+    return PlanSystem(plan, cg, plan.quick)
 
 
 def dense_schur(entries: Tensor, damping: float = 0.0) -> Tensor:
@@ -40,8 +44,8 @@ def right_sides(matrix: Tensor, count: int = 3) -> Tensor:
 
 
 def solved(entries: Tensor, right: Tensor, cg: CGOptions = ONE, *, own: bool = False) -> Solution:
-    system: Any = (SelfSystem if own else SchurSystem)(KeptPlan(entries), cg.damping)
-    return solve(system, system, right, cg)
+    plan = StoredPlan(entries)
+    return PlanSystem(plan, cg, plan, symmetric=own).solve(right)
 
 
 BLOCKS = torch.block_diag(plan(10, 8), plan(7, 8)) / 2
@@ -62,11 +66,11 @@ def test_pivots_of_rounding_size_leave_it_to_iterations(
     entries, own = UNDECIDED[name]
     matrix = entries.sum(1).diag() + entries if own else dense_schur(entries)
     right, cg = right_sides(matrix), CGOptions(1e-10)
-    system: Any = (SelfSystem if own else SchurSystem)(KeptPlan(entries))
-    assert system.direct is not None
-    assert not bool(system.direct.sound)
+    factorization = PlanMatrix(StoredPlan(entries), symmetric=own).factorization()
+    assert factorization is not None
+    assert not bool(factorization.sound)
     found = solved(entries, right, cg, own=own)
-    monkeypatch.setattr(direct, "MOST_POINTS", 0)
+    monkeypatch.setattr(plan_system, "MOST_POINTS", 0)
     for one, other in zip(found, solved(entries, right, cg, own=own), strict=True):
         assert torch.equal(one, other)
 
@@ -89,14 +93,13 @@ def test_a_residual_above_the_tolerance_leaves_it_to_iterations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """This and all later solves."""
-    entries, exact = plan(30, 20), Cholesky.solve
-    system = system_of(entries)
-    solver, right = Solver(system, system, CGOptions(1e-6)), right_sides(dense_schur(entries))
-    monkeypatch.setattr(Cholesky, "solve", lambda *given: exact(*given) * (1 + 1e-8))
+    entries, exact = plan(30, 20), Factorization.solve
+    solver, right = system_of(entries, CGOptions(1e-6)), right_sides(dense_schur(entries))
+    monkeypatch.setattr(Factorization, "solve", lambda *given: exact(*given) * (1 + 1e-8))
     near = solver.solve(right)
     assert near.iterations.tolist() == [0, 0, 0]
     torch.testing.assert_close(near.residual, torch.full((3,), 1e-8).double(), rtol=1e-6, atol=0)
-    monkeypatch.setattr(Cholesky, "solve", lambda *given: exact(*given) * (1 + 1e-4))
+    monkeypatch.setattr(Factorization, "solve", lambda *given: exact(*given) * (1 + 1e-4))
     for _ in range(2):
         found = solver.solve(right)
         assert bool(found.converged.all())
@@ -109,10 +112,11 @@ def test_larger_systems_are_left_to_iterations(monkeypatch: pytest.MonkeyPatch) 
     for name, most in (("MOST_POINTS", 3), ("MOST_POINTS_CPU", 3), ("MOST_ENTRIES", 27)):
         for limit in (most, most - 1):
             with monkeypatch.context() as limited:
-                limited.setattr(direct, name, limit)
+                limited.setattr(plan_system, name, limit)
                 for shape in ((3, 9), (9, 3)):
-                    decomposed = system_of(plan(*shape)).direct is not None
-                    assert decomposed == (limit == most), (name, limit, shape)
+                    matrix = PlanMatrix(StoredPlan(plan(*shape)))
+                    factorized = matrix.factorization() is not None
+                    assert factorized == (limit == most), (name, limit, shape)
 
 
 @by_iterations
@@ -121,40 +125,36 @@ def test_residuals_of_the_plan_itself_correct_what_another_gives(off: float | No
     """One that is rounded, or so far that it gives way to the plan itself."""
     entries = plan(30, 20, spread=1.0)
     share = 1 + (off or 0) * drawn(30, 20, seed=1).clamp(-1, 1)
-    system, near = system_of(entries), system_of(plan(30, 20) if off is None else entries * share)
+    near = plan(30, 20) if off is None else entries * share
+    system = system_of(entries, CGOptions(1e-6), near=near)
     right = right_sides(dense_schur(entries))
-    found = solve(system, near, right, CGOptions(1e-6))
+    found = system.solve(right)
     assert bool(found.converged.all())
     left = right - dense_schur(entries) @ found.values
     torch.testing.assert_close(found.left, left, rtol=0, atol=1e-9 * float(right.abs().max()))
-    assert float(system.metric.size(left).max()) <= 1e-6 * float(system.metric.size(right).max())
+    size = system.matrix.metric.size
+    assert float(size(left).max()) <= 1e-6 * float(size(right).max())
 
 
-class InFloat32:
-    """A matrix whose products are rounded."""
+class InFloat32(StoredPlan):
+    """A plan whose products are rounded."""
 
-    precision, layout, direct = 8 * 2.0**-24, None, None
+    precision = 8 * 2.0**-24
 
-    def __init__(self, matrix: Tensor) -> None:
-        ones = torch.ones(len(matrix), dtype=torch.float64)
-        self._matrix, self.metric = matrix.float(), Metric(ones, constants=False)
+    def times(self, values: Tensor, *_: object) -> Tensor:
+        return (self.entries.float() @ values.float()).double()
 
-    def times(self, values: Tensor) -> Tensor:
-        return (self._matrix @ values.float()).double()
-
-    def image(self, *_: Tensor) -> NoReturn:
-        raise NotImplementedError
-
-    def preconditioner(self) -> None:
-        """It has none."""
+    def transposed_times(self, values: Tensor, *_: object) -> Tensor:
+        return (self.entries.float().T @ values.float()).double()
 
 
 @by_iterations
 def test_what_rounding_does_not_allow_is_given_up() -> None:
     """Corrections that do not halve the residual end the solve; the best so far is returned."""
-    system = InFloat32(dense_schur(plan(30, 20, spread=1.0), damping=0.1))
-    right = right_sides(system.times(torch.eye(20, dtype=torch.float64)))
-    found = solve(system, system, right, CGOptions(1e-12))
+    rounded = InFloat32(plan(30, 20, spread=1.0))
+    system = PlanSystem(rounded, CGOptions(1e-12, damping=0.1), rounded)
+    right = right_sides(system.matrix.times(torch.eye(20, dtype=torch.float64)))
+    found = system.solve(right)
     assert not bool(found.converged.any())
     assert float(found.residual.max()) <= 1e-5
     assert int(found.iterations.max()) < 100
@@ -170,9 +170,9 @@ def test_tight_tolerances_where_many_directions_are_nearly_in_the_kernel() -> No
     y = x + 0.02 * torch.randn(n, 2, generator=draw, dtype=torch.float64)
     entries = (-torch.cdist(x, y).square() / epsilon).exp()
     entries /= entries.sum()
-    matrix, system = dense_schur(entries), system_of(entries)
+    matrix = dense_schur(entries)
     scaled = matrix / (entries.sum(0)[:, None] * entries.sum(0)).sqrt()
     assert int((torch.linalg.eigvalsh(scaled) < 1e-7).sum()) > 5
     for tolerance in (1e-3, 1e-5, 1e-7):
-        found = solve(system, system, right_sides(matrix), CGOptions(tolerance))
+        found = system_of(entries, CGOptions(tolerance)).solve(right_sides(matrix))
         assert float(found.residual.max()) <= max(tolerance, 1e-6), tolerance
