@@ -8,7 +8,8 @@ For few points the plan is stored and the system factorized; for more it is solv
 plans to points relative to an origin.
 
 Where a plan does not tie groups of points together, offsets of their potentials are not unique:
-`groups` finds these groups, `group_flows` balances them, and what depends on the offsets says so.
+`groups` finds these groups by `plan_links`, `group_flows` balances them, and what depends on the
+offsets says so.
 
 Entry points, whose tensors `solver.tensors` checks: `loss`, `losses`, `potentials` and `hessian`.
 Given matrices have entry points of their own, in `solver.matrix`.

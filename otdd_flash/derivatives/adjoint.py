@@ -33,6 +33,7 @@ from torch import Tensor
 
 from otdd_flash.cost.points import class_indices, equal_masses, less_origin
 from otdd_flash.derivatives.centred import mean_near
+from otdd_flash.derivatives.groups import Compared, masses_of
 from otdd_flash.derivatives.plan_system import (
     MOST_HELD,
     CGOptions,
@@ -43,9 +44,10 @@ from otdd_flash.derivatives.plan_system import (
     report_unsolved,
 )
 from otdd_flash.errors import InputError
-from otdd_flash.operators.base import Factors, Plan, Products, StoredPlan
+from otdd_flash.operators.base import Factors, Operator, Plan, Products, StoredPlan
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.term import TransportTerm
 
 
 class Density:
@@ -218,15 +220,19 @@ def _weighted(values: Tensor, weights: Sequence[Tensor], masses: Tensor) -> Tens
     return found
 
 
-def potentials_everywhere(comparison: Comparison, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace potentials of points without mass by softmins of the others."""
-    a, b = (side.masses for side in comparison.sides("xy"))
+def potentials_everywhere(comparison: Compared, term: TransportTerm) -> tuple[Tensor, Tensor]:
+    """Return f (n,) and g (m,) of a cross term, of points without mass softmins of the others."""
+    f, g, epsilon, (a, b) = term.f, term.g, term.epsilon, masses_of(comparison)
     if bool((a > 0).all()) and bool((b > 0).all()):
         return f, g
-    operator = comparison.operator("xy", keep_scores=False).refined
+    operator: Operator
+    if isinstance(comparison, Comparison):
+        operator = comparison.operator("xy", keep_scores=False).refined
+    else:
+        operator = comparison.torch_operator("xy")
     return (
-        torch.where(a > 0, f, operator.softmin_rows(g, comparison.epsilon)),
-        torch.where(b > 0, g, operator.softmin_columns(f, comparison.epsilon)),
+        torch.where(a > 0, f, operator.softmin_rows(g, epsilon)),
+        torch.where(b > 0, g, operator.softmin_columns(f, epsilon)),
     )
 
 

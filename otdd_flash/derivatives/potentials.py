@@ -151,7 +151,7 @@ def sinkhorn_potentials(
     with torch.no_grad():
         with comparison.within_memory():
             term = settle(comparison, term, "potentials", required=required)
-            potentials = potentials_everywhere(comparison, term.f, term.g)
+            potentials = potentials_everywhere(comparison, term)
         f, g = (potential.double() for potential in potentials)
         shift = comparison.transformed[1].masses @ g
         results = (f + shift).to(x.device), (g - shift).to(x.device)
@@ -333,7 +333,7 @@ def transport_map(
             term = settle_images(comparison, term, required=required)
             if inputs.tensors.keys() & {"a", "b"}:
                 term = settle(comparison, term, "gradients by masses", required=required)
-            potentials = potentials_everywhere(comparison, term.f, term.g)
+            potentials = potentials_everywhere(comparison, term)
             needs = frozenset(inputs.tensors)
             gradient = MapGradient(images, comparison, potentials, needs, options, cg)
             result = gradient.mapped()

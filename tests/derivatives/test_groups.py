@@ -14,8 +14,8 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.derivatives import group_flows, groups
-from otdd_flash.derivatives.groups import spreads
+from otdd_flash.derivatives import group_flows, groups, plan_links
+from otdd_flash.derivatives.plan_links import spreads
 from tests import reference
 
 STRICT = otdd.Converged(require_convergence=True)
@@ -422,7 +422,9 @@ def test_newton_steps_leave_out_what_float64_does_not_see(flow: float) -> None:
     system = torch.eye(4, dtype=torch.float64) - (scaled / plan.sum(0)) @ scaled.T
     within = torch.tensor([1.0, -1.0, 0.0, 0.0]).double()
     across = torch.tensor([1.0, 1.0, -1.0, -1.0]).double()
-    found = per_row * groups._without_constants(system, sums, per_row * (within + flow * across))
+    found = per_row * plan_links._without_constants(
+        system, sums, per_row * (within + flow * across)
+    )
     # A step t across changes each row sum by t flow: half of what goes over comes back with g.
     expected = 4 * within + (across if flow > 1e-12 else 0)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-15 / max(flow, 1e-12) + 5 * flow)

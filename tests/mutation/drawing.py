@@ -26,7 +26,7 @@ CORE = {
     "ranks": r"/distributed/|/ring|/(sharded|sharing|\w*self_share|owned|parts|by_ranks)\.py"
     r"|commands/ranks\.py",
     "certificate": r"solver/(matrix/(result|plan)\.|"
-    r"(term|solve|certificate|shortfall|divergence)\.)|derivatives/(groups|group_flows)\.",
+    r"(solve|term|certificate|shortfall|divergence)\.)|derivatives/(groups|group_flows|plan_links)\.",
     "evidence": r"/(engine|formulas)/|solver/evidence\.py",
     "passes": r"/(cost|operators)/|otdd_flash/memory\.py|^kernels/",
 }

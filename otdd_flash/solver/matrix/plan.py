@@ -20,7 +20,7 @@ from torch import Tensor
 from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, tensor
 from otdd_flash.cost.compute import Compute
-from otdd_flash.derivatives.adjoint import Density
+from otdd_flash.derivatives.adjoint import Density, potentials_everywhere
 from otdd_flash.derivatives.autograd import Inputs, Solved
 from otdd_flash.derivatives.groups import settle
 from otdd_flash.derivatives.plan_system import DEFAULTS, CGOptions, held_plan, largest
@@ -138,7 +138,7 @@ class PlanGradient:
         """Return gradients by key, for a cotangent G (n, m)."""
         comparison, epsilon = self._comparison, self._term.epsilon
         a, b, cotangent = comparison.a, comparison.b, cotangents[0].to(comparison.device)
-        potentials = self._everywhere()
+        potentials = potentials_everywhere(comparison, self._term)
         density = Density(
             (a, b),
             lambda weighted: held_plan(self._operator(weighted), *potentials, epsilon),
@@ -184,17 +184,6 @@ class PlanGradient:
             return density.masses, lambda: iter([(slice(0, len(plan)), plan)])
         operator, at = self._operator(density.whole), (*potentials, self._term.epsilon)
         return (1.0, 1.0), lambda: operator.exact_tiles(*at)
-
-    def _everywhere(self) -> tuple[Tensor, Tensor]:
-        """Return f (n,) and g (m,), extended to points without mass by the softmin."""
-        comparison, (f, g) = self._comparison, (self._term.f, self._term.g)
-        if bool((comparison.a > 0).all()) and bool((comparison.b > 0).all()):
-            return f, g
-        operator, epsilon = comparison.torch_operator("xy"), self._term.epsilon
-        return (
-            torch.where(comparison.a > 0, f, operator.softmin_rows(g, epsilon)),
-            torch.where(comparison.b > 0, g, operator.softmin_columns(f, epsilon)),
-        )
 
     def _operator(self, weighted: bool) -> TorchOperator[GivenCosts]:
         """Return the operator with the given masses, or with equal ones if not `weighted`."""
