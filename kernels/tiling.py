@@ -1,8 +1,9 @@
 """How kernels cut the scores into tiles, and how a tile of coordinates is loaded.
 
-Hopper and later load tiles through tensor descriptors; Ampere, Ada and the interpreter through
-pointers. Sizes were the fastest of those measured on an H200 and are modest elsewhere; there is no
-tuning at run time.
+Kernels of `passes` and `segments` take their tiles, ranges and loads from here; `points` and
+`operators.build` read the sizes to which clouds are padded. Hopper and later load tiles through
+tensor descriptors; Ampere, Ada and the interpreter through pointers. Sizes were the fastest of
+those measured on an H200 and are modest elsewhere; there is no tuning at run time.
 """
 
 from __future__ import annotations

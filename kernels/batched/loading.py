@@ -1,12 +1,13 @@
-"""The prologue of every kernel of small matrices: what a program holds, and how it is launched.
+"""What the kernels of small matrices share: how a program loads and stores its matrices.
 
 A program holds BATCH problems, padded to N rows and M columns. Tiles are (N, BATCH, M), loaded as
 (N, BATCH * M): consecutive threads hold consecutive columns and then matrices, so that most of a
 column is in one thread, and sums along it take few exchanges.
 
-`launch` checks and prepares what balancing is given, for `small_balance` and its backward pass,
-which begin with `sides`, `load_logits` and
-`load_both_masses`. `small_adjoint` loads its tiles likewise.
+`small_balance` and `small_balance_backward` prepare their launches by `launch`; their kernels begin
+with `sides`, `load_logits` and `load_both_masses`. `small_adjoint` loads and stores its tiles by
+the functions here, too. `tiny_balance` and its backward pass have loads of their own, and take
+`padded` alone.
 """
 
 from __future__ import annotations

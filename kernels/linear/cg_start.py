@@ -1,6 +1,6 @@
 """Begin, correct and resume a solve by conjugate gradients, in one launch each.
 
-What is done is said where it is done in PyTorch, `derivatives.conjugate_gradients`; a program owns
+What is done is said where it is done in PyTorch, `engine.conjugate_gradients`; a program owns
 a direction, as in `cg_step`. All three end with new iterations from the residual that is kept,
 whose first direction they leave as halves, or as 0 to `cg_turn`.
 

@@ -1,8 +1,10 @@
 """One step of conjugate gradients for several right-hand sides, in one launch.
 
-What a step does is said where it is done in PyTorch, `derivatives.conjugate_gradients`; here a
-program owns a direction: its vectors lie in the cache, and its sums are added in the same order
-whatever other directions there are. It takes the image as the last product of a plan leaves it,
+`engine.conjugate_gradients_kernels` calls `cg_step` and `cg_turn`. The formulas of a step are
+those of `engine.conjugate_gradients`, which computes in PyTorch. Here a program owns one of
+the right-hand sides, with its search direction: its vectors lie in the cache, and its sums are
+added in the same order whatever other directions there are. It takes the image of the direction as
+the last product of a plan leaves it,
 
     image = diagonal direction + weights found / scale,
 
@@ -125,7 +127,7 @@ def pack_direction(
     s,
     BLOCK: tl.constexpr,
 ):
-    """A direction as halves, and their scale."""
+    """Store a direction as halves, and their scale."""
     scale = scale_below(largest)
     tl.store(scale_ptr, scale)
     for first in range(0, m, BLOCK):
@@ -137,16 +139,16 @@ def pack_direction(
 
 
 @triton.jit
-def turn(
+def next_direction(
     left_ptr,  # (m,) float64
     scaled_ptr,  # (m,) float64: masses, or the preconditioned residual if PRECONDITIONED
     direction_ptr,  # (m,) float64
-    kept,
+    beta,
     m,
     PRECONDITIONED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write preconditioned residual + kept direction, the next one; return its largest entry."""
+    """Write preconditioned residual + beta direction, the next one; return its largest entry."""
     largest = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, m, BLOCK):
         o = first + tl.arange(0, BLOCK)
@@ -156,7 +158,7 @@ def turn(
             left = tl.load(left_ptr + o, mask=mask, other=0.0)
             scaled = left / tl.where(scaled > 0, scaled, 1.0)
         direction = tl.load(direction_ptr + o, mask=mask, other=0.0)
-        direction = scaled + kept * direction
+        direction = scaled + beta * direction
         tl.store(direction_ptr + o, direction, mask=mask)
         largest = tl.maximum(largest, tl.abs(direction))
     return tl.max(largest, 0)
@@ -270,7 +272,9 @@ def cg_step_kernel(
     if not PRECONDITIONED:
         tl.store(energy_ptr + i, after)
         if going_on:
-            largest = turn(left_ptr, masses_ptr, direction_ptr, after / energy, m, False, BLOCK)
+            largest = next_direction(
+                left_ptr, masses_ptr, direction_ptr, after / energy, m, False, BLOCK
+            )
             pack_direction(
                 direction_ptr, position_ptr, packed_ptr + i, scales_ptr + i, largest, m, s, BLOCK
             )
@@ -308,7 +312,7 @@ def cg_turn_kernel(
         energies += left * tl.load(scaled_ptr + o, mask=mask, other=0.0)
     energy = tl.sum(energies, 0)
     tl.store(energy_ptr + i, energy)
-    largest = turn(left_ptr, scaled_ptr, direction_ptr, energy / before, m, True, BLOCK)
+    largest = next_direction(left_ptr, scaled_ptr, direction_ptr, energy / before, m, True, BLOCK)
     pack_direction(
         direction_ptr, position_ptr, packed_ptr + i, scales_ptr + i, largest, m, s, BLOCK
     )
@@ -364,7 +368,7 @@ def cg_turn(
     numbers: Numbers,
     packed: tuple[Tensor, Tensor],
 ) -> None:
-    """The next directions, and the first ones where directions are 0, packed.
+    """Compute the next directions, or the first ones where directions are 0, packed.
 
     Args:
         scaled: preconditioned residuals (m, s) float64, columns of stride m.

@@ -4,6 +4,9 @@
 
 The power of two of a column brings its largest number below 2^14, so that none overflows. Padding
 is 0. Results of products with hi and lo, or with their sum, go the same way back.
+`operators.triton_plans` and kernels of `passes` call `to_halves` before a product of a plan and
+`from_halves` after it. Kernels of conjugate gradients, `onward` and `row_sums` read products and
+write halves themselves, by the device functions here.
 
 Shapes: values (N, s), packed (n, 2, s), or more columns.
 """
@@ -38,23 +41,24 @@ def scale_below(largest):
 
 
 @triton.jit
-def store_halves(p_out, values, s, mask):
-    """Scaled float64 values as hi, and as lo where another s numbers further on."""
+def store_halves(p_out, values, width, mask):
+    """Store scaled float64 values as sums hi + lo, of which lo stands `width` numbers after hi."""
     high = values.to(tl.float32).to(tl.float16)
     low = (values - high.to(tl.float64)).to(tl.float32).to(tl.float16)
     tl.store(p_out, high, mask=mask)
-    tl.store(p_out + s, low, mask=mask)
+    tl.store(p_out + width, low, mask=mask)
 
 
 class Unmerged(NamedTuple):
-    """What tensor cores found of columns of halves, rows of it in several slots to be added up.
+    """Products with columns of halves, as tensor cores leave them: rows may be partial sums.
 
     Attributes:
-        values: (stored, parts, s) float32, of both halves or of their sum; or float64. Slots beyond
-            the first follow the rows.
-        whole: rows, the first ones, that have one slot.
-        split: rows after them, which have `slots` each.
-        slots: 1 where nothing is to be added up.
+        values: (stored, parts, s) float32, or float64; parts are those with hi and with lo, to be
+            added up, or one where their sum was multiplied. Of rows with several partial sums the
+            first ones stand among the rows, the others after all rows.
+        whole: the number of rows with one sum, which are the first.
+        split: the number of rows after them, which have `slots` partial sums each.
+        slots: 1 where no row has several.
     """
 
     values: Tensor
@@ -64,16 +68,16 @@ class Unmerged(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor) -> Unmerged:
-        """Rows of one slot, (n, parts, s)."""
+        """Wrap values (n, parts, s) whose rows have one sum each."""
         return cls(values, len(values), 0, 1)
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Strides of rows, parts and columns, and which rows have slots, as kernels take them."""
+        """Strides of rows, parts and columns, then `whole`, `split` and `slots`, for kernels."""
         return *self.values.stride(), self.whole, self.split, self.slots
 
     def merged(self) -> Tensor:
-        """Add up the slots of every row, (n, parts, s)."""
+        """Add up the partial sums of every row, (n, parts, s)."""
         if self.slots == 1:
             return self.values
         once, rest = self.values[: self.whole], self.values[self.whole :]
@@ -92,7 +96,7 @@ def load_found(
     mask,
     PARTS: tl.constexpr,
 ):
-    """What the products of a row are together, float64."""
+    """Add up the parts and the partial sums of a row, float64."""
     found = load_parts(found_ptr + o_row * row_stride, part_stride, mask, PARTS)
     for k in range(1, slots):
         p_found = found_ptr + (o_row + k * split) * row_stride
@@ -102,7 +106,7 @@ def load_found(
 
 @triton.jit
 def load_parts(p_found, part_stride, mask, PARTS: tl.constexpr):
-    """What products of both halves, or of their sum, are together, float64."""
+    """Add up the products with hi and with lo, if they are apart, float64."""
     found = tl.load(p_found, mask=mask, other=0.0).to(tl.float64)
     if PARTS == 2:
         found += tl.load(p_found + part_stride, mask=mask, other=0.0).to(tl.float64)
@@ -203,7 +207,7 @@ def from_halves_kernel(
 def to_halves(
     values: Tensor, layout: Layout, weights: Tensor | None = None, multiple: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Values (N, s) times weights (N,) as (n, 2, width) float16, and their scales (s,) float64.
+    """Pack values (N, s) times weights (N,) as (n, 2, width) float16, with scales (s,) float64.
 
     Args:
         values: float32 or float64, of any strides.
@@ -236,7 +240,7 @@ def to_halves(
 
 
 def from_halves(found: Unmerged, scales: Tensor, layout: Layout, weights: Tensor) -> Tensor:
-    """Weights (N,) times what products of such columns stand for, (N, s) float64.
+    """Compute weights (N,) times products of columns of halves, unpacked, (N, s) float64.
 
     Args:
         found: products of hi and of lo parts, or of both; columns beyond s are not read.

@@ -10,8 +10,9 @@ rounding. An entry of +inf adds nothing.
 
 C is read once per pass, whole rows at a time in either direction. Lanes keep maxima and sums of
 their own: of a row until the end of its range of columns, of a column until the end of a group of
-rows. Potentials are made of the partial (h, s) in float64, here or by `segmented_softmin`.
-Additions have one order.
+rows. Additions have one order. `operators.matrix_kernel` takes potentials from `matrix_half_step`,
+which merges the partial (h, s) in float64, and the partial sums from `matrix_sums_of_lines`, which
+the engine merges by `segmented_softmin`.
 
 Memory: 12 bytes per row and range, or per column and group.
 """
@@ -38,7 +39,8 @@ PROGRAMS = 528
 # Points of a program that merges or prepares.
 BLOCK = 128
 
-# Below every logit, and a sum of which nothing is there: together a potential that is finite.
+# In place of the maximum and the sum where nothing was added: below every logit, and so small a
+# number that it counts for nothing beside others, yet makes a finite potential alone.
 LOWEST, NOTHING = tl.constexpr(-1e29), tl.constexpr(2.0**-1000)
 
 

@@ -1,14 +1,19 @@
-"""Apply the plan of two potentials to a matrix, a block of the plan at a time.
+"""Apply the plan of two potentials to a matrix, a block of the plan at a time; or store all of it.
 
-    out = P V,  or (P o A B^T) V,      P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon)
+    out = Q V,  or (Q o A B^T) V,
+    Q_ij = P_ij / a_i = b_j exp((f_i + g_j - C_ij) / epsilon)
 
-A kernel computes a block of Q_ij = P_ij / a_i in float16 and cuBLAS multiplies it by the rows of V
-(Ye et al. 2026, arXiv:2602.03067, Algorithms 2, 4 and 5, with the product of a block left to the
-library whose matrix products are fastest). The plan is never stored as a whole.
+`operators.triton_plans` calls both functions. In `apply_plan_blocks` a kernel computes a block of Q
+in float16 and cuBLAS multiplies it by the rows of V (Ye et al. 2026, arXiv:2602.03067, Algorithms
+2, 4 and 5, with the product of a block left to the library whose matrix products are fastest);
+blocks share one buffer, so memory does not grow with the plan. `hold_plan` stores all of Q, for a
+plan that many products read.
 
-Shapes: V (m, k), A (n, r), B (m, r). Rows of Q sum to r_i / a_i, about 1, and are scaled by 2^10 so
-that entries down to 2^-24 of the row keep all their bits. In `high` precision a block, V, A and B
-are sums hi + lo of two float16, of which hi hi + hi lo + lo hi is accumulated in float32.
+Shapes: V (m, k), A (n, r), B (m, r). Rows of Q sum to (P 1)_i / a_i, about 1, and are scaled by
+2^10 so that entries down to 2^-24 of the row keep all their bits. A row whose unscaled sum is
+outside of `plan_terms.ROW_RANGE`, [2^-5, 2^5], may overflow float16 or lose bits; the caller checks
+the sums. In `high` precision a block, V, A and B are sums hi + lo of two float16, of which
+hi hi + hi lo + lo hi is accumulated in float32.
 
 Work: 2 n m (d + k + r) operations on tensor cores, times three in `high`, and n m exponentials.
 """
@@ -33,7 +38,7 @@ def apply_plan_blocks(
     values: tuple[Tensor, Tensor],
     factors: Pair | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Q V, or (Q o A B^T) V, and Q 1, with Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon).
+    """Compute Q V, or (Q o A B^T) V, and the row sums Q 1.
 
     Args:
         rows: n packed points.
@@ -46,8 +51,8 @@ def apply_plan_blocks(
         factors: A (n, r) and B (m, r), packed as `rows` and `columns`.
 
     Returns:
-        (N, k) float32 and (N,) float32, in the points' own order; the first holds only as long as
-        the second stays within `ROW_RANGE`.
+        (N, k) float32 and (N,) float32, in the points' own order; the first is valid only if the
+        second is within `ROW_RANGE`.
     """
     terms = plan_terms(rows, columns, scores, potentials, epsilon, None)
     launch = PlanBlocks(rows, columns, scores, terms, weighted=factors is not None)
@@ -84,11 +89,11 @@ def hold_plan(rows: Side, columns: Side, scores: Scores, terms: PlanTerms) -> Te
         rows: n packed points.
         columns: m packed points.
         scores: how they make scores; of three parts, the points are not rounded, but only Q.
-        terms: of the potentials, without points that have no mass; their rows are 0.
+        terms: `plan_terms` of the potentials, given masses: rows of points without mass are 0.
 
     Returns:
-        (n, m) float16 in packed order; it holds only as long as its sums, unscaled, stay within
-        `ROW_RANGE` where there are points.
+        (n, m) float16 in packed order; valid only if its row sums, unscaled, are within `ROW_RANGE`
+        for all points with mass.
     """
     launch = PlanBlocks(rows, columns, scores, terms)
     n, m = rows.points.layout.size, columns.points.layout.size

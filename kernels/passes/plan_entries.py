@@ -2,6 +2,12 @@
 
     p_ij = 2^e_ij,   e_ij = scale (N_ij + M_ij / B^2) + u_i + v_j - W[l_i, l_j]
 
+The kernel of `plan_marginals` calls `sum_piece`; `operators.fixed_point` makes bounds on its sums
+from the errors below. N and M are int32 sums of products of digits in base B (`points.digits`), so
+that (N + M / B^2) / B is the score of two points, or N with one digit; M is there for four digits
+of few coordinates only (`FRACTIONS`). `scale` brings them to exponents of 2. u and v are float64:
+potentials, norms and logarithms of masses. W are class distances, l the classes of the points.
+
 Errors hold in the worst case and on every card; a unit is 2^-24:
 
 - e is computed in float64. Its roundings, seven with M and five without, are at most 2^-50 of
@@ -32,7 +38,7 @@ LEAST_ENTRY = 2.0**-125
 
 @triton.jit
 def exact_double(integers):
-    """int32 as float64.
+    """Convert int32 to float64.
 
     The bits of 2^52 + 2^31 + N are put together and the constant subtracted, which is exact; the
     conversion takes four times as long.
@@ -44,7 +50,7 @@ def exact_double(integers):
 
 @triton.jit
 def power_of_two(exponents):
-    """2^e in float32 of e in float64."""
+    """Compute 2^e in float32 of e in float64."""
     bits = exponents.to(tl.int64, bitcast=True)
     # The upper words of 128.5 and of -125.5 as limits; bits of negative numbers grow with their
     # size. e of 128 and more give infinity, below -125 give 0.
@@ -62,27 +68,27 @@ def power_of_two(exponents):
 
 @triton.jit
 def halve_columns(scores, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
-    """The left and the right half of (BLOCK_M, WIDTH)."""
+    """Split (BLOCK_M, WIDTH) into its left and its right half."""
     return tl.split(tl.permute(tl.reshape(scores, (BLOCK_M, 2, WIDTH // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def join_columns(left, right, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """(ROWS, 2 WIDTH) from two (ROWS, WIDTH)."""
+    """Join two (ROWS, WIDTH) to (ROWS, 2 WIDTH)."""
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (ROWS, 2 * WIDTH))
 
 
 @triton.jit
 def sum_piece(
-    scores,  # (128, WIDTH) int32
-    fractions,  # (128, WIDTH) int32, if FRACTIONS
-    row_term,  # (128,) float64
-    o_costs,  # (128,) int32, if GATHER
+    scores,  # (128, WIDTH) int32, N
+    fractions,  # (128, WIDTH) int32, M, if FRACTIONS
+    row_term,  # (128,) float64, u
+    o_costs,  # (128,) int32, the rows' offsets in W, if GATHER
     column,
-    column_term_ptr,
-    labels_y_ptr,
-    costs_ptr,
-    product_scale,
+    column_term_ptr,  # float64, v
+    labels_y_ptr,  # int32
+    costs_ptr,  # float64, W
+    product_scale,  # float64, `scale`
     BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
     LOG_WIDTH: tl.constexpr,
@@ -90,7 +96,7 @@ def sum_piece(
     FRACTIONS: tl.constexpr,
     BASE: tl.constexpr,
 ):
-    """Entries from `column` on, summed over columns, (128, 4), and over each 16 rows, (8, WIDTH).
+    """Sum entries from `column` on over columns, (128, 4), and over each 16 rows, (8, WIDTH).
 
     Pairs are added, those of one thread first. 16 rows are those of a warp; of a row four threads
     hold two columns of every eight, and keep their sums apart.

@@ -1,9 +1,16 @@
-"""What points lose where they are cut into `digits`.
+"""The rounding errors of points that are cut into digits.
 
-    lost_i    >= |v_i - sum_s X_is B^-s|^2
-    omitted_i  = sum over pairs s + t >= digits of B^-(s + t) ||X_it||^2 / 2
+`digits.pack_digits` approximates a point x_i by D vectors of whole numbers in base B,
 
-so that the pairs of digits that a score leaves out are at most omitted_i + omitted_j.
+    v_i = (x_i - centre) scale ~ X_i0 + X_i1 / B + X_i2 / B^2 + ...,
+
+and a score <v_i, v_j> by the products <X_is, X_jt> with s + t < D. Here
+
+    lost_i    >= ||v_i - sum_s X_is B^-s||^2
+    omitted_i  = sum over pairs s + t >= D of B^-(s + t) ||X_it||^2 / 2
+
+so that the products that the score of i and j leaves out are at most omitted_i + omitted_j.
+`operators.fixed_point` makes bounds on costs from both, and from what carrying digits loses.
 
 Shapes: points (N, d), losses (2, N) float64. No digits are stored.
 """
@@ -54,7 +61,7 @@ def digit_losses_kernel(
                 unit /= BASE
             whole = next_digit(rest, digit == 0, BASE)
             if digit > 0:
-                # Its pairs that are left out are those with the digits from DIGITS - digit on.
+                # A score leaves out its products with the digits from DIGITS - digit on.
                 share = 0.0
                 for other in tl.static_range(DIGITS):
                     if other >= DIGITS - digit:
@@ -63,13 +70,13 @@ def digit_losses_kernel(
             rest -= whole
         rest *= unit
         lost += tl.sum(rest * rest, 1)  # (BLOCK_M,)
-    # Above what the additions of the sums may have rounded off.
+    # Raised by more than the additions of the sums may have rounded off.
     tl.store(out_ptr + o_row, lost * (1 + 1e-12), mask=is_point)
     tl.store(out_ptr + count + o_row, omitted * (1 + 1e-12), mask=is_point)
 
 
 def digit_losses(points: Tensor, centre: Tensor, scale: float, digits: int) -> Tensor:
-    """`lost` and `omitted` of each point, (2, N) float64, in units of v^2.
+    """Compute `lost` and `omitted` of each point, (2, N) float64, in units of v^2.
 
     The v that `lost` is about differs from the exact one by 2^-52 |v| at most.
 

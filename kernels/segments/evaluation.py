@@ -10,7 +10,8 @@ with <u, v> = sum_j b_j u_j v_j and c_j = exp(-r_j / epsilon) of the residual be
 
 and the products of each remembered vector with y, then with r.
 
-One program per block of columns of a segment; `segmented_totals` adds the blocks up. A segment of m
+`engine.quasi_newton_kernels.KernelVectors` calls it after `segmented_softmin`. One program per
+block of columns of a segment; `segmented_totals` adds the blocks up. A segment of m
 columns has 2 memory rows of m remembered numbers.
 """
 

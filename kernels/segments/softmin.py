@@ -1,11 +1,12 @@
-"""Potentials of rows and their sums, from a segmented half-step or from a softmin that is there.
+"""Potentials of rows and their sums, from a segmented half-step or from a finished softmin.
 
     f_i = -epsilon ln(2) (h_i + log2 sum_k s_ki 2^(h_ki - h_i)),    h_i = max_k h_ki
 
 over the ranges k of a row's columns, in float64, and two sums per segment: <a, f> and <a, |f|> of
 the f that are stored, in float32.
 
-One program per block of rows of a segment; `segmented_totals` adds the blocks up. Blocks are fixed
+`engine.quasi_newton_kernels.KernelVectors` calls it in every evaluation. One program per block of
+rows of a segment; `segmented_totals` adds the blocks up. Blocks are fixed
 within a segment, so that the order of additions depends on nothing but the segment.
 """
 

@@ -1,8 +1,16 @@
-"""Plans over the stored scores of B problems: row sums in float64, those of costs, and entries.
+"""Plans over the stored scores S = -C of B problems: row sums, products of scores, and entries.
 
-    sum_j b_j exp((f_i + g_j + S_ij) / epsilon),        sum_j S_ij q_j
+    stored_plan      sum_j b_j exp((f_i + g_j + S_ij) / epsilon)
+    stored_product   sum_j S_ij q_j
+    signed_plan      Q_ij = sign_ij a_i a_j exp((h_i + h_j + S_ij) / epsilon)
 
-Columns without mass are never read, whatever stands there.
+The first two are between the two sides of one term, in float64: `operators.kernel_pool.PooledTerm`
+reads them for certificates. The last is over all points of a problem, those of x before those of y,
+with their masses a. Between x and y the sign is 1 and h are the potentials of the cross term; among
+the points of one side it is -1 and h are the potentials of the self terms, or 0 where there are no
+self terms. `solver.small.pooled_solve` multiplies Q by the points for gradients of a divergence.
+
+Scores and potentials of columns without mass have no influence, whatever they are.
 """
 
 from __future__ import annotations
@@ -90,8 +98,8 @@ def stored_product_kernel(
 @triton.jit
 def signed_plan_kernel(
     scores_ptr,  # (B, points, points) float32
-    cross_ptr,  # (B, points) float32
-    own_ptr,  # (B, points) float32, read if OWN
+    cross_ptr,  # (B, points) float32, potentials of the cross term
+    own_ptr,  # (B, points) float32, of the self terms, read if OWN
     masses_ptr,  # (B, points) float64
     epsilon_ptr,  # () float64
     out_ptr,  # (B, rows, points) float32
@@ -141,7 +149,7 @@ def signed_plan(
     rows: slice,
     n: int,
 ) -> Tensor:
-    """Rows of the plans of problems, those of self terms negative, (B, r, points) float32.
+    """Compute rows of Q (B, r, points) float32: the cross term's plan less the self terms' plans.
 
     Args:
         scores: (B, points, points) float32, between the first n points, x, and all others, y.
@@ -149,8 +157,8 @@ def signed_plan(
         own: (B, points) float32, of the self terms; None leaves their plans 0.
         masses: (B, points) float64, of both sides.
         epsilon: () float64.
-        rows: which.
-        n: points of x.
+        rows: the r rows to compute.
+        n: number of points of x.
     """
     problems, points, count = *scores.shape[:2], rows.stop - rows.start
     out = torch.empty((problems, count, points), dtype=torch.float32, device=scores.device)
@@ -177,7 +185,7 @@ def signed_plan(
 def stored_plan(
     scores: Tensor, f: Tensor, g: Tensor, masses: Tensor, epsilon: Tensor, least: float
 ) -> Tensor:
-    """Row sums (B, n) float64 of exp((f_i + g_j + S_ij) / epsilon) b_j.
+    """Compute row sums (B, n) float64 of exp((f_i + g_j + S_ij) / epsilon) b_j.
 
     Args:
         scores: (B, n, m) float32, rows contiguous.
@@ -185,7 +193,7 @@ def stored_plan(
         g: (B, m) float64, likewise; not read where there is no mass.
         masses: (B, m) float64, b, rows contiguous.
         epsilon: () float64.
-        least: exponents below it count as it.
+        least: exponents are raised to it.
     """
     out = torch.empty_like(f)
     problems, rows, columns = scores.shape
@@ -210,7 +218,7 @@ def stored_plan(
 
 
 def stored_product(scores: Tensor, masses: Tensor) -> Tensor:
-    """S q (B, n) float64, for scores (B, n, m) float32 and q (B, m) float64, contiguous."""
+    """Compute S q (B, n) float64 for scores (B, n, m) float32 and q (B, m) float64, contiguous."""
     problems, rows, columns = scores.shape
     out = masses.new_empty((problems, rows))
     stored_product_kernel[(triton.cdiv(rows, BLOCK_ROWS), problems)](

@@ -10,7 +10,8 @@ whole number, in fused steps: what is left is small where it counts, and so is i
 lane keeps a maximum and a sum of its own until the end of its row.
 
 One program owns a block of rows of a segment and all of its columns; a segment that is not active
-ends at once. What is left of the sums is done by `segmented_softmin` and `segmented_evaluation`.
+ends at once. `operators.kernel_pool.ScoredSegments` calls it; the engine turns the sums into
+potentials by `segmented_softmin` and `segmented_evaluation`.
 """
 
 from __future__ import annotations

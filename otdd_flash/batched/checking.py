@@ -1,4 +1,10 @@
-"""What small problems are asked to be, and where they are computed."""
+"""Checks of batches of small matrices, and the device and the type that they are computed in.
+
+A batch is of logits (..., n, n), to be made doubly stochastic, or of costs (..., n, m) of transport
+problems, each matrix a problem of its own. `doubly_stochastic` and `plans` check shapes and types
+here and ask for the `placement`. Contents are checked on a CPU alone, as that waits for a GPU: the
+temperature by `balance`, the logits by `cpu`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,8 @@ from otdd_flash.errors import InputError
 
 # The largest number of rows or columns.
 MOST = 128
-# Iterations that can be differentiated one by one: history is kept at every 128th, and of 128.
+# Iterations that can be differentiated one by one. A backward pass keeps the scalings of every
+# 128th, at most 128 of them, and computes those between again.
 MOST_UNROLLED = 128**2
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -39,7 +46,7 @@ def check_matrices(name: str, matrices: Tensor) -> None:
 
 
 def placement(matrices: Tensor, compute: Compute | None) -> tuple[torch.device, torch.dtype, bool]:
-    """The device and type that matrices are computed on and in, and whether by kernels."""
+    """Return the device and the type that matrices are computed in, and whether by kernels."""
     if compute is None:
         device = matrices.device
         return device, matrices.dtype, device.type != "cpu" and _runs_kernels(str(device))
@@ -47,7 +54,8 @@ def placement(matrices: Tensor, compute: Compute | None) -> tuple[torch.device, 
     device = resolve_device(options.device)
     dtype = torch.float64 if options.precision == "double" else matrices.dtype
     if options.backend == "auto":
-        # A float64 in registers is a float64: here, kernels have it as well.
+        # Kernels of clouds have no float64, so `uses_triton` would refuse them in double precision.
+        # Those of small matrices compute in float64 as well: precision has no say.
         options = ComputeOptions(options.device, "auto", "fast")
     return device, dtype, uses_triton(options, device)
 
@@ -69,7 +77,7 @@ def check_type(name: str, value: float | Tensor) -> None:
 
 
 def check_temperature(scale: Tensor) -> None:
-    """Raise an `InputError` unless the temperature, of which this is the inverse, is positive."""
+    """Raise an `InputError` unless `scale`, 1 / temperature, is positive and finite."""
     if not 0 < float(scale) < math.inf:
         raise InputError(f"temperature must be positive and finite, got {1 / float(scale):g}")
 

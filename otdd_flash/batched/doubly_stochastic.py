@@ -92,7 +92,7 @@ def doubly_stochastic(
     device, dtype, in_triton = placement(logits, compute)
     shape = logits.shape
     matrices = logits.to(device, dtype).reshape(shape[:-2].numel(), *shape[-2:])
-    # Logits are multiplied by its inverse, which must be a normal number of their type as well.
+    # Logits are multiplied by 1 / temperature: both must be normal numbers of the type computed in.
     computed = computed_in(matrices)
     least = torch.finfo(computed).tiny
     if not isinstance(temperature, Tensor) and not least <= temperature <= 1 / least:

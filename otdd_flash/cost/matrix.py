@@ -2,7 +2,8 @@
 
 `CostBlocks` is a user's function, `FunctionCosts` calls it in every pass and checks its results.
 `matrix_facts` computes range, mean and forbidden pairs of a matrix from blocks of its rows.
-`operators.given_costs` and `solver.matrix` read these.
+`solver.matrix_comparison` makes `FunctionCosts` and calls `matrix_facts`; `operators.given_costs`
+reads both, and `operators.matrix_kernel` computes `MatrixFacts` on a GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Second derivatives of OT_epsilon by the points, along directions, in closed form.
 
+`hessian.DivergenceCurvature` sums those of the terms of a divergence.
+
 The gradient 2 L (r x - P y), L = lambda_x, changes with the points and with the plan. Along
 directions A (n, d) of x and B (m, d) of y the cost changes by C'_ij = 2 L <x_i - y_j, A_i - B_j>,
 and the plan, whose marginals r and c are held fixed, by
@@ -199,8 +201,8 @@ class CrossCurvature:
         in_range = metric.in_range(given)
         # P^T e, one of the terms, is at most as large as e.
         terms = torch.maximum(metric.size(given), (e.square() @ self._at.r.double()).sqrt_())
-        told = metric.size(in_range) > self._at.plan.precision * terms
-        return self._system.solve(torch.where(told, self._at.factor * in_range, 0))
+        significant = metric.size(in_range) > self._at.plan.precision * terms
+        return self._system.solve(torch.where(significant, self._at.factor * in_range, 0))
 
 
 class SelfCurvature:

@@ -14,7 +14,7 @@ Costs are read in blocks of rows and columns (`Entries`), so that no plan is sto
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -39,8 +39,12 @@ LINKS, MOST_CONTRACTED = (0.05, 1e-5, 1e-11), 1024
 # Rows of the first sample, and entries in memory at once.
 FIRST_ROWS, ELEMENTS_CPU, ELEMENTS_GPU = 64, 1 << 21, 1 << 25
 
-# Rounds in which a group may take in all others. Two are enough where one link in fifty is strong.
-SPREAD_ROUNDS = 6
+# Links that are held at once, 24 bytes each.
+LINKS_CPU, LINKS_GPU = 1 << 21, 1 << 23
+
+# Rounds in which a group may take in all others. Two are enough where one link in fifty is strong,
+# and eight where a column has few links among a hundred thousand.
+SPREAD_ROUNDS = 8
 
 # The most entries of a plan for Newton's method, the most steps, the first step in units of epsilon
 # from which it pays, the least eigenvalue that float64 distinguishes from 0, and the least pivot of
@@ -221,42 +225,53 @@ def connected(plan: ScaledPlan) -> Linked | None:
 
 
 def _linked(plan: ScaledPlan, threshold: float) -> Linked | None:
-    """Connect points by entries of at least exp(-threshold) times their row's largest."""
+    """Connect points by entries of at least exp(-threshold) times their row's largest.
+
+    Whether links make one group is asked of the device after 1, 2, 4, ... parts of the rows, which
+    are a sample of all. Groups are looked for on the host, once all rows were read or when there
+    are too many links to hold.
+    """
     (n, m), device = plan.entries.shape, plan.g.device
-    present = plan.b > 0
+    present, with_mass = plan.b > 0, plan.a > 0
     # Groups of columns so far; m is that of columns without mass.
     groups = torch.where(present, torch.arange(m, device=device), m)
-    best = torch.zeros(n, dtype=torch.int64, device=device)
-    peaks, with_mass = torch.zeros_like(plan.f), plan.a > 0
+    best, peaks = torch.zeros(n, dtype=torch.int64, device=device), torch.zeros_like(plan.f)
     term = torch.where(present, plan.g + plan.b.log(), -torch.inf)
-    for rows in _even_parts(n, m, device):
+    parts, gathered, merged = _even_parts(n, m, device), _Links(device), False
+    for number, (rows, of_sample) in enumerate(parts, 1):
         # The row's potential scales all of its entries alike, and is left out.
         logs = plan.entries.logs(rows, term, plan.epsilon)
         most, best[rows] = logs.max(1)
         peaks[rows] = most.double()
         linked = logs >= (most - threshold)[:, None]
-        if spreads(
-            torch.where(linked, logs - most[:, None], -torch.inf).exp_(),
-            best[rows],
-            plan.a[rows] / plan.a[rows].sum(),
-            plan.b,
-        ):
-            return None
         # Rows that are not all within the largest group so far may join others.
         beside = groups != groups[present].mode().values
-        chosen = (linked & beside).any(1) & with_mass[rows]
-        if bool(chosen.any()):
-            row, column = linked[chosen].nonzero(as_tuple=True)
-            shares = (logs[chosen] - most[chosen, None])[row, column].exp().double()
-            # The rows read so far are a sample of all.
-            weights = plan.a[rows][chosen][row] * shares / plan.a[rows].sum()
-            ties = (groups[best[rows]][chosen][row], groups[column], weights)
-            masses = torch.zeros(m + 1, dtype=torch.float64, device=device)
-            masses.index_add_(0, groups, plan.b)
-            joined = well_tied(masses.cpu().numpy(), *(part.cpu().numpy() for part in ties))
-            groups = torch.where(present, torch.from_numpy(joined).to(device)[groups], m)
-        if bool((groups[present] == groups[present][0]).all()):
+        linked &= ((linked & beside).any(1) & with_mass[rows])[:, None]
+        row, column = linked.nonzero(as_tuple=True)
+        shares = (logs[row, column] - most[row]).exp().double()
+        gathered.add(best[rows][row], column, plan.a[rows][row] * shares, plan.a[rows].sum())
+        last = number == len(parts)
+        if not (last or gathered.too_many or number & (number - 1) == 0):
+            continue
+        ends, others, weights = gathered.between(groups)
+        masses = torch.zeros(m + 1, dtype=torch.float64, device=device)
+        masses.index_add_(0, groups, plan.b)
+        nodes = masses
+        if last and not merged:
+            # A column that no row links to joins the group of a row, below.
+            alone = torch.ones_like(masses).index_fill_(0, others, 0)
+            alone.index_fill_(0, best[with_mass], 0)
+            nodes = torch.where(alone > 0, 0, masses)
+        if spreads(nodes, ends, others, weights):
             return None
+        if last or gathered.too_many:
+            ties = (part.cpu().numpy() for part in (masses, ends, others, weights))
+            joined = torch.from_numpy(well_tied(*ties)).to(device)
+            groups, merged = torch.where(present, joined[groups], m), True
+            if bool((groups[present] == groups[present][0]).all()):
+                return None
+        if of_sample or gathered.too_many:
+            gathered = _Links(device)
     of_rows = torch.where(with_mass, groups[best], m)
     # A column that no row links to joins the group of the row from which it gets most.
     lonely = (present & ~torch.isin(groups, of_rows)).nonzero().squeeze(1)
@@ -273,38 +288,67 @@ def _linked(plan: ScaledPlan, threshold: float) -> Linked | None:
     )
 
 
-def spreads(shares: Tensor, best: Tensor, a: Tensor, b: Tensor) -> bool:
-    """Return whether a group that starts at one column takes in all columns within a few rounds.
+class _Links:
+    """Links between columns: from the one to which a row sends most to others that it sends to."""
 
-    A column joins as in `group_flows.well_tied`: links that carry `TIED` of the lighter mass tie it
-    to the group. False says nothing. All rounds run on the device, which is asked once.
+    def __init__(self, device: torch.device) -> None:
+        self._most = LINKS_CPU if device.type == "cpu" else LINKS_GPU
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._mass = torch.zeros((), dtype=torch.float64, device=device)
+        self._count = 0
+
+    @property
+    def too_many(self) -> bool:
+        """Whether more would take too much memory."""
+        return self._count > self._most
+
+    def add(self, ends: Tensor, others: Tensor, weights: Tensor, mass: Tensor) -> None:
+        """Add the links of rows of some mass: (l,) columns, columns and masses."""
+        self._parts.append((ends, others, weights))
+        self._mass += mass
+        self._count += len(ends)
+
+    def between(self, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return groups, groups and the mass of each link if all rows were like those so far."""
+        ends, others, weights = (torch.cat(each) for each in zip(*self._parts, strict=True))
+        return groups[ends], groups[others], weights / self._mass
+
+
+def spreads(masses: Tensor, ends: Tensor, others: Tensor, weights: Tensor) -> bool:
+    """Return whether a group that starts at one node takes in all others within a few rounds.
+
+    A node joins as in `group_flows.well_tied`: links that carry `TIED` of the lighter mass tie it
+    to the group. False says nothing. A GPU is asked once, after all rounds; a processor whenever
+    a group could be whole.
 
     Args:
-        shares: (k, m) links of some rows, over their row's largest; 0 for none.
-        best: (k,) int64, the column of that largest.
-        a: (k,) masses of the rows, which sum to 1.
-        b: (m,) masses of the columns; those of mass 0 belong to no group.
+        masses: (count,) of the nodes; those of mass 0 belong to no group.
+        ends: (l,) int64, one node of each link.
+        others: (l,) int64, its other node.
+        weights: (l,) mass that each link carries.
     """
-    weights, masses = a.to(shares), b.to(shares)
-    group = torch.zeros_like(masses)
-    group[torch.zeros_like(masses).index_add_(0, best, weights).argmax()] = 1
+    none = torch.zeros_like(masses)
+    group = none.clone()
+    group[none.index_add(0, ends, weights).argmax()] = 1
     for _ in range(SPREAD_ROUNDS):
-        inside = group[best]
-        ties = (weights * inside) @ shares
-        ties.index_add_(0, best, weights * (1 - inside) * (shares @ group))
+        ties = none.index_add(0, others, weights * group[ends])
+        ties.index_add_(0, ends, weights * group[others])
         ties -= TIED * torch.minimum(masses, group @ masses)
         group = torch.maximum(group, (ties >= 0).to(group))
-    return bool(((group > 0) | (b == 0)).all())
+        if group.device.type == "cpu" and bool(((group > 0) | (masses == 0)).all()):
+            return True
+    return bool(((group > 0) | (masses == 0)).all())
 
 
-def _even_parts(n: int, m: int, device: torch.device) -> Iterator[slice]:
-    """Yield parts of the rows, each spread evenly over all; a small sample comes first."""
+def _even_parts(n: int, m: int, device: torch.device) -> list[tuple[slice, bool]]:
+    """Cut the rows into parts, each spread evenly over all, and say which is a sample.
+
+    A small sample comes first, whose rows are those of other parts, too.
+    """
     budget = ELEMENTS_CPU if device.type == "cpu" else ELEMENTS_GPU
-    count = -(-n // max(1, budget // m))
-    first = -(-n // FIRST_ROWS)
-    if first > count:
-        yield slice(0, n, first)
-    yield from (slice(start, n, count) for start in range(count))
+    count, first = -(-n // max(1, budget // m)), -(-n // FIRST_ROWS)
+    sample = [(slice(0, n, first), True)] if first > count else []
+    return sample + [(slice(start, n, count), False) for start in range(count)]
 
 
 def _most_from(plan: ScaledPlan, columns: Tensor) -> Tensor:

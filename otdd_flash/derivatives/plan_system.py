@@ -20,7 +20,8 @@ each; `groups` finds and reports them. Right-hand sides of Hessians, maps and pl
 along these offsets but for rounding. That of potentials may have one, and is not solved then.
 
 A small plan is stored (`dense_plan`), and its matrix factorized. Others are solved by
-`conjugate_gradients`, preconditioned by the masses and, where that is slow, by a `LowRank` part.
+`engine.conjugate_gradients`, preconditioned by the masses and, where that is slow, by a `LowRank`
+part.
 Products may be those of a plan rounded to lower precision, with its own marginals; the residual of
 the plan itself then corrects the solution (iterative refinement, Higham 2002, Accuracy and
 stability of numerical algorithms).
@@ -37,7 +38,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Count, NotNegative, Share, check_fields
-from otdd_flash.derivatives.conjugate_gradients import (
+from otdd_flash.engine.conjugate_gradients import (
     MANY_ROWS,
     Iterates,
     Limits,
@@ -53,7 +54,7 @@ from otdd_flash.samples import all_finite
 
 if TYPE_CHECKING:
     # These need Triton.
-    from otdd_flash.derivatives.conjugate_gradients_kernels import KernelIterates
+    from otdd_flash.engine.conjugate_gradients_kernels import KernelIterates
     from otdd_flash.kernels.linear.cg_step import Image
     from otdd_flash.kernels.points.packed_points import Layout
 
@@ -272,7 +273,7 @@ class PlanSystem:
         if self.matrix.layout is None and self._rounded.layout is None:
             found: Iterates | KernelIterates = Iterates(metric, self._limits)
         else:
-            from otdd_flash.derivatives.conjugate_gradients_kernels import KernelIterates
+            from otdd_flash.engine.conjugate_gradients_kernels import KernelIterates
 
             found = KernelIterates(metric, self._limits, (len(right), right.shape[1]))
         self._iterates = found

@@ -7,5 +7,8 @@ makes a CUDA graph of short steps. `quasi_newton` is one iteration in tensors,
 `quasi_newton_kernels` the same in Triton, `few_problems` for few problems in Python floats; their
 decisions are those of `formulas`.
 
+`conjugate_gradients` are other iterations, for the linear system of a plan that derivatives solve,
+and `conjugate_gradients_kernels` the same in Triton.
+
 A single problem is a segment of its own, whatever holds its cost (`operators.one_problem`).
 """

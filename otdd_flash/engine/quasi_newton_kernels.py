@@ -4,6 +4,10 @@ In PyTorch the same decisions are two hundred launches, which for small problems
 than the passes. What is decided is the same, up to rounding. Vectors of problems of any lengths lie
 one after the other: potentials of rows in one tensor and those of columns in another, and so do the
 other vectors of the columns.
+
+The problems are of `operators`, and each kind makes its own `QuasiNewtonKernels`:
+`one_kernel_problem` for a single operator, `kernel_segments` for pairs of classes, and
+`kernel_pool`, with `matrix_pool`, for small problems that `solver.small` records.
 """
 
 from __future__ import annotations
@@ -190,7 +194,10 @@ Pace = Literal["asking", "recorded", "ahead"]
 
 
 class KernelProblems(Costs, Protocol):
-    """S transport problems whose passes run in Triton."""
+    """S transport problems whose passes run in Triton.
+
+    `OneKernelProblem`, `KernelSegments` and `PooledKernelSegments` of `operators` implement it.
+    """
 
     @property
     def device(self) -> torch.device:

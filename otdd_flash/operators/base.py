@@ -318,7 +318,7 @@ class EvaluatedPlan(ABC):
 
         Args:
             points: x (n, d) and y (m, d).
-            make: computes the values; a `LessOrigin` if `points` are those of the cost.
+            make: computes the values; a `cost.points.LessOrigin` if `points` are those of the cost.
             transposed: whether the product is with P^T.
         """
         own, other = points[::-1] if transposed else points

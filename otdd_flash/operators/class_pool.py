@@ -1,5 +1,7 @@
 """The points of many classes on one device, each centred by its own mean, as kernels read them.
 
+`labels.sinkhorn_pairs` makes a `ClassPool` of all classes; `kernel_segments` solves pairs of them.
+
     ||x_i - y_j||^2 = -2 x'_i . y'_j + ||x'_i||^2 + ||y'_j||^2 + 2 (x'_i - y'_j) . D + ||D||^2
 
 with x' = x - mean, y' = y - mean and D the difference of the means. All but the product depends on
@@ -7,6 +9,10 @@ one side only, so it changes potentials and leaves the plan as it is: its mean i
 variances and ||D||^2. Products of class-centred points are the smallest there are, and so is their
 rounding error. A class is rounded without regard to the others: its mean and its unit are its own,
 and its sums round as if it were alone (below).
+
+Errors are bounded by numbers of each class, a prime for those of y: A is the largest norm of x', L,
+R and E are those of parts of its digits (below), T = L + R, and c bounds the relative error of sums
+of products of its smaller digits. u = 2^-24 is the unit roundoff of float32.
 
 Means. The identity holds for any two numbers in place of the means, so what a sum loses of a mean
 is no error of a cost. It only leaves a mean of x' that is not quite 0, which `drifts` measures, and
@@ -18,9 +24,8 @@ relative, some 2^-53 (log2 n + log2 d + 8), and of E + c T, which is far below A
 
 Digits. In units of the class, x' = h + l + r + e: h are whole numbers with ||h|| <= 2^12 and
 |h_k| <= 2^11, l is float16 of x' - h, and r of what is left then. What the exact form of
-`segmented_step` gets wrong about x' . y' is bounded by the largest norms L, R and E of l, r and e
-in
-a class, all measured; T = L + R, and A is the largest norm of x':
+`segmented_step` gets wrong about x' . y' is bounded by A and by the largest norms L, R and E of l,
+r and e in a class, all measured:
 
     operation                                     bound on |error|
     e is not there                                E ||y'|| + ||x'|| E' + E E'
@@ -32,8 +37,7 @@ a class, all measured; T = L + R, and A is the largest norm of x':
 c is `adder.chain_error` of one chain, u per chain that is added to the others, and 8 u for what is
 done to their sum (its product with the scale, three additions). The pieces: h h' is exact; of its
 product with the scale, the last 12 bits of h h' and those of the scale past 12 are rounded, 2^-11
-of
-the whole, six times at most, u each. As ||h|| <= ||x'|| + T + E, all of it is at most
+of the whole, six times at most, u each. As ||h|| <= ||x'|| + T + E, all of it is at most
 
     P ||y'|| + ||x'|| P' + Q,    P = E + c T + 2^-50 A,
     Q = 2^-31 A A' + E E' + L R' + R L' + R R' + c ((T + E) T' + T (T' + E') + L L').
@@ -140,7 +144,7 @@ class ClassPool:
 
     def product_errors(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Bounds on the mean and on the largest error of x' . y' (S,), of exact forms."""
-        (reach, low, rest, lost), (reach_y, low_y, rest_y, lost_y) = (
+        (reach, low, rest, left), (reach_y, low_y, rest_y, left_y) = (
             self.norms[side].unbind(1) for side in (rows, columns)
         )
         digits_x, digits_y = low + rest, low_y + rest_y
@@ -148,8 +152,8 @@ class ClassPool:
             norms[:, 3] + self.chain_error * (norms[:, 1] + norms[:, 2]) + 2.0**-50 * norms[:, 0]
             for norms in (self.norms[rows], self.norms[columns])
         )
-        chains = (digits_x + lost) * digits_y + digits_x * (digits_y + lost_y) + low * low_y
-        both = 2.0**-31 * reach * reach_y + lost * lost_y + self.chain_error * chains
+        chains = (digits_x + left) * digits_y + digits_x * (digits_y + left_y) + low * low_y
+        both = 2.0**-31 * reach * reach_y + left * left_y + self.chain_error * chains
         both = both + low * rest_y + rest * low_y + rest * rest_y
         # Means of norms over a plan that has the marginals, by Cauchy and Schwarz.
         sizes = self.variances[rows].sqrt(), self.variances[columns].sqrt()
@@ -227,7 +231,7 @@ class ClassRows:
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         counts = torch.tensor(sizes).to(device)
         self._shape, count = (len(sizes), max(sizes)), sum(sizes)
-        # Told the number of rows, a GPU is not waited for.
+        # Given the number of rows, PyTorch does not wait for the GPU to count them.
         self.owners = torch.repeat_interleave(counts, output_size=count)
         firsts = (counts.cumsum(0) - counts)[self.owners]
         self.places = torch.arange(count, device=device) - firsts

@@ -2,8 +2,11 @@
 
 Nothing of the size of the matrix is allocated. Every pass reads it once, in blocks of rows that are
 converted to scores in the type of the potentials while they are in a cache. An entry of +inf
-forbids a pair: its score is -inf and its entry of the plan 0. `solver.matrix` builds these
-operators, and `matrix_kernel` takes them for all that does not run in Triton.
+forbids a pair: its score is -inf and its entry of the plan is 0.
+
+`solver.matrix_comparison` and `solver.matrix.plan` build operators by `matrix_operator`. On a GPU
+`matrix_kernel` runs the passes in Triton and uses such an operator for the rest. What needs the
+costs themselves reads them in float64 by `exact_blocks`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,14 @@
 """Small problems in Triton: their scores, the segments of the engine, and terms for certificates.
 
-The pools of `score_pool` on a GPU, where one recorded graph serves all problems that fit the room.
-A pass reads scores or costs, so labels and the dimension of the points do not matter to it. What it
-may get wrong is about what `one_problem` says of a single problem: certificates measure it again.
-`matrix_pool` has segments of its own for a cost matrix that is given.
+`KernelPool` is the pool of `score_pool` on a GPU: memory of fixed size, a `Room`, for the L points
+of both sides of B problems, and for their scores. `solver.small.pooled_solve` drives it: it fills
+the pool; then it calls `prepare`, iterates on the `segments` and certifies each `term`, in recorded
+graphs that serve every batch that fits the room. A segment is one term of one problem, as the
+engine iterates on it.
+
+A pass reads scores alone, so labels and the dimension of the points do not matter to it. Rounding
+errors of a pass are only estimated, as `one_problem` does; they decide how iterations proceed, and
+certificates measure errors anew. `matrix_pool` has segments of its own for a given cost matrix.
 """
 
 from __future__ import annotations
@@ -67,7 +72,7 @@ class KernelPool(ScorePool):
         return signed_plan(self.scores, cross, own, self.masses, epsilon, rows, self.room.n)
 
     def _store(self, points: Tensor, squares: Tensor, rows: slice, columns: slice) -> None:
-        # As many rows at once as fit.
+        # As many rows at once as `PRODUCTS` allows.
         symmetric, labels = rows is columns, self.labels
         width = columns.stop - columns.start
         height = max(1, PRODUCTS // (self.room.problems * width))
@@ -90,12 +95,12 @@ class PooledKernelSegments(PooledSegments):
 
     Args:
         pool: the problems.
-        tables: of `tables_of` for all that there is room for, on the device; kernels read there how
-            many points there are.
+        tables: of `tables_of` for all B problems of the room, on the device, where kernels read how
+            many points a problem has.
         own: whether these are the self terms.
     """
 
-    # Iterations are recorded together with everything else.
+    # `pooled_solve` records steps in its own graph and reads the device itself.
     pace: Pace = "ahead"
 
     def __init__(self, pool: Pool, tables: Sequence[Tensor], *, own: bool) -> None:
@@ -123,14 +128,15 @@ class PooledKernelSegments(PooledSegments):
     def iterations(self, form: Form) -> QuasiNewtonKernels:
         nothing = torch.zeros(self._entries, dtype=torch.float32, device=self.device)
         vectors = KernelVectors(self, nothing, MEMORY)
-        return QuasiNewtonKernels(self, vectors, self.nowhere[0], form, self.nowhere[1])
+        goal, start = self.placeholder
+        return QuasiNewtonKernels(self, vectors, goal, form, start)
 
     def evaluated(self, vectors: Vectors, epsilon: Tensor) -> Evaluated:
         assert vectors.rows is not None
         return Evaluated(vectors.rows, vectors.kept, vectors.updated)
 
     def keep(self, order: Tensor) -> None:
-        """Go on with all problems: those of a pool are never left out."""
+        """Continue with all problems: a pool never leaves out those that are done."""
         assert len(order) == len(self._tables[0])
 
 
@@ -166,7 +172,7 @@ class ScoredSegments(PooledKernelSegments):
 
 
 class PooledTerm:
-    """A term of B problems; it reads the pool, and is gone with what stands there.
+    """A term of B problems, for certificates; valid until the pool is filled again.
 
     Potentials and all that is made of them have a leading dimension B.
 

@@ -21,7 +21,7 @@ from otdd_flash.engine.problems import Evaluated, Vectors
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.half_step import line_parts, matrix_half_step, matrix_sums_of_lines
-from otdd_flash.kernels.matrix.place import Place
+from otdd_flash.kernels.matrix.place import Place, is_aligned, numbers_of
 from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS, Swept, matrix_sweep, row_weights
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
@@ -128,13 +128,28 @@ class MatrixKernelOperator:
         return self.a.log(), self.b.log()
 
     @property
+    def fits_sweeps(self) -> bool:
+        """Whether registers hold a line of the matrix, as sweeps ask."""
+        return self.lines.shape[1] <= MOST_COLUMNS
+
+    @property
+    def place_numbers(self) -> tuple[int, int, int, int]:
+        """The numbers of `place`, on the host."""
+        return numbers_of(self.lines)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether `lines` are aligned as `Place` says."""
+        return is_aligned(self.lines)
+
+    @property
     def sweeps(self) -> bool:
         """Whether one read of the matrix serves both half-steps.
 
         T'(f) needs f, and f_i needs the whole row i: rows have to be contiguous, and short enough
         for registers to hold one until f_i is computed.
         """
-        return not self.transposed and self.lines.shape[1] <= MOST_COLUMNS
+        return not self.transposed and self.fits_sweeps
 
     def sweep(self, g: Tensor, epsilon: Tensor, active: Tensor) -> Swept:
         """Compute T(g) and partial sums of T'(T(g)) in one read, if the operator `sweeps`.

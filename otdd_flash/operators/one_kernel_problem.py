@@ -1,4 +1,7 @@
-"""An operator in Triton as the only transport problem of the engine; made by `one_problem`."""
+"""An operator in Triton as the only transport problem of the engine.
+
+`one_problem.problem_of` makes it. `matrix_kernel.OneMatrix` inherits it, for a cost matrix.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The division of a cloud's points among ranks.
 
 Points are sorted by class before they are divided: kernels pad every class to whole blocks of rows,
-and a class that one rank has alone is padded once. `parts` and `ring` read the divisions.
+and a class that one rank has alone is padded once. `parts` divides the sides of a cost by it, and
+`sharing` a cloud whose shards it sends to the ranks.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ PRODUCTS = 1 << 24
 
 
 class Room(NamedTuple):
-    """What a pool has room for.
+    """The sizes that the memory of a pool has room for: problems may be smaller.
 
     Attributes:
         problems: B.
@@ -113,6 +113,13 @@ class PooledCosts(NamedTuple):
         return self.highest - self.lowest
 
 
+class Placeholder(NamedTuple):
+    """A goal and a start to make iterations with; `PooledSegments.begin` replaces both."""
+
+    goal: Goal
+    start: Start
+
+
 class PooledSegments(ABC):
     """The cross terms of B problems, or their 2 B self terms, those of x and y in turn.
 
@@ -178,10 +185,12 @@ class PooledSegments(ABC):
         return pass_errors(self.facts.mean, self.facts.lowest)
 
     @property
-    def nowhere(self) -> tuple[Goal, Start]:
-        """What iterations are made with before there is a problem."""
+    def placeholder(self) -> Placeholder:
+        """A goal and a start for iterations that no problem has yet."""
         ones = torch.ones(len(self.mean_cost), dtype=torch.float64)
-        return Goal(1.0, 1.0, 1.0, 0), Start(Levels.descending(ones), torch.zeros_like(ones))
+        return Placeholder(
+            Goal(1.0, 1.0, 1.0, 0), Start(Levels.descending(ones), torch.zeros_like(ones))
+        )
 
 
 class PooledIterations(Protocol):
@@ -225,7 +234,8 @@ class Pool(ABC):
 
     Attributes:
         room: that there is.
-        of_costs: (3,) float64, what the host tells of the costs, for `prepare`.
+        of_costs: (3,) float64, the numbers of the costs that `prepare` reads: what they are depends
+            on the kind of pool.
         masses: (B, L) float64, 0 where there is no point.
         asymmetry: (B, 4) float64: of the blocks [x, x] and [y, y] of W, how far entries are from
             their mirror images, and the largest entries.

@@ -200,11 +200,12 @@ class TorchSegments(PooledSegments):
     def iterations(self, form: Form) -> FewQuasiNewton | QuasiNewton:
         """Make their iterations: few problems are decided upon one by one, in Python floats."""
         nothing = torch.zeros_like(self.column_masses, dtype=torch.float32)
+        goal, start = self.placeholder
         if self._pool.room.problems <= FEW:
             few = FewVectors(self, nothing)
-            return FewQuasiNewton(self, few, self.nowhere[0], form, self.nowhere[1])
+            return FewQuasiNewton(self, few, goal, form, start)
         many = ManyVectors(self, nothing, MEMORY)
-        return QuasiNewton(self, many, self.nowhere[0], form, self.nowhere[1])
+        return QuasiNewton(self, many, goal, form, start)
 
     def begin(
         self, iterations: PooledIterations, candidate: Tensor, settings: Tensor, start: Start

@@ -1,6 +1,7 @@
 """Messages for a solve that did not converge: why it stopped, what it missed, what would help.
 
-`Divergence.shortfall` calls it for one solve; `pairwise`, `flows` and `sampling` for several.
+`Divergence.shortfall` calls `shortfall` for one solve; `pairwise`, `flows.run` and
+`sampling.comparison` call `joint_shortfall` for several.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 Entry points resolve epsilon here; errors name the setting and the unit in which it was given.
 `solver.solve` and `solver.small` take the stopping rule of the iterations and of the term from
-here; `solver.certificate` and `TransportTerm` refuse plans that are within rounding.
+here, and make terms by `TransportTerm.from_certificate`. That and `schedules.geomloss` call
+`check_usable`, which refuses a plan that rounding alone decides; `labels.sinkhorn_pairs` raises the
+same error by `rounded_away`. `certificate` takes the advice to use float64 from `or_double`.
 """
 
 from __future__ import annotations

@@ -454,6 +454,19 @@ def test_a_light_point_ties_no_two_heavy_ones() -> None:
     light = 1e-3
     masses = torch.tensor([(1 - light) / 2, light, (1 - light) / 2], dtype=torch.float64)
     shares = torch.tensor([[1, light, 0], [1, 1, 1], [0, light, 1]])
-    best = torch.tensor([0, 1, 2])
-    assert not spreads(shares, best, masses, masses)
-    assert spreads(shares + 0.1, best, masses, masses)
+    ends, others = torch.arange(3).repeat_interleave(3), torch.arange(3).repeat(3)
+    assert not spreads(masses, ends, others, (masses[:, None] * shares).flatten())
+    assert spreads(masses, ends, others, (masses[:, None] * (shares + 0.1)).flatten())
+
+
+def test_groups_are_found_where_links_are_merged_along_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With no room for links; column 0 has too little mass for any, column 1 is nobody's best."""
+    monkeypatch.setattr(plan_links, "LINKS_CPU", 1)
+    x = torch.tensor([[0.0], [100.0]]).double().repeat_interleave(40, 0)
+    y = torch.tensor([[0.0], [0.0], [0.0], [100.0]]).double()
+    # Sums that float64 holds: other masses would determine the offset.
+    masses = torch.tensor([1, 62 - 1, 256 - 62, 256]).double() / 512
+    with pytest.warns(otdd.NotConvergedWarning, match=OPEN):
+        otdd.sinkhorn_potentials(x, y, None, masses, epsilon=1.0)

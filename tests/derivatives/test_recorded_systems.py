@@ -7,10 +7,11 @@ import torch
 from labelled_costs import cost_between
 from torch import Tensor
 
-from otdd_flash.derivatives import conjugate_gradients_kernels, plan_system
-from otdd_flash.derivatives.conjugate_gradients import Limits, Near
-from otdd_flash.derivatives.conjugate_gradients_kernels import KernelIterates
+from otdd_flash.derivatives import plan_system
 from otdd_flash.derivatives.plan_system import CGOptions, PlanSystem, Solution
+from otdd_flash.engine import conjugate_gradients_kernels
+from otdd_flash.engine.conjugate_gradients import Limits, Near
+from otdd_flash.engine.conjugate_gradients_kernels import KernelIterates
 from otdd_flash.operators import triton_plans
 from otdd_flash.operators.triton_operator import KernelOperator
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from otdd_flash.derivatives.conjugate_gradients import Iterates, Limits, Near, System, inverse
-from otdd_flash.derivatives.conjugate_gradients_kernels import KernelIterates
 from otdd_flash.derivatives.plan_system import LowRank, PlanMatrix
+from otdd_flash.engine.conjugate_gradients import Iterates, Limits, Near, System, inverse
+from otdd_flash.engine.conjugate_gradients_kernels import KernelIterates
 from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward, row_sums
 from otdd_flash.kernels.passes.block_sums import add_halves
 from otdd_flash.kernels.points.packed_points import arrange

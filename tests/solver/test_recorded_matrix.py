@@ -12,7 +12,7 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.cost.compute import ComputeOptions
-from otdd_flash.kernels.matrix import sweep
+from otdd_flash.operators import matrix_kernel
 from otdd_flash.solver import solving
 from otdd_flash.solver.matrix.transport import solve_matrix
 from otdd_flash.solver.matrix_comparison import MatrixComparison
@@ -90,7 +90,7 @@ def test_a_room_serves_another_matrix_of_its_size() -> None:
 @pytest.mark.slow
 def test_what_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forbidden pairs, goals and rows that are too long for a sweep."""
-    monkeypatch.setattr(sweep, "MOST_COLUMNS", 16)
+    monkeypatch.setattr(matrix_kernel, "MOST_COLUMNS", 16)
     forbidding = torch.zeros(8, 9)
     forbidding[0, 0] = torch.inf
     small, forbidden, wide, tall = (

@@ -233,7 +233,7 @@ def test_nothing_that_is_recorded_asks_the_device(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Recorded, "run", run)
     x, y = side(12, 0, weights=True), side(9, 1)
     solved(problem(x, y, 0.5), gradient_callbacks={0: list, 1: list})
-    assert {"_prepare", "_iterate", "_certify", "_pull"} <= set(launched)
+    assert {"_prepare", "_iterate", "_certify", "_differentiate"} <= set(launched)
 
 
 # On a GPU, where kernels are recorded.

@@ -25,8 +25,8 @@ import math
 import torch
 from torch import Tensor
 
-from otdd_flash.derivatives.conjugate_gradients import inverse
 from otdd_flash.derivatives.plan_system import MOST_HELD, CGOptions, PlanSystem
+from otdd_flash.engine.conjugate_gradients import inverse
 from otdd_flash.operators.base import SUM_UNITS, Operator, Products
 from otdd_flash.operators.given_costs import GivenCosts, exact_blocks
 from otdd_flash.operators.torch_operator import TorchOperator

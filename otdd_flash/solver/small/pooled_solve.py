@@ -1,14 +1,21 @@
-"""Small divergences on stored scores, and given matrices of any size; on a GPU in recordings.
+"""Small divergences on stored scores, and on a GPU given matrices; on a GPU in recordings.
+
+`route` is the caller. It takes a `PooledSolve` from the cache (`kept`) and calls `begin` with its
+input, a `Batch` of problems or one problem of `GivenCosts`. Then it calls `iterate` and `read` in
+turn until `Read.done`, or until what was read shows that a problem cannot converge. Before it hands
+the solve back it takes copies of `potentials` and of a `gradient`.
 
 Below some thousand points a side the work of a solve takes less time than to launch its kernels one
-by one. So three CUDA graphs hold it all: one prepares scores and potentials, one takes some
-iterations of all terms, the cross term beside the self terms, and one certifies. They read sizes,
-weights, epsilon and the address of a given matrix from the device's memory and serve every problem
-that fits the room, for which they are `kept`. The device is asked once: how far iterations are, and
-what the certificate has measured. On a processor nothing is recorded, and iterations end as soon as
-they are done.
+by one. So CUDA graphs hold it all: one prepares scores and potentials, one takes some iterations of
+all terms, the cross term beside the self terms, one certifies, and one computes the gradient by the
+points of each side. They read sizes,
+weights, epsilon and the address of a given matrix from the device's memory, so that a solve in the
+cache serves every problem that fits its `Room`. The host waits for the device once, in `read`, for
+the state of the iterations and the numbers of the certificate. On a processor nothing is recorded,
+and iterations end as soon as they are done.
 
-A `Batch` or `GivenCosts` is what is sent to the device, a `Read` what comes back.
+The engine iterates on segments, one for each term of each problem (`operators.score_pool`): B of
+the cross terms, and 2 B of the self terms, in which x and y of a problem follow each other.
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ from otdd_flash.cost.facts import TERMS, CostFacts
 from otdd_flash.devices import current
 from otdd_flash.engine.problems import Start
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
+from otdd_flash.engine.run import SegmentReport
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import (
@@ -54,18 +62,30 @@ from otdd_flash.solver.term import SolverProgress
 # Iterations of one replay.
 STEPS = 4
 
-# Replays after which a first solve asks how far it is.
+# Replays of the first `iterate` of a solve, of which no problem before says how many it takes.
 FIRST_REPLAYS = 3
 
-# Iterations on a processor after which a solve asks, as nothing ends what is hopeless.
+# Iterations of one `iterate` on a processor: only the caller gives up a problem that cannot
+# converge, from what it reads in between.
 MOST_UNASKED = 100
+
+# The columns of `PooledIterations.terms` that are read: marginal error and iterations. A slice, as
+# a recording cannot hold indices that come from the host.
+ERROR_AND_ITERATIONS = slice(
+    SegmentReport._fields.index("marginal_error"),
+    SegmentReport._fields.index("iterations") + 1,
+    2,
+)
 
 # Entries of plans that are held at once.
 ENTRIES = 1 << 25
 
 
 class PooledSolve:
-    """Room for one batch at a time, and the recordings that solve it.
+    """Memory for one batch at a time, and the recordings that solve it.
+
+    After `begin`, call `iterate` and `read` in turn until `Read.done`; then `potentials` and
+    `gradient` return copies of what was certified last.
 
     Args:
         room: for the points of a batch.
@@ -75,7 +95,8 @@ class PooledSolve:
     def __init__(self, room: Room, *, debias: bool) -> None:
         self.room, device = room, room.device
         self.terms = TERMS if debias else TERMS[:1]
-        # Pinned, so that it is sent without waiting; whoever fills it has read the last result.
+        # Pinned, so that it is sent without waiting. `begin` may overwrite it: the `read` of the
+        # batch before has waited for the device.
         pinned = device.type == "cuda"
         numbers = COUNT + 32 * room.problems
         self._host = torch.zeros(numbers, dtype=torch.float64, pin_memory=pinned)
@@ -100,7 +121,7 @@ class PooledSolve:
             for segments, form in zip(self._segments, (CROSS, SELF), strict=False)
         ]
         recordings = RecordingPool(device)
-        self._beginning, self._iterating, self._ending, *self._pulling = (
+        self._beginning, self._iterating, self._ending, *self._differentiating = (
             Recorded(recordings) for _ in range(5)
         )
         self._replays = FIRST_REPLAYS
@@ -137,7 +158,7 @@ class PooledSolve:
         self._beginning.run(self._prepare)
 
     def _resize(self, sizes: tuple[int, int]) -> None:
-        """Say how many points there are, unless it is as many as before."""
+        """Write the tables of segments of n and m points, unless the last batch had as many."""
         if sizes != self._sizes:
             cross, own = (tables_of(self.room, *sizes, symmetric=own) for own in (False, True))
             Inputs.of(self._host, self.room.problems).tables.copy_(torch.cat((*cross, *own)))
@@ -155,7 +176,7 @@ class PooledSolve:
         first = torch.where(started[0], of_cross, 0).view(-1)
         cross.begin(self._iterations[0], first, inputs.cross, start)
         for own, iterations in zip(self._segments[1:], self._iterations[1:], strict=True):
-            # As `solve.begin` does.
+            # The constant whose plan has about mass 1, as in `solve._constant`.
             squares = [pool.masses[:, side].square().sum(1) for side in room.sides]
             highest = -epsilon * torch.stack(squares, 1).log()
             constants = torch.minimum(pool.own.mean, highest) / 2
@@ -167,27 +188,28 @@ class PooledSolve:
             own.begin(iterations, first, inputs.own, start)
 
     def iterate(self, progress: SolverProgress | None = None) -> None:
-        """Take as many iterations as the last problem took.
+        """Iterate: on a GPU, without waiting for it, as often as the last batch took.
 
-        On a processor, where to ask takes no time, as many as it takes, but no more than
-        `MOST_UNASKED` at once, of which `progress` hears if there is one problem.
+        On a processor, where reading takes no time, iterate until all terms are done, until a
+        marginal error is NaN, or `MOST_UNASKED` times; call `progress`, which only a batch of one
+        problem may have, after each iteration.
         """
         if self.room.in_triton:
             for _ in range(self._replays):
                 self._iterating.run(self._iterate)
             return
-        # Costs beyond their type are refused by whoever reads what they are.
-        lost = not self._in_range()
+        # Costs out of the range of float32: `route` sees it in what is read.
+        hopeless = not self._in_range()
         for _ in range(MOST_UNASKED):
             before = [each.active.tolist() for each in self._iterations]
-            if lost or not any(map(any, before)):
+            if hopeless or not any(map(any, before)):
                 return
             for each, active in zip(self._iterations, before, strict=True):
                 if any(active):
                     each.step()
             if progress is not None:
                 self._report(progress, [moved for active in before for moved in active])
-            lost = any(cast(AskedIterations, each).is_nan for each in self._iterations)
+            hopeless = any(cast(AskedIterations, each).is_nan for each in self._iterations)
 
     def _in_range(self) -> bool:
         """Whether float32 holds all costs, with room for their sums."""
@@ -195,8 +217,9 @@ class PooledSolve:
         return bool(torch.stack(facts).amax() < torch.finfo(torch.float32).max / 4)
 
     def _report(self, progress: SolverProgress, moved: list[bool]) -> None:
-        """Tell how far the terms of one problem are, those that have moved."""
-        numbers = torch.cat([each.terms[:, 3:6:2] for each in self._iterations]).tolist()
+        """Report the terms of the only problem that took part in the last iteration."""
+        terms = [each.terms[:, ERROR_AND_ITERATIONS] for each in self._iterations]
+        numbers = torch.cat(terms).tolist()
         for name, (error, iterations), has_moved in zip(self.terms, numbers, moved, strict=True):
             if has_moved:
                 progress(name, int(iterations), error)
@@ -205,7 +228,7 @@ class PooledSolve:
         run_branches(self.room.device, *(partial(_repeat, each) for each in self._iterations))
 
     def read(self) -> Read:
-        """Certify, and read the numbers from the device."""
+        """Certify the current potentials, and read the numbers from the device."""
         self._ending.run(self._certify)
         found = self._found.cpu()
         done = not found[0]
@@ -226,11 +249,11 @@ class PooledSolve:
         parts = run_branches(self.room.device, *launches)
         found, every = [self.pool.asymmetry], [each for part in parts for each in part]
         for k, evidence in enumerate(every):
-            # Self terms of x and y are segments in turn.
+            # Segments of the self terms alternate: x and y of one problem, then of the next.
             segments, iterations = self._segments[min(k, 1)], self._iterations[min(k, 1)]
             mine = slice(None) if k == 0 else slice(k - 1, None, 2)
             facts = torch.stack(segments.facts, 1)[mine]
-            found += [iterations.terms[mine, 3:6:2], facts, evidence.numbers]
+            found += [iterations.terms[mine, ERROR_AND_ITERATIONS], facts, evidence.numbers]
         active = torch.cat([each.active for each in self._iterations]).any().double()
         self._evidence = every
         self._found = torch.cat((active[None], torch.cat(found, 1).view(-1)))
@@ -262,7 +285,7 @@ class PooledSolve:
         evidence = self_evidence(operator, plan, epsilon)
         return [evidence] if term is not None else [evidence.every_other(k) for k in (0, 1)]
 
-    def gradient(self, place: int) -> Tensor:
+    def gradient(self, side: int) -> Tensor:
         """Compute the gradient of the divergences by one side's points, at the potentials read.
 
             d/dz_i = 2 lambda_x sum_j Q_ij (z_i - z_j)
@@ -270,15 +293,15 @@ class PooledSolve:
         with the plan of the cross term in Q, both ways, less those of the self terms.
 
         Args:
-            place: 0 for x, 1 for y.
+            side: 0 for x, 1 for y.
 
         Returns:
             (B, n, d) or (B, m, d) float32, with all points that there is room for.
         """
-        self._pulling[place].run(partial(self._pull, place))
-        return self._gradients[place].clone()
+        self._differentiating[side].run(partial(self._differentiate, side))
+        return self._gradients[side].clone()
 
-    def _pull(self, place: int) -> None:
+    def _differentiate(self, side: int) -> None:
         pool, room, epsilon = self.pool, self.room, self._inputs.cross[0]
         assert isinstance(pool, ScorePool)
         cross = self._potentials[:, : room.points].contiguous()
@@ -286,22 +309,23 @@ class PooledSolve:
         points = (pool.points.double() - pool.centre).float()
         # What rows of Q sum to, with the same rounding as their products.
         columns = torch.cat((points, torch.ones_like(points[..., :1])), 2)
-        side, found = room.sides[place], []
+        places, found = room.sides[side], []
         height = max(1, ENTRIES // (room.problems * room.points))
-        for first in range(side.start, side.stop, height):
-            rows = slice(first, min(first + height, side.stop))
+        for first in range(places.start, places.stop, height):
+            rows = slice(first, min(first + height, places.stop))
             plan = pool.signed_plan(cross, own, epsilon, rows)
             images = plan @ columns
             found.append(points[:, rows] * images[..., -1:] - images[..., :-1])
-        self._gradients[place] = torch.cat(found, 1) * (2 * pool.lambda_x).float()
+        self._gradients[side] = torch.cat(found, 1) * (2 * pool.lambda_x).float()
 
     def potentials(self, sizes: tuple[int, int]) -> list[Tensor]:
-        """Copies of f (n,) and g (m,) of the first cross term, then f of both self terms."""
+        """Return copies of f (n,) and g (m,) of the first cross term, then f of its self terms."""
         rooms = [self.room.n, self.room.m] * (1 if len(self.terms) == 1 else 2)
         parts = torch.split(self._potentials[0].clone(), rooms)
         lengths = sizes * (len(parts) // 2)
         found = [part[:length] for part, length in zip(parts, lengths, strict=True)]
-        # On a GPU launches are what takes time; elsewhere whoever keeps one does not keep all.
+        # On a GPU a copy of all in one launch takes least time; elsewhere each is a copy of its
+        # own, so that keeping one does not keep the memory of all.
         return found if self.room.in_triton else [part.clone() for part in found]
 
 
@@ -315,7 +339,7 @@ def _pool_of(room: Room, place: Tensor) -> Pool:
 
     Args:
         room: of a given matrix where `room.dim` is 0, else of points.
-        place: (4,) int64 on the device, of the `Place` of a given matrix; else not read.
+        place: (4,) int64 on the device, numbers of the `Place` of a given matrix; else not read.
     """
     # Triton may be missing where no kernel runs.
     if not room.dim:
@@ -341,12 +365,13 @@ class Inputs(NamedTuple):
     """Views of the numbers (k,) float64 that are sent to the device for every batch.
 
     Attributes:
-        cross: (7,) settings of the cross term, of `engine.quasi_newton_kernels`.
-        own: (7,) of the self terms.
+        cross: (7,) a goal and unit roundoffs for the cross term, as `PooledSegments.begin` takes
+            them.
+        own: (7,) for the self terms.
         started: (3,) 1 where a term starts from given potentials, else 0.
         of_costs: (3,) as a pool takes them.
         place: (4,) int64, where a matrix that is given is, of `kernels.matrix.place`.
-        tables: (4 B, 8) int64, of `tables_of`.
+        tables: (4 B, 8) int64, of `tables_of`: where kernels find the points of each segment.
     """
 
     cross: Tensor
@@ -366,7 +391,7 @@ class Inputs(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """B problems, on the device; one is a batch of one.
+    """B problems on the device; a single problem has B = 1.
 
     Attributes:
         points: x (B, n, d) and y (B, m, d).
@@ -445,7 +470,7 @@ class Batch(NamedTuple):
 
     @property
     def of_costs(self) -> tuple[float, float, float]:
-        """What the pool is told of costs: lambda_x, lambda_y and the number of classes of x."""
+        """The numbers for `Pool.of_costs`: lambda_x, lambda_y and the number of classes of x."""
         return *self.weights, self.class_totals[0]
 
     @property
@@ -494,7 +519,7 @@ class GivenCosts(NamedTuple):
 
     @property
     def of_costs(self) -> tuple[float, float, float]:
-        """What the pool is told of costs: the mean, the lowest and the highest one."""
+        """The numbers for `Pool.of_costs`: the mean, the lowest and the highest cost."""
         return self.facts.mean, self.facts.lowest, self.facts.highest
 
     @property
@@ -513,10 +538,10 @@ class TermRead(NamedTuple):
     """What was read of a term: numbers of one problem, or tensors (B,).
 
     Attributes:
-        error: the marginal error that iterations ended at.
-        iterations: how many there were.
-        costs: of `PooledCosts`.
-        numbers: `CrossNumbers` or `SelfNumbers`.
+        error: marginal error after the last iteration.
+        iterations: their number.
+        costs: `PooledCosts`, the facts of the term's costs.
+        numbers: `CrossNumbers` or `SelfNumbers` of the certificate.
     """
 
     error: Any
@@ -537,10 +562,10 @@ class Read(NamedTuple):
     """What was read of a batch.
 
     Attributes:
-        done: whether all iterations are.
+        done: whether all segments have converged or stopped; else iterate again.
         asymmetry: `Pool.asymmetry` (B, 4).
-        numbers: (B, .) float64 on the host, those of every term.
-        evidence: what they are of, by term.
+        numbers: (B, .) float64 on the host, those of every term side by side; see `terms`.
+        evidence: of every term, on the device.
     """
 
     done: bool
@@ -560,14 +585,14 @@ class Read(NamedTuple):
         return reads
 
 
-# Solves that are kept, and bytes that they may take, on a GPU and on a processor: there they save
-# the time to make a few tensors.
+# Solves in the cache, and bytes that they may take on a GPU and on a processor, where they save no
+# more than the time to make a few tensors.
 MOST_KEPT, MOST_BYTES, MOST_BYTES_CPU = 16, 1 << 32, 1 << 25
 
 _kept: OrderedDict[tuple[Room, bool], list[PooledSolve]] = OrderedDict()
 _changing = Lock()
 
-# What the last solve on a device launched last.
+# Of each device, an event that follows all launches of the last solve.
 _left: dict[torch.device, torch.cuda.Event] = {}
 
 
@@ -579,9 +604,9 @@ def _turn(device: torch.device) -> RLock:
 
 @contextmanager
 def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
-    """A solve that nobody else uses meanwhile, kept for the next problem of its size.
+    """Lend a solve to one caller; afterwards it is cached for the next problem of its size.
 
-    On a GPU they take turns, whatever threads and streams they are of: recordings share the memory
+    On a GPU one solve runs at a time, whatever its thread and stream: recordings share the memory
     in which cuBLAS computes.
     """
     key = room, debias
@@ -598,24 +623,24 @@ def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
         finally:
             if room.device.type == "cuda":
                 _left[room.device] = torch.cuda.current_stream(room.device).record_event()
-        # One that failed is not kept.
+        # After an exception this is not reached: a solve that failed is not cached.
         with _changing:
             _kept.setdefault(key, []).append(solve)
             _kept.move_to_end(key)
             while _too_many(room.device.type):
-                # Whatever stream used it last.
+                # The stream that used it last may be another one.
                 if room.device in _left:
                     _left[room.device].synchronize()
                 _taken(_kept_on(room.device.type)[0])
 
 
 def is_kept(room: Room) -> bool:
-    """Whether there is a solve with this room, whatever its classes."""
+    """Whether a solve with this room, whatever its number of classes, is in the cache."""
     return any(key[0]._replace(classes=room.classes) == room for key in list(_kept))
 
 
 def forget() -> None:
-    """Keep nothing: all memory of solves goes back to PyTorch."""
+    """Empty the cache: the memory of its solves goes back to PyTorch."""
     with _changing:
         _kept.clear()
 
@@ -631,15 +656,15 @@ def _taken(key: tuple[Room, bool]) -> PooledSolve | None:
 
 
 def _kept_on(kind: str) -> list[tuple[Room, bool]]:
-    """List what is kept on a kind of device, the oldest first."""
+    """List the keys of the cache on a kind of device, the least recently used first."""
     return [key for key in _kept if key[0].device.type == kind]
 
 
 def _too_many(kind: str) -> bool:
-    """Return whether more is kept on a kind of device than there should be."""
+    """Return whether the solves cached on a kind of device exceed a limit."""
     keys = _kept_on(kind)
     counts = [len(_kept[key]) for key in keys]
     taken = sum(room.bytes * count for (room, _), count in zip(keys, counts, strict=True))
-    # A room in the interpreter is one of a GPU.
+    # Triton's interpreter runs kernels on a processor: its solves have the limit of a GPU's.
     most = MOST_BYTES if any(room.in_triton for room, _ in keys) else MOST_BYTES_CPU
     return sum(counts) > MOST_KEPT or taken > most

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,10 @@ from otdd_flash.solver.term import (
     goal_of,
     reachable_tolerance,
 )
+
+if TYPE_CHECKING:
+    # It needs Triton, which may be missing where no kernel runs.
+    from otdd_flash.operators.matrix_kernel import MatrixKernelOperator
 
 # Points of a side, and products of coordinates, up to which it pays on a processor.
 MOST_POINTS, MOST_ON_PROCESSOR = 1 << 10, 1 << 28
@@ -92,19 +96,16 @@ def _is_swept(compared: MatrixComparison) -> bool:
     on_gpu = compared.in_triton and compared.device.type == "cuda"
     if not on_gpu or compared.self_costs is not None or compared.facts.forbidden:
         return False
+    return _kernel_operator(compared).fits_sweeps
+
+
+def _kernel_operator(compared: MatrixComparison) -> MatrixKernelOperator:
     # Triton may be missing where no kernel runs.
-    from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS
-
-    return _lines(compared)[0].shape[1] <= MOST_COLUMNS
-
-
-def _lines(compared: MatrixComparison) -> tuple[Tensor, bool]:
-    """Costs with contiguous rows, and whether they are the transpose."""
     from otdd_flash.operators.matrix_kernel import MatrixKernelOperator
 
     operator = compared.operator("xy")
     assert isinstance(operator, MatrixKernelOperator)
-    return operator.lines, operator.transposed
+    return operator
 
 
 def suits(room: Room, compute: ComputeOptions) -> bool:
@@ -187,17 +188,15 @@ def _solve_swept(
 
     An iteration reads whole contiguous rows: where columns are contiguous the transpose is solved.
     """
-    from otdd_flash.kernels.matrix.place import is_aligned, numbers_of
-
-    operator, known = compared.operator("xy"), compared.torch_operator("xy").costs
-    (lines, transposed), magnitudes = _lines(compared), compared.facts.magnitudes
-    masses = compared.a, compared.b
-    if transposed:
+    operator, known = _kernel_operator(compared), compared.torch_operator("xy").costs
+    masses, magnitudes = (compared.a, compared.b), compared.facts.magnitudes
+    if operator.transposed:
         masses, magnitudes = masses[::-1], magnitudes[::-1]
         start = {
             name: operator.softmin_rows(g, compared.epsilon) for name, g in (start or {}).items()
         }
-    batch = GivenCosts(lines, masses, magnitudes, numbers_of(lines), is_aligned(lines), known)
+    where = operator.place_numbers, operator.aligned
+    batch = GivenCosts(operator.lines, masses, magnitudes, *where, known)
     with kept(batch.room, False) as solve:
         small = solve_single(
             solve, batch, compared.epsilon, options, start=start, progress=progress
@@ -205,7 +204,7 @@ def _solve_swept(
     if small is None:
         return None
     term = small.terms["xy"]
-    if transposed:
+    if operator.transposed:
         term = replace(term, f=term.g, g=term.f)
     if solved is not None:
         solved("xy", operator, term)

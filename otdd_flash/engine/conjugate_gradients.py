@@ -1,6 +1,6 @@
 """Conjugate gradients for a matrix scaled by masses, with several right-hand sides at once.
 
-The preconditioner is the diagonal of masses, plus a low-rank part where that is slow (`LowRank`).
+The preconditioner is the diagonal of masses, plus a low-rank part where that is slow.
 Each right-hand side has its own iteration; their products with the matrix share one pass. Residuals
 are projected onto the range: where constants are in the kernel, their sum is kept at 0.
 
@@ -24,7 +24,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     # It needs Triton, which computers without a GPU may lack.
-    from otdd_flash.derivatives.plan_system import LowRank
     from otdd_flash.kernels.linear.cg_step import Image
     from otdd_flash.kernels.points.packed_points import Layout
 
@@ -53,7 +52,7 @@ class System(Protocol):
         """The packed order of points in products on tensor cores; None without these."""
         ...
 
-    def preconditioner(self) -> LowRank | None:
+    def preconditioner(self) -> Preconditioner | None:
         """Return an approximate inverse for slow iterations; None if the masses suffice."""
         ...
 
@@ -63,6 +62,14 @@ class System(Protocol):
 
     def image(self, packed: Tensor, scales: Tensor) -> Image:
         """Return the product with values packed in float16 in its layout, with scales (s,)."""
+        ...
+
+
+class Preconditioner(Protocol):
+    """An approximate inverse of a matrix: that of the masses, and a part of low rank beside it."""
+
+    def times(self, residual: Tensor, inverse: Tensor) -> Tensor:
+        """Return its product (m, s) with residuals (m, s), for `inverse` (m, 1) of the masses."""
         ...
 
 
@@ -139,7 +146,7 @@ class Near(NamedTuple):
     """
 
     system: System
-    preconditioner: LowRank | None = None
+    preconditioner: Preconditioner | None = None
     most: int | None = None
 
 

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.derivatives.conjugate_gradients import AIM, Limits, Metric, Near, System
+from otdd_flash.engine.conjugate_gradients import AIM, Limits, Metric, Near, System
 from otdd_flash.engine.recording import Repeated
 from otdd_flash.kernels.linear.cg_start import BEGIN, CORRECT, RESUME, Kept, cg_start
 from otdd_flash.kernels.linear.cg_step import Image, Numbers, Vectors, cg_step, cg_turn
