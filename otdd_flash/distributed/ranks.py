@@ -32,7 +32,7 @@ from otdd_flash.fingerprint import Mark
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
 
     from otdd_flash.distributed.copies import Copied
 
@@ -97,7 +97,6 @@ class Ranks(Exchange):
         self.progress: Progress | None = None
         self._numbers = count()
         self._dropped: list[int] = []
-        self._on_their_way: list[Work] = []
         self._dismissed = False
         self.apart = False
 
@@ -134,7 +133,6 @@ class Ranks(Exchange):
         with self._interrupts.held():
             if not self.apart:
                 self._send(None, (saved(result),))
-                self._arrived(all_of_them=True)
         self.held.clear()
 
     def serve(self) -> Any:
@@ -213,17 +211,14 @@ class Ranks(Exchange):
         self._dropped.append(number)
 
     def _send(self, function: Callable[..., Any] | None, arguments: tuple[Any, ...]) -> None:
-        pickled, carried = _taken_out(arguments)
+        sent, carried = _taken_out(arguments)
         described = [*map(Described.of, carried)]
         # Taken first: what ends meanwhile is for the next order.
         dropped, self._dropped = self._dropped, []
-        content = pickle.dumps((dropped, function, pickled, described))
+        content = pickle.dumps((dropped, function, sent, described))
         with self.moving():
-            # Rank 0 does its own part of an order while the others are still in the last one.
-            self._arrived()
             for part in _pages(content):
-                sent = torch.distributed.broadcast(part, self._leader, self._orders, async_op=True)
-                self._on_their_way.append(cast("Work", sent))
+                torch.distributed.broadcast(part, self._leader, group=self._orders)
             for places in messages(described):
                 message = packed([self._movable(carried[place]) for place in places])
                 torch.distributed.broadcast(message, self._leader, group=self._group)
@@ -233,17 +228,6 @@ class Ranks(Exchange):
                     self.deal(each.tensor)
         self._moved += len(content)
         self._forget(dropped)
-
-    def _arrived(self, *, all_of_them: bool = False) -> None:
-        """Raise what became of orders that have been sent; wait for all of them if asked to."""
-        waiting = []
-        with others_heard():
-            for each in self._on_their_way:
-                if all_of_them or each.is_completed():
-                    each.wait()
-                else:
-                    waiting.append(each)
-        self._on_their_way = waiting
 
     def _receive(self) -> tuple[Callable[..., Any] | None, tuple[Any, ...]]:
         first = torch.empty(PAGE, dtype=torch.uint8)
