@@ -80,6 +80,11 @@ class EpsilonOutOfRange(InputError):
 
 def prefixed(where: str, error: InputError) -> InputError:
     """Return the error with a place before its sentence, to be raised from the error."""
+    if isinstance(error, EpsilonOutOfRange):
+        # Whoever knows the user's setting and unit may still name these.
+        words = f"{where.replace('{', '{{').replace('}', '}}')}: {error.words}"
+        named = {"name": error.name, "given": error.given}
+        return EpsilonOutOfRange(words, error.epsilon, error.advised, **named)
     kind = UserCodeError if isinstance(error, UserCodeError) else InputError
     return kind(f"{where}: {error}")
 
