@@ -83,8 +83,9 @@ def prefixed(where: str, error: InputError) -> InputError:
     if isinstance(error, EpsilonOutOfRange):
         # Whoever knows the user's setting and unit may still name these.
         words = f"{where.replace('{', '{{').replace('}', '}}')}: {error.words}"
-        named = {"name": error.name, "given": error.given}
-        return EpsilonOutOfRange(words, error.epsilon, error.advised, **named)
+        return EpsilonOutOfRange(
+            words, error.epsilon, error.advised, name=error.name, given=error.given
+        )
     kind = UserCodeError if isinstance(error, UserCodeError) else InputError
     return kind(f"{where}: {error}")
 
