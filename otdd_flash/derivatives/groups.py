@@ -23,7 +23,8 @@ one potential, and so offsets only between groups that send all of their mass to
 
 `settle` does this for results and for functions of potentials, `settle_images` for maps, and
 `settled_columns` for maps of new points (`flows.maps`); gradients by masses (`gradient`,
-`solver.matrix.loss`) are `settled` during the solve, and reported after it.
+`solver.matrix.loss`) are `settled` during the solve, and reported after it. `batched.open_offsets`
+reports groups of small plans, as `groups_of_matrix` finds them, and balances none.
 What depends on offsets must call one of them: nothing else says that they are undetermined.
 """
 
@@ -196,6 +197,27 @@ def settled_columns(
     return torch.where(plan.g == g, given, (epsilon * plan.g).to(given)), groups
 
 
+def groups_of_matrix(
+    costs: Tensor,
+    masses: tuple[Tensor, Tensor],
+    potentials: tuple[Tensor, Tensor],
+    epsilon: float,
+    rounding: float,
+) -> Groups | None:
+    """Find the groups between which the offsets of a small plan are undetermined; None if none.
+
+    Args:
+        costs: C (n, m) float64.
+        masses: a (n,) and b (m,) float64.
+        potentials: f (n,) and g (m,) float64, in units of the cost.
+        epsilon: regularisation, in units of the cost.
+        rounding: relative rounding of a sum of masses, that of the type that these had.
+    """
+    entries = MatrixEntries(HeldCosts(costs), torch.float64)
+    f, g = (potential / epsilon for potential in potentials)
+    return _settled(ScaledPlan(entries, f, g, *masses, epsilon, rounding))[1]
+
+
 def _of_one_potential(groups: Groups | None) -> Groups | None:
     """Return the groups of a self term that have offsets: rows that are columns of another."""
     if groups is None or torch.equal(groups.rows, groups.columns):
@@ -253,7 +275,7 @@ def _settled(plan: ScaledPlan) -> tuple[ScaledPlan, Groups | None]:
         of_points(alike, columns),
         plan.epsilon * gaps,
         most,
-        plan.epsilon * most / math.log(MASS_ROUNDING / OPEN),
+        plan.epsilon * most / math.log(plan.rounding / OPEN),
     )
     return plan, groups
 
