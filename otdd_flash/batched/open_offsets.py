@@ -3,18 +3,22 @@
 `SmallPlans` asks when potentials are read, and before the first result where masses require a
 gradient. Three tests follow each other, the next only for problems that one leaves open:
 
-1. An entry of the plan P that is less than a share of a_i b_j: one read of all plans.
+1. No entry of the plan P is less than twice a share of the largest a_i b_j: one read of all plans.
 2. A group that starts at the heaviest column takes in all rows and columns with which it exchanges
    that share of the lighter one's mass: some products of plans and flags a round.
 3. `derivatives.groups` in float64 on the host, one problem after another, up to the first with
    undetermined offsets, which is reported in the words of that chapter.
 
-The share is the one from which the rounding of the masses, of the type that is computed in, changes
-an offset by `OPEN` epsilon at the most. If all entries have it twice, every cut between two groups
-has it: with a share p of the rows' mass and q of the columns' on the lighter side, at least twice
-p (1 - q) + q (1 - p) >= (p + q) / 2 crosses.
+From that share on the rounding of the masses, of the type that is computed in, changes an offset by
+`OPEN` epsilon at the most. The first test shows that every cut between groups has it: where one
+side holds p of the rows' mass and q of the columns', p + q <= 1, twice the share of
 
-Potentials are not balanced here, as in `derivatives.groups`: they stay where the iterations ended.
+    p (1 - q) + q (1 - p) >= (p + q) / 2
+
+crosses, which is the share of the lighter side's mass.
+
+Potentials are not balanced here, unlike in `derivatives.groups`: they stay where the iterations
+ended.
 """
 
 from __future__ import annotations

@@ -124,7 +124,9 @@ def sinkhorn_plans(
     flaws = _flaws(matrices.detach(), rows.detach(), columns.detach(), sizes, eps.detach())
     home = costs.device, costs.dtype
     given = masses[0].detach().double(), masses[1].detach().double(), eps.detach()
-    by_masses = gradient == "implicit" and (rows.requires_grad or columns.requires_grad)
+    by_masses = rows.requires_grad or columns.requires_grad
+    # Not so in `no_grad`.
+    by_masses = by_masses and gradient == "implicit" and found.rows.requires_grad
     result = SmallPlans(
         matrices, (rows, columns), sizes, tolerance, given, found, flaws, home, by_masses
     )
@@ -326,6 +328,7 @@ class SmallPlans:
         _ = self._checked
         self._report("potentials")
 
+    @computes
     def _report(self, what: str) -> None:
         """Report what undetermined offsets between groups of a problem leave undetermined."""
         # Not at the top: it imports solvers, which most calls do not need.

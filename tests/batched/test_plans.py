@@ -263,7 +263,7 @@ def test_potentials_of_a_plan_that_falls_apart_are_reported(
     assert found.bounds.isfinite().all()
     with pytest.warns(otdd.NotConvergedWarning, match=OPEN) as told:
         f = found.f
-    # Said once for both sides.
+    # Said once, for both sides.
     _ = found.g
     assert len(told) == 1
     assert str(told[0].message).startswith("potentials of problem 1 are not determined")
@@ -279,6 +279,8 @@ def test_gradients_by_masses_that_fall_apart_are_reported_before_the_first_resul
     halves = HALF.double().requires_grad_()
     with pytest.warns(otdd.NotConvergedWarning, match=f"gradients by masses are {OPEN}"):
         otdd.sinkhorn_plans(APART[None], halves, epsilon=0.5)
+    with torch.no_grad():
+        _ = otdd.sinkhorn_plans(APART[None], halves, epsilon=0.5).plans
     # Those by costs alone, and of the iterations made, are what they are.
     _ = otdd.sinkhorn_plans(APART[None].requires_grad_(), epsilon=0.5).plans
     _ = otdd.sinkhorn_plans(APART[None], halves, epsilon=0.5, gradient="unrolled").value
