@@ -76,6 +76,9 @@ Compared = Comparison | MatrixComparison
 # Of more groups than these, those with the largest flows are joined.
 MOST_BALANCED = 128
 
+# Offsets that the solve left off by no more, in units of epsilon, count as determined by it.
+AS_SOLVED = 0.1
+
 # A new row depends on offsets if it may send another group this many times what it sends its own.
 # The gaps are those at which a row of the plan ties.
 ABOVE_TIES = 2.0
@@ -169,8 +172,9 @@ def settled_columns(
 ) -> tuple[Tensor, Groups | None]:
     """Balance the column potential (m,) of a term, which gives new rows their conditional plans.
 
-    Potentials stay as they are but for offsets between groups. For most plans a sample of the rows
-    shows one group, and nothing else is computed, see `plan_links.connected`.
+    Potentials stay as they are but for offsets between groups, and these too where the solve has
+    determined them: rows of the plan then get the plan that it ended with. For most plans a sample
+    of the rows shows one group, and nothing else is computed, see `plan_links.connected`.
 
     Args:
         comparison: the clouds.
@@ -194,6 +198,8 @@ def settled_columns(
     plan, groups = _settled(plan._replace(f=f))
     if name != "xy":
         plan, groups = plan._replace(g=(plan.f + plan.g) / 2), _of_one_potential(groups)
+    if float((plan.g - g).abs().max()) <= AS_SOLVED:
+        return potential, groups
     return torch.where(plan.g == g, given, (epsilon * plan.g).to(given)), groups
 
 
