@@ -224,9 +224,22 @@ class _Plan:
 
     def _pull(self, points: Tensor, masses: Tensor, image: Tensor, sides: int = 1) -> Tensor:
         """Return 2 lambda_x (r x - P y) of some points (k, d), in their type, times `sides`."""
-        pulled = less_origin(points, self.origin)
-        pulled.mul_(masses.to(pulled.dtype).unsqueeze(1)).sub_(image)
-        return pulled.mul_(2 * sides * self.weights.lambda_x).to(points.dtype)
+        return pulled(points, masses, image, self.origin, 2 * sides * self.weights.lambda_x)
+
+
+def pulled(points: Tensor, masses: Tensor, image: Tensor, origin: Tensor, weight: float) -> Tensor:
+    """Return weight * (r x - P y), in the type of the points.
+
+    Args:
+        points: x (k, d).
+        masses: r (k,), the sums of the plan's rows.
+        image: P (y - o) (k, d), in the type of the operator.
+        origin: o (d,), in that type.
+        weight: 2 lambda_x, times the sides of the cost on which the points stand.
+    """
+    found = less_origin(points, origin)
+    found.mul_(masses.to(found.dtype).unsqueeze(1)).sub_(image)
+    return found.mul_(weight).to(points.dtype)
 
 
 def mass_gradient(operator: Operator, term: TransportTerm, *, columns: bool = False) -> Tensor:

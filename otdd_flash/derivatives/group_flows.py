@@ -110,19 +110,24 @@ def well_tied(masses: Array, ends: Labels, others: Labels, weights: Array) -> La
     while True:
         mass = np.bincount(labels, masses)
         shape = len(mass), len(mass)
-        both = coo_array((weights, (labels[ends], labels[others])), shape=shape).tocsr()
+        both = coo_array((weights, (ends, others)), shape=shape).tocsr()
         ties = (both + both.T).tocoo()
-        order = np.argsort(ties.data, kind="stable")
-        lighter, heavier, shared = ties.row[order], ties.col[order], ties.data[order]
         place = np.empty(len(mass), dtype=np.int64)
         place[np.argsort(mass, kind="stable")] = np.arange(len(mass))
-        enough = (place[lighter] < place[heavier]) & (shared >= TIED * mass[lighter])
-        chosen = np.arange(len(mass))
-        # Of repeated assignments the last counts, which is the strongest link.
-        chosen[lighter[enough]] = heavier[enough]
+        enough = (place[ties.row] < place[ties.col]) & (ties.data >= TIED * mass[ties.row])
         if not enough.any():
             return labels
-        labels = _components(len(mass), np.arange(len(mass)), chosen)[labels]
+        lighter, heavier = ties.row[enough], ties.col[enough]
+        order = np.argsort(ties.data[enough], kind="stable")
+        chosen = np.arange(len(mass))
+        # Of repeated assignments the last counts, which is the strongest link.
+        chosen[lighter[order]] = heavier[order]
+        joined = _components(len(mass), np.arange(len(mass)), chosen)
+        labels = joined[labels]
+        # Links between groups, once each, in place of those between their nodes.
+        ends, others = joined[ties.row], joined[ties.col]
+        between = (ties.row < ties.col) & (ends != others)
+        ends, others, weights = ends[between], others[between], ties.data[between]
 
 
 def _components(count: int, ends: Labels, others: Labels) -> Labels:

@@ -16,6 +16,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash.derivatives import group_flows, groups, plan_links
 from otdd_flash.derivatives.plan_links import spreads
+from otdd_flash.operators.given_costs import HeldCosts
 from tests import reference
 
 STRICT = otdd.Converged(require_convergence=True)
@@ -533,3 +534,30 @@ def test_groups_are_found_where_links_are_merged_along_the_way(
     masses = torch.tensor([1, 62 - 1, 256 - 62, 256]).double() / 512
     with pytest.warns(otdd.NotConvergedWarning, match=OPEN):
         otdd.sinkhorn_potentials(x, y, None, masses, epsilon=1.0)
+
+
+@pytest.mark.parametrize("apart", [0.0, 9.0])
+def test_weaker_links_join_the_groups_of_stronger_ones(
+    monkeypatch: pytest.MonkeyPatch, apart: float
+) -> None:
+    """Each lies in a group that the weaker links alone connect: nothing else is joined."""
+    n, epsilon = 300, 2e-3
+    x, y = (torch.rand(n, 2, generator=torch.Generator().manual_seed(k)).double() for k in (0, 1))
+    x[n // 2 :] += apart
+    y[n // 2 :] += apart
+    costs, masses = torch.cdist(x, y).square(), torch.full((n,), 1 / n, dtype=torch.float64)
+    _, f, g = reference.entropic_transport(costs, masses, masses, epsilon)
+    entries = plan_links.MatrixEntries(HeldCosts(costs), torch.float64)
+    plan = plan_links.ScaledPlan(entries, f / epsilon, g / epsilon, masses, masses, epsilon)
+    monkeypatch.setattr(plan_links, "MOST_CONTRACTED", 8)
+    found = {}
+    for links in ((0.5,), (0.5, 1e-5), (1e-5,)):
+        monkeypatch.setattr(plan_links, "LINKS", links)
+        found[links] = plan_links.connected(plan)
+    staged, at_once = found[0.5, 1e-5], found[1e-5,]
+    assert int(found[0.5,].columns.max()) == 7, "groups are joined where they stay too many"
+    count = 1 + int(staged.columns.max())
+    assert count < 8
+    pairs = torch.stack((staged.columns, at_once.columns))
+    assert pairs.unique(dim=1).shape[1] == count
+    assert torch.stack((staged.rows, at_once.rows)).unique(dim=1).shape[1] == count
