@@ -42,8 +42,8 @@ Labels = npt.NDArray[np.int64]
 # a marginal error of 1e-3 does not determine the offset between them.
 TIED = 0.05
 
-# Relative rounding of a sum of masses, which were divided by their sum; an offset is undetermined
-# if this rounding changes it by more than OPEN times epsilon.
+# Relative rounding of a sum of float64 masses, which were divided by their sum; an offset is
+# undetermined if the rounding of masses changes it by more than OPEN times epsilon.
 MASS_ROUNDING, OPEN = 2.0**-51, 1e-3
 
 # Most sweeps over all cuts, the step in units of epsilon that ends them, and sweeps before the
@@ -63,12 +63,14 @@ class Flows(NamedTuple):
             shifted so that it is 0 at the row's largest entry.
         masses: (K, 2), of rows and of columns.
         excess: (K,), mass of rows minus mass of columns; 0 if it may be only rounding.
+        rounding: relative rounding of a sum of masses.
     """
 
     logs: Array
     gaps: Array
     masses: Array
     excess: Array
+    rounding: float
 
     def joined(self, labels: Labels) -> Flows:
         """Return the flows between unions of groups, given by labels (K,)."""
@@ -81,7 +83,8 @@ class Flows(NamedTuple):
         masses, excess = np.zeros((count, 2)), np.zeros(count)
         np.add.at(masses, labels, self.masses)
         np.add.at(excess, labels, self.excess)
-        return Flows(logs, gaps, masses, above_rounding(excess, masses.sum(1)))
+        excess = above_rounding(excess, masses.sum(1), self.rounding)
+        return Flows(logs, gaps, masses, excess, self.rounding)
 
     def moved(self, t: Array) -> Flows:
         """Return the flows after offsets t (K,) in units of epsilon."""
@@ -134,9 +137,9 @@ def _components(count: int, ends: Labels, others: Labels) -> Labels:
     return labels.astype(np.int64)
 
 
-def above_rounding(excess: Array, masses: Array) -> Array:
+def above_rounding(excess: Array, masses: Array, rounding: float) -> Array:
     """Replace differences of sums of masses that are only rounding by 0."""
-    return np.where(np.abs(excess) <= MASS_ROUNDING * masses, 0.0, excess)
+    return np.where(np.abs(excess) <= rounding * masses, 0.0, excess)
 
 
 def mean_logs(flows: Flows) -> Array:
@@ -180,6 +183,7 @@ def balanced(flows: Flows) -> Array:
     excesses = above_rounding(
         np.array([flows.excess[cut].sum() for cut in cuts]),
         np.array([flows.masses[cut].sum() for cut in cuts]),
+        flows.rounding,
     ).tolist()
     sets = [(cut.nonzero()[0], (~cut).nonzero()[0]) for cut in cuts]
     for sweep in range(SWEEPS):
@@ -244,7 +248,7 @@ def undetermined(flows: Flows) -> Labels:
         found = flows.joined(labels)
         # The offset of a cut changes by epsilon times the rounding of its masses over its flow.
         held = found.masses.sum(1)
-        least = np.log(np.minimum(held[:, None], held)) + math.log(MASS_ROUNDING / OPEN)
+        least = np.log(np.minimum(held[:, None], held)) + math.log(found.rounding / OPEN)
         tied = np.logaddexp(found.logs, found.logs.T) >= least
         # A flow one way alone must be 0 without an excess, which an infinite offset achieves.
         needed = (found.excess != 0)[:, None] & (found.excess != 0)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from otdd_flash.cost.points import LabelledCost
 from otdd_flash.derivatives.group_flows import (
+    MASS_ROUNDING,
     SETTLED,
     TIED,
     Array,
@@ -135,7 +136,10 @@ class MatrixEntries:
 
 
 class ScaledPlan(NamedTuple):
-    """A plan: its cost, potentials f (n,) and g (m,) in units of epsilon, and masses."""
+    """A plan: its cost, potentials f (n,) and g (m,) in units of epsilon, and masses.
+
+    The relative rounding of a sum of masses is that of float64, unless these were rounded to less.
+    """
 
     entries: Entries
     f: Tensor
@@ -143,6 +147,7 @@ class ScaledPlan(NamedTuple):
     a: Tensor
     b: Tensor
     epsilon: float
+    rounding: float = MASS_ROUNDING
 
 
 class Linked(NamedTuple):
@@ -425,8 +430,8 @@ def contracted(plan: ScaledPlan, linked: Linked) -> Flows:
         held, where = mass.cpu().numpy(), part.cpu().numpy()
         for group in range(count):
             masses[group, side] = math.fsum(held[where == group].tolist())
-    excess = above_rounding(masses[:, 0] - masses[:, 1], masses.sum(1))
-    return Flows(logs, gaps, masses, excess)
+    excess = above_rounding(masses[:, 0] - masses[:, 1], masses.sum(1), plan.rounding)
+    return Flows(logs, gaps, masses, excess, plan.rounding)
 
 
 def by_group(

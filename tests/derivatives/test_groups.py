@@ -119,6 +119,69 @@ def test_a_cloud_that_leaves_itself_has_the_closed_form_too(loss) -> None:
         by_masses(lambda a: loss(a, 0.3, STRICT))
 
 
+def classes_alone(own: Tensor, across: Tensor, epsilon: float, options=None) -> otdd.DistanceResult:
+    """Points of one place and a class each, so that costs are class distances alone."""
+    count = len(own)
+    table = otdd.ClassDistances(own, across, own if len(across.T) == count else NONE[:1, :1])
+    source, target = (
+        (torch.zeros(size, 1).double(), torch.arange(size)) for size in (count, len(across.T))
+    )
+    return otdd.dataset_distance(
+        *(source, target),
+        labels=otdd.labels.Given(table),
+        lambda_y=1.0,
+        epsilon=epsilon,
+        solver=options,
+        compute=otdd.ComputeOptions("cpu", precision="double"),
+    )
+
+
+def exact_value(costs: Tensor, a: Tensor) -> float:
+    """OT(a, a) at epsilon = 0."""
+    n = len(a)
+    sums = np.zeros((2 * n, n, n))
+    for k in range(n):
+        sums[k, k] = sums[n + k, :, k] = 1
+    found = linprog(
+        costs.numpy().ravel(), A_eq=sums.reshape(2 * n, -1), b_eq=torch.cat((a, a)).numpy()
+    )
+    return float(found.fun)
+
+
+def test_slopes_through_a_self_term_are_those_of_its_value_to_both_sides() -> None:
+    """Two pairs of classes that send all of their mass to each other; the target is one point."""
+    own = torch.block_diag(OWN_COSTS, OWN_COSTS + torch.diag(torch.tensor([2.0, 16.0])))
+    own[:2, 2:] = own[2:, :2] = 30.0
+    result = classes_alone(own, torch.zeros(4, 1).double(), 0.3)
+    with pytest.warns(otdd.NotConvergedWarning, match=OPEN) as told:
+        found = result.contributions()
+    assert len(told) == 1
+    a, step = uniform(4), 1e-3
+    for c in range(4):
+        along = (torch.eye(4)[c] - a) / (1 - a[c])
+        ends = [
+            -(exact_value(own, a + sign * step * along) - exact_value(own, a)) / (2 * sign * step)
+            for sign in (1, -1)
+        ]
+        # -OT(x, x) / 2 is concave: growth has the lesser slope.
+        assert ends[1] - ends[0] > 10
+        assert found.slopes[:, c].tolist() == pytest.approx(ends, abs=1e-2)
+        assert ends[0] < float(found.values[c]) < ends[1]
+    with pytest.raises(otdd.ConvergenceError, match=OPEN):
+        classes_alone(own, torch.zeros(4, 1).double(), 0.3, STRICT).contributions()
+
+
+def test_a_cloud_that_leaves_itself_contributes_nothing_against_itself() -> None:
+    """The offsets of all three terms are balanced alike, and reported once."""
+    result = classes_alone(OWN_COSTS, OWN_COSTS, 0.3)
+    with pytest.warns(otdd.NotConvergedWarning, match=OPEN) as told:
+        found = result.contributions()
+    assert len(told) == 1
+    torch.testing.assert_close(found.values, torch.zeros(2).double(), rtol=0, atol=1e-6)
+    # OT(x, y) and OT(x, x) / 2 may each move by 15 to both sides.
+    assert found.slopes[:, 0].tolist() == pytest.approx([-30, 30], abs=0.1)
+
+
 def test_images_of_points_without_mass_between_groups_are_reported() -> None:
     """And those within a group are not: no offset takes them out of it."""
     between, within = torch.tensor([[5.0]]).double(), torch.tensor([[-30.0]]).double()
