@@ -21,7 +21,7 @@ masses must be treated here, or its contributions count W as fixed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -58,7 +58,8 @@ class Contributions(NamedTuple):
             epsilon 0, which has no gradient, the mean cost of each row under the plan.
         through_classes: whether class distances moved with the masses; False if they were fixed.
         slopes: (2, V) float64 on the CPU, least and most s_c of each source class for epsilon to 0,
-            with the potentials of each group as they are. Both are equal if the masses determine
+            with the potentials of each group as they are: of all offsets that are equally good in
+            the cross term and in the source's self term. Both are equal if the masses determine
             the potentials, NaN for classes with all or none of the mass.
     """
 
@@ -101,7 +102,7 @@ def contributions_of(
     found = torch.where(masses > 0, found, 0.0)
     values = (found - masses @ found) / (1 - masses)
     values[masses == 0] = torch.nan
-    slopes = _slopes(comparison.given[0], found.cpu(), gradient.groups.get("xy"))
+    slopes = _slopes(comparison.given[0], found.cpu(), gradient.groups)
     return Contributions(values.cpu(), through is not None, slopes)
 
 
@@ -149,30 +150,42 @@ def _class_masses(source: LabeledSamples) -> tuple[Tensor, Tensor]:
     return mass_per_class(masses, labels, count), labels
 
 
-def _slopes(source: LabeledSamples, gradient: Tensor, groups: Groups | None) -> Tensor:
+def _slopes(
+    source: LabeledSamples, gradient: Tensor, groups: Mapping[str, Groups | None]
+) -> Tensor:
     """Return the least and the most s_c of each class, (2, V).
 
     A class c as a whole has s_c = (sum of a_i g_i / a_c over its rows - sum_j a_j g_j) / (1 - a_c),
     at the class's mass a_c: the slope of S as c grows and all other classes shrink in proportion.
     If groups of points exchange almost no mass, f_xy is determined within groups alone
-    (`derivatives.groups`). As epsilon falls S then has a kink there as a function of the masses:
-    its slopes to both sides are the least and the most s_c over all equally good offsets between
-    groups.
+    (`derivatives.groups`), and f_xx in a self term whose points leave themselves. As epsilon falls
+    S then has a kink there as a function of the masses. Its slopes to both sides are the ends where
+    one of the terms has groups: OT(x, y) is convex, and -OT(x, x) / 2 concave. Where both have,
+    they lie between the least and the most s_c over all equally good offsets, which are returned.
     """
     of_classes, labels = _class_masses(source)
     masses, count = source.masses.cpu(), len(of_classes)
     rest = torch.where((of_classes > 0) & (of_classes < ALL), 1 - of_classes, torch.nan)
     sums = mass_per_class(masses * gradient, labels, count)
     slopes = ((sums / of_classes - masses @ gradient) / rest).repeat(2, 1)
-    if groups is None:
-        return slopes
-    # Masses (V, K) of each class in each group.
-    within, total = groups.rows.cpu() >= 0, len(groups.gaps)
-    place = (labels * total + groups.rows.cpu())[within]
-    shared = mass_per_class(masses[within], place, count * total).reshape(count, total)
-    directions = (shared / of_classes[:, None] - shared.sum(0)) / rest[:, None]
-    for c in rest.isfinite().nonzero().squeeze(1).tolist():
-        slopes[:, c] += torch.tensor(groups.spread(directions[c].numpy()), dtype=slopes.dtype)
+
+    def per_offset(of_points: Tensor, total: int) -> Tensor:
+        """Return the derivatives (V, K) of s_c by the offsets of potentials of groups (n,)."""
+        within = of_points >= 0
+        place = (labels * total + of_points)[within]
+        shared = mass_per_class(masses[within], place, count * total).reshape(count, total)
+        return (shared / of_classes[:, None] - shared.sum(0)) / rest[:, None]
+
+    for name in ("xy", "xx"):
+        if (found := groups.get(name)) is None:
+            continue
+        total = len(found.gaps)
+        directions = per_offset(found.rows.cpu(), total)
+        if name == "xx":
+            # g has -f_xx, the mean of both sides' potentials, of which columns move by -t.
+            directions = (per_offset(found.columns.cpu(), total) - directions) / 2
+        for c in rest.isfinite().nonzero().squeeze(1).tolist():
+            slopes[:, c] += torch.tensor(found.spread(directions[c].numpy()), dtype=slopes.dtype)
     return slopes
 
 
