@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 import otdd_flash as otdd
 from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.solver.exact import pricing, program, solve
-from otdd_flash.solver.exact.bounds import marginals_of, upper_bound
+from otdd_flash.solver.exact.bounds import common_rounding, marginals_of, upper_bound
 
 # Of the truth, which POT computes in float64, over the largest cost.
 TRUTH = 1e-11
@@ -236,6 +236,24 @@ def test_the_interval_holds_after_any_round(rounds, monkeypatch):
         assert high >= truth - slack
         widths.append((high - low) / slack)
     assert rounds > 1 or max(widths) > 1e3
+
+
+@pytest.mark.parametrize("masses", MASSES)
+def test_rounding_is_within_that_of_costs_as_large_as_the_largest(masses, monkeypatch):
+    """`common_rounding` is derived; where no cost is above its scale it always holds."""
+    ended, found = solve._Solve.term, []
+    monkeypatch.setattr(
+        solve._Solve, "term", lambda self, stopped: found.append(self) or ended(self, stopped)
+    )
+    rng = np.random.default_rng(12)
+    for case in range(60):
+        n, m = rng.integers(1, 40, 2)
+        costs = costs_of(KINDS[case % len(KINDS)], n, m, rng)
+        exactly(costs, masses_of(masses, n, rng), masses_of("random", m, rng), bound_width=0)
+        last = found[-1]
+        apart = last.upper.bound.rounding + last.lower.bound.rounding
+        most = common_rounding(n + m, np.abs(costs).max(), last.mean_error)
+        assert 0.001 * most < apart <= most, case
 
 
 @pytest.mark.usefixtures("few_arcs")
