@@ -296,6 +296,11 @@ def inverse(masses: Tensor) -> Tensor:
     return torch.where(masses > 0, 1 / masses, 0)
 
 
+def per_mass_(gradient: Tensor, masses: Tensor) -> Tensor:
+    """Divide the rows of a gradient (n, ...) by masses (n,) in place; by 0 gives 0."""
+    return gradient.mul_(inverse(masses).to(gradient).reshape(-1, *(1,) * (gradient.ndim - 1)))
+
+
 # A selection of points of a cloud: a range, or indices (k,) int64.
 Cut = slice | Tensor
 

@@ -357,7 +357,8 @@ def spreads(masses: Tensor, ends: Tensor, others: Tensor, weights: Tensor) -> bo
     """
     none = torch.zeros_like(masses)
     group = none.clone()
-    group[none.index_add(0, ends, weights).argmax()] = 1
+    # The node with the most links, of those with mass: there may be no links.
+    group[torch.where(masses > 0, none.index_add(0, ends, weights), -1).argmax()] = 1
     for _ in range(SPREAD_ROUNDS):
         ties = none.index_add(0, others, weights * group[ends])
         ties.index_add_(0, ends, weights * group[others])

@@ -7,6 +7,7 @@ nothing is added in the order in which it arrives.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -191,7 +192,7 @@ class Exchange:
             torch.distributed.all_to_all_single(
                 found, here, list(coming), list(sent), group=self._group
             )
-        row = rows.nbytes // max(1, len(rows)) if len(rows) else found.nbytes // max(1, len(found))
+        row = rows.element_size() * math.prod(rows.shape[1:])
         self._moved += (len(rows) + len(found) - 2 * own) * row
         return found.to(rows.device)
 

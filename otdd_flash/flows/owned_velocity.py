@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.points import inverse, less_origin
+from otdd_flash.cost.points import less_origin, per_mass_
 from otdd_flash.derivatives.centred import origin_near
 from otdd_flash.derivatives.gradient import DivergenceGradient, pulled
 from otdd_flash.distributed.exchange import added
@@ -72,6 +72,8 @@ class OwnedGradient:
             return
         if self._number is None:
             self._number = self._ranks.number()
+            # A solve that ends with an error leaves nothing on the ranks.
+            self._drop = weakref.finalize(self, self._ranks.drop, self._number)
         # A self term has the particles on both sides, and counts half and negative.
         sides, factor = (1, 1.0) if name == "xy" else (2, -0.5)
         given = term.f, term.g, term.epsilon, 2 * sides * self._weight, factor
@@ -87,14 +89,16 @@ class OwnedGradient:
             if number is not None:
                 # The points of some terms go round in a ring, those of others do not.
                 whole.add_(ranks.order(_gather, number))
-                ranks.drop(number)
-            return whole.mul_(inverse(masses).to(whole).unsqueeze(1))
+                self._drop()
+            return per_mass_(whole, masses)
         assert number is not None
-        return OwnedVelocity(ranks, number, *ranks.order(_settle, number).unbind())
+        found = ranks.order(_settle, number)
+        self._drop.detach()
+        return OwnedVelocity(ranks, number, *found.unbind())
 
 
 @dataclass
-class _Rows:
+class _Derivatives:
     """The derivatives by this rank's points (k, d), in the order of classes.
 
     Attributes:
@@ -117,38 +121,38 @@ class _Rows:
 def _add(
     ranks: Ranks,
     number: int,
-    rows: int,
+    into: int,
     f: Tensor,
     g: Tensor,
     epsilon: float,
     weight: float,
     factor: float,
 ) -> None:
-    """Add factor * weight * (r x - P y) of the own rows of a plan to what is held under `rows`."""
+    """Add factor * weight * (r x - P y) of the own rows of a plan to what is held under `into`."""
     held: Parts = ranks.held[number]
     cost, dtype = held.cost, held.representative.passes.dtype
     origin = origin_near(zip(cost.held, (cost.a, cost.b), strict=True), dtype)
     values = less_origin(cost.held[1], origin)
     applied = parts.own_product(ranks, held, False, f, g, epsilon, values, None, None)
     owned = held.sides[0]
-    sums: _Rows = ranks.held.setdefault(rows, _Rows(owned, cost.a))
+    sums: _Derivatives = ranks.held.setdefault(into, _Derivatives(owned, cost.a))
     own = cost.held[0][owned.of(ranks)]
     sums.add(pulled(own, applied.masses, applied.values, origin, weight), factor)
 
 
 def _gather(ranks: Ranks, number: int) -> Tensor:
     """Gather the derivatives of all rows (n, d)."""
-    held: _Rows = ranks.held[number]
+    held: _Derivatives = ranks.held[number]
     assert held.total is not None
     return held.owned.gathered(ranks, held.total)
 
 
 def _settle(ranks: Ranks, number: int) -> Tensor:
     """Hold velocities of the rows that a rank moves; return `largest` and `norm` (2,), float64."""
-    held: _Rows = ranks.held[number]
+    held: _Derivatives = ranks.held[number]
     assert held.total is not None
     masses = held.masses[held.owned.of(ranks)]
-    velocity = held.total.mul_(inverse(masses).to(held.total).unsqueeze(1))
+    velocity = per_mass_(held.total, masses)
     speeds = torch.linalg.vector_norm(velocity, dim=1).double()
     largest = largest_entry(velocity) if len(velocity) else speeds.new_zeros(())
     every = ranks.all_gathered(torch.stack((largest, masses @ speeds.square())))

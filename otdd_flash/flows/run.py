@@ -200,16 +200,18 @@ def gradient_flow(
             issued = torch.cuda.current_stream(device).record_event()
         coming = beside.submit(on_host, points, goal, issued)
         with nullcontext() if checkpoints is None else checkpoints.held(), named():
-            ended: list[Future[Tensor]] = []
+            ended: Future[Tensor] | None = None
 
             def depart() -> None:
+                nonlocal ended
                 moved = None if issued is None else torch.cuda.current_stream(device).record_event()
-                ended.append(beside.submit(particles_on_host, coming, loop.points, moved))
+                ended = beside.submit(particles_on_host, coming, loop.points, moved)
 
             loop.run(depart)
-        if not ended:
+        if ended is None:
             depart()
-        (began, aim, _), features = coming.result(), ended[0].result()
+        assert ended is not None
+        (began, aim, _), features = coming.result(), ended.result()
     classes = None if began.labels is None else loop.mode.labels()
     # The particles of the end have been evaluated, so that they are finite.
     samples = displaced(began, features, subset_hash=began.subset_hash)

@@ -253,10 +253,13 @@ def marginals_self(
     return _of_same_potentials(ranks, _marginals_self, number, (f,), epsilon, accurate)
 
 
+# An odd number of 64 bits, 2^64 over the golden ratio, as a signed one.
+MIXING = 0x9E3779B97F4A7C15 - (1 << 64)
+
 # Of the own part of a plan its errors, as `_largest` takes them; of all parts the sums with their
 # errors, and `Marginals.own_costs`.
-Numbers = tuple[float, float, float]
-Sums = tuple[Numbers, tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]
+Errors = tuple[float, float, float]
+Sums = tuple[Errors, tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]
 
 
 def _of_same_potentials(
@@ -293,16 +296,21 @@ def _of_same_potentials(
 
 
 def checksum(potential: Tensor) -> Tensor:
-    """Return a number (), int64, that differs where any bit of a potential (n,) does.
+    """Return a number (), int64, that differs where the bits of a potential (n,) do.
 
-    The bits of every entry are multiplied by an odd number of its own, and sums of integers depend
-    on no order. No change of one bit leaves the sum as it was.
+    For certain where one entry differs; where several do, but for a chance of about 2^-64. The bits
+    of every entry are multiplied by an odd number of its own and mixed, as high bits, the sign
+    above all, would else cancel in the sum. Sums of integers depend on no order.
     """
     bits = potential.contiguous().view(
         torch.int64 if potential.dtype.itemsize == 8 else torch.int32
     )
     odd = torch.arange(1, 2 * len(bits), 2, device=bits.device)
-    return (bits.to(torch.int64) * odd).sum()
+    mixed = bits.to(torch.int64) * odd
+    for shift in (32, 29):
+        # Shifted without the sign, each step can be undone, so that no two entries become one.
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * MIXING
+    return mixed.sum()
 
 
 def _marginals(
@@ -350,7 +358,7 @@ def _marginals_self(
     return numbers, (sums, sums, errors, errors), part.own_costs
 
 
-def _largest(ranks: Ranks, numbers: Numbers, checks: list[int]) -> tuple[bool, Numbers]:
+def _largest(ranks: Ranks, numbers: Errors, checks: list[int]) -> tuple[bool, Errors]:
     """Return whether all ranks have the same checks, and the largest errors of any.
 
     The rounding of sums over ranks is among these.

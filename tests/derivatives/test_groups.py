@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -523,6 +524,31 @@ def test_a_light_point_ties_no_two_heavy_ones() -> None:
     assert spreads(masses, ends, others, (masses[:, None] * (shares + 0.1)).flatten())
 
 
+def test_nothing_spreads_without_links() -> None:
+    """Nor from a node without mass, which is the first of those with as many links."""
+    none = torch.zeros(0, dtype=torch.int64)
+    masses = torch.tensor([0.0, 0.5, 0.5, 0.0], dtype=torch.float64)
+    assert not spreads(masses, none, none, torch.zeros(0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("first", ["without mass", "nobody's best"])
+def test_points_that_only_they_are_linked_to_are_reported(first: str) -> None:
+    """Pairs of points far from all others, after a first column that no row links to."""
+    x = (100 * torch.arange(8)).double().repeat_interleave(2)[:, None]
+    y = (100 * torch.arange(8)).double()[:, None]
+    a = torch.full((len(x),), 1 / 16, dtype=torch.float64)
+    b = torch.full((len(y),), 1 / 8, dtype=torch.float64)
+    if first == "without mass":
+        x, a = torch.cat((x[:1] - 1000, x)), torch.cat((torch.zeros(1).double(), a))
+        y, b = torch.cat((y[:1] - 1000, y)), torch.cat((torch.zeros(1).double(), b))
+    else:
+        # It takes a sixteenth of what each of two rows sends elsewhere.
+        y, b = torch.cat((y[:1], y)), torch.cat((b[:1] / 16, b))
+        b[1] -= b[0]
+    with pytest.warns(otdd.NotConvergedWarning, match=OPEN):
+        otdd.sinkhorn_potentials(x, y, a, b, epsilon=0.5)
+
+
 def test_groups_are_found_where_links_are_merged_along_the_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -550,11 +576,20 @@ def test_weaker_links_join_the_groups_of_stronger_ones(
     entries = plan_links.MatrixEntries(HeldCosts(costs), torch.float64)
     plan = plan_links.ScaledPlan(entries, f / epsilon, g / epsilon, masses, masses, epsilon)
     monkeypatch.setattr(plan_links, "MOST_CONTRACTED", 8)
+    linked, begun = plan_links._linked, []
+
+    def seen(plan: Any, threshold: float, groups: Tensor) -> Any:
+        begun.append(len(groups.unique()))
+        return linked(plan, threshold, groups)
+
+    monkeypatch.setattr(plan_links, "_linked", seen)
     found = {}
     for links in ((0.5,), (0.5, 1e-5), (1e-5,)):
         monkeypatch.setattr(plan_links, "LINKS", links)
         found[links] = plan_links.connected(plan)
     staged, at_once = found[0.5, 1e-5], found[1e-5,]
+    assert begun[0] == begun[1] == begun[3] == n
+    assert begun[2] < n
     assert int(found[0.5,].columns.max()) == 7, "groups are joined where they stay too many"
     count = 1 + int(staged.columns.max())
     assert count < 8

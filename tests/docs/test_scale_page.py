@@ -58,7 +58,7 @@ def test_what_is_said_of_a_step_of_the_flow_is_in_the_file():
     assert f"a step takes {steps[0]} on one GPU" in PAGE
     assert f"With two GPUs a step takes {steps[1]}:" in PAGE
     assert f"With four it is {steps[2]}," in PAGE
-    assert f"({100 * rows[1]['communication_share']:.0f}% of the whole flow" in PAGE
+    assert f"({100 * rows[1]['communication_share']:.0f}% of a flow of four steps" in PAGE
 
 
 def test_what_is_said_of_one_gpu_and_of_two_is_in_the_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -39,10 +40,11 @@ def sides(case: str) -> tuple[otdd.LabeledSamples, otdd.LabeledSamples]:
 
 def moved(ranks: Ranks | None, case: str) -> tuple[Tensor, list[float], set[str]]:
     """Where a flow leads, gradient norms of its steps, and of what kind velocities were."""
-    kinds, step = set[str](), Stepper.step
+    kinds, held, step = set[str](), list[int](), Stepper.step
 
     def seen(self: Stepper, velocities: Any, *others: Any) -> None:
         kinds.add(type(velocities["points"]).__name__)
+        held.append(0 if ranks is None else len(ranks.held))
         step(self, velocities, *others)
 
     classes = 1 if case == "one class" else 2
@@ -68,6 +70,7 @@ def moved(ranks: Ranks | None, case: str) -> tuple[Tensor, list[float], set[str]
             solver=otdd.Converged(tolerance=1e-5),
             compute=otdd.ComputeOptions("cpu", group=ranks),
         )
+    assert held[-1] == held[-2], "what a step leaves on the ranks adds up"
     norms = [step.gradient_norm for step in result.history]
     return result.samples.features, norms, kinds
 
@@ -94,6 +97,30 @@ def test_a_flow_leads_where_one_process_does(case: str, kind: str) -> None:
     assert kinds == {kind}
     torch.testing.assert_close(points, alone, rtol=1e-4, atol=1e-4)
     assert norms == pytest.approx(alone_norms, rel=1e-3, abs=1e-5)
+
+
+def derivatives_held(ranks: Ranks) -> list[str]:
+    """What a flow that ends with an error leaves of derivatives on every rank."""
+    solver = otdd.Converged(1e-5, max_iterations=1, require_convergence=True)
+    compute = otdd.ComputeOptions("cpu", group=ranks)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(route, "MOST_POINTS", 0)
+        with pytest.raises(otdd.ConvergenceError):
+            otdd.gradient_flow(
+                *sides("labels"), otdd.Flow(1), epsilon=0.5, solver=solver, compute=compute
+            )
+    gc.collect()
+    return ranks.order(names_of_held)
+
+
+def names_of_held(ranks: Ranks) -> list[str]:
+    every = ranks.all_gathered_objects([type(each).__name__ for each in ranks.held.values()])
+    return [name for names in every for name in names]
+
+
+def test_a_flow_that_ends_with_an_error_leaves_no_derivatives() -> None:
+    found = pool(2).led(derivatives_held)[0]
+    assert "_Derivatives" not in found, found
 
 
 def in_given_order(labels: Tensor) -> bool:

@@ -47,6 +47,13 @@ def test_a_checksum_tells_of_every_bit(dtype: torch.dtype) -> None:
             flip(other, place, bit)
             assert checksum(other) != whole
     assert checksum(potential.flip(0)) != whole
+    for bit in range(bits):
+        # High bits that change together do not cancel.
+        pair = potential.clone()
+        flip(pair, 1, bit)
+        flip(pair, 3, bit)
+        assert checksum(pair) != whole
+    assert checksum(-potential[:4]) != checksum(potential[:4])
 
 
 def flip(potential: Tensor, place: int, bit: int) -> None:

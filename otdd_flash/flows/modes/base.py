@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.points import inverse
+from otdd_flash.cost.points import per_mass_
 from otdd_flash.errors import InputError
 from otdd_flash.flows.objective import FlowSetting, TargetDivergence
 from otdd_flash.flows.owned_velocity import OwnedVelocity
@@ -134,12 +134,12 @@ class Mode(ABC):
             rows = gradient.new_zeros(len(self._setting.source), gradient.shape[1])
             gradient = rows.index_copy_(0, batch.particles, gradient)
         # In place: nothing else uses the gradient, and it is as large as the features.
-        return gradient.mul_(inverse(self._masses(batch)).to(gradient).unsqueeze(1))
+        return per_mass_(gradient, self._masses(batch))
 
 
 def per_mass(gradient: Tensor, masses: Tensor) -> Tensor:
     """Return (1 / a_i) dS / dz_i for rows z_i, 0 where a_i is 0; such steps do not depend on n."""
-    return gradient * inverse(masses).to(gradient).reshape(-1, *(1,) * (gradient.ndim - 1))
+    return per_mass_(gradient.clone(), masses)
 
 
 def beside(own: int, within_target: Tensor) -> Tensor:
