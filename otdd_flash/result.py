@@ -183,6 +183,7 @@ class DistanceResult:
         """
         return self._settled.f, self._settled.g
 
+    @computes
     def plan(self) -> Tensor:
         """Return the plan P (n, m) at epsilon 0: sparse COO, coalesced, float64.
 
