@@ -296,3 +296,60 @@ def test_no_chosen_number_makes_an_interval_false(where, value, monkeypatch):
             assert low - 1e-13 <= truth <= high + 1e-13
         else:
             assert Fraction(low) <= best_permutation(costs) <= Fraction(high), kind
+
+
+def copied():
+    x, labels = np.random.default_rng(1).standard_normal((12, 2)), np.arange(12) % 3
+    return (x, labels), (x.copy(), labels), {"labels": "means", "debias": False}
+
+
+def shuffled():
+    """Two places, one of which has most rows, so that most costs are 0."""
+    rng = np.random.default_rng(0)
+    y = np.array([[0.1, 0.3], [0.7, 0.9]])[(rng.random(400) > 0.9).astype(int)]
+    return y, y[rng.permutation(400)], {"labels": "none"}
+
+
+def inner():
+    """The transport costs 0, and the value is that of the terms of one side."""
+    rng = np.random.default_rng(0)
+    x = None
+    for n in (2, 3):
+        x = rng.standard_normal((2, 2))[rng.permutation(np.arange(n) % 2)]
+    return x, x[::-1].copy(), {"labels": "none", "ground": "inner", "debias": False}
+
+
+@pytest.mark.parametrize("width", [0.0, 1e-4])
+@pytest.mark.parametrize("case", [copied, shuffled, inner])
+def test_values_of_0_are_optimal(case, width):
+    source, target, settings = case()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = otdd.dataset_distance(
+            source, target, epsilon=0, solver=otdd.Exact(bound_width=width), **settings
+        )
+    assert found.converged
+    low, high = found.bounds
+    assert low <= found.value <= high
+    assert high - low < 1e-13
+
+
+@pytest.mark.parametrize("share", [0.3, 0.05])
+def test_matrices_of_0_and_1_are_optimal_at_a_value_of_0(share):
+    rng = np.random.default_rng(5)
+    for _ in range(10):
+        costs = (rng.random((30, 30)) < share).astype(float)
+        np.fill_diagonal(costs, 0)
+        a = rng.dirichlet(np.ones(30))
+        found, said = solved(costs, a, a * (1 + 1e-13 * rng.random(30)))
+        assert not said
+        assert found.stopped_by == "optimal"
+        assert found.bounds[1] - found.bounds[0] < 1e-12
+
+
+def test_a_column_without_mass_or_costs_warns_of_nothing():
+    costs = np.array([[1.0, math.inf], [1.0, math.inf]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = otdd.matrix_transport(costs, [0.5, 0.5], [1.0, 0.0], epsilon=0)
+    assert found.value == 1

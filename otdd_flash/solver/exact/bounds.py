@@ -112,7 +112,7 @@ def common_rounding(count: int, scale: float, error: float) -> float:
 
     Args:
         count: n + m.
-        scale: K: the largest of the median cost, the value and the mean size of potentials.
+        scale: K: the largest of a common cost, the value and the mean size of potentials.
         error: the mean error of costs.
     """
     return (6 * count + 84) * DOUBLE_UNIT * scale + 2 * error
@@ -133,11 +133,13 @@ def lower_bound(
     """
     value = size = apart = 0.0
     for masses, potential, off in ((a, f, marginals.rows), (b, g, marginals.columns)):
+        # Potentials of points without mass may be infinite.
         present = masses > 0
-        terms, total = masses[present] * potential[present], math.fsum(masses)
+        known, total = potential[present], math.fsum(masses)
+        terms = masses[present] * known
         value += math.fsum(terms) / total
         size += math.fsum(np.abs(terms)) / total
-        apart += math.fsum((off * np.abs(potential - np.median(potential[present])))[present])
+        apart += math.fsum(off[present] * np.abs(known - np.median(known)))
     # u |f| of (1); products, sums, quotients; the error is itself rounded.
     rounding = 8 * DOUBLE_UNIT * size + (error + apart) * (1 + 1e-6)
     return Bound(value, rounding + 2 * UNDERFLOW * (len(a) + len(b)))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import TERMS
-from otdd_flash.cost.ground import NO_OFFSET
+from otdd_flash.cost.ground import NO_OFFSET, Offset
 from otdd_flash.cost.points import DOUBLE_UNIT, LabelledCost
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
@@ -176,11 +176,11 @@ def _solve_named(
         if isinstance(compared.compute.group, Ranks):
             shared = cast("ShardedOperator", compared.operator(name))
             costs = SharedCosts(shared, compared.cost_error)
-            return _Solve(costs, width, end, told).run(lambda: shared)
+            return _Solve(costs, width, end, told, compared.offset).run(lambda: shared)
         costs = PointCosts(cost, compared.cost_error)
     else:
         costs = MatrixCosts(compared.torch_operator(name))
-    return _Solve(costs, width, end, told).run(lambda: compared.operator(name))
+    return _Solve(costs, width, end, told, compared.offset).run(lambda: compared.operator(name))
 
 
 def _is_zero(cost: LabelledCost) -> bool:
@@ -211,13 +211,12 @@ def _diagonal_term(a: Tensor) -> ExactTerm:
 
 
 class _Upper(NamedTuple):
-    """A plan with integer masses on arcs, its bound, its marginals, and the scale of costs."""
+    """A plan with integer masses on arcs, its bound and its marginals."""
 
     bound: Bound
     plan: Arcs
     masses: Vector
     marginals: Marginals
-    scale: float
 
 
 class _Lower(NamedTuple):
@@ -236,12 +235,19 @@ class _Solve:
         width: to reach, relative to the value.
         end: the time of `time.perf_counter` after which no round begins.
         progress: called as progress(round, relative width).
+        offset: what is added to the value, see `Divergence.offset`.
     """
 
     def __init__(
-        self, costs: ExactCosts, width: float, end: float, progress: TermProgress | None
+        self,
+        costs: ExactCosts,
+        width: float,
+        end: float,
+        progress: TermProgress | None,
+        offset: Offset,
     ) -> None:
         self.costs, self.width, self.end, self.progress = costs, width, end, progress
+        self.offset, self.scale = offset, 0.0
         self.a, self.b = _host(costs.a), _host(costs.b)
         largest = max(abs(costs.lowest), abs(costs.highest))
         if not largest <= LARGEST:
@@ -346,14 +352,19 @@ class _Solve:
         spread = 0.0 if self.costs.forbidden else self.costs.highest - self.costs.lowest
         marginals = self.marginals(plan, masses)
         bound = upper_bound(plan, masses, marginals, spread, self.errors, hubs)
+        self.scale = self.common_cost(plan if hubs is None else hubs)
         if bound.value + bound.rounding < self.upper_end:
-            common = plan.costs if hubs is None else hubs.costs
-            scale = max(float(np.median(np.abs(common))), abs(bound.value))
-            self.upper = _Upper(bound, plan, masses, marginals, scale)
+            self.upper = _Upper(bound, plan, masses, marginals)
             if self.lower is not None:
                 f, g = self.lower.f, self.lower.g
                 self.lower = _Lower(self.bounded(f, g), f, g)
         return True
+
+    def common_cost(self, arcs: Arcs) -> float:
+        """Return the median size of the costs of arcs that are more than their errors, or 0."""
+        sizes = np.abs(arcs.costs)
+        sizes = sizes[sizes > self.errors[0][arcs.rows] + self.errors[1][arcs.columns]]
+        return float(np.median(sizes)) if len(sizes) > 0 else 0.0
 
     def marginals(self, plan: Arcs, masses: Vector) -> Marginals:
         """Return how far the marginals of a plan of integer masses are from the masses."""
@@ -373,7 +384,8 @@ class _Solve:
             if upper.value - lower.value <= rounding:
                 # A few costs or potentials far above the others leave more than this.
                 size = centred_size(self.a, self.b, self.lower.f, self.lower.g)
-                count, scale = len(self.a) + len(self.b), max(self.upper.scale, size)
+                scale = max(self.scale, abs(upper.value), size)
+                count = len(self.a) + len(self.b)
                 common = common_rounding(count, scale, self.common_error)
                 known = self.relative_width <= max(self.width, TWELVE_DIGITS)
                 if known or rounding + upper.marginals <= common:
@@ -410,10 +422,12 @@ class _Solve:
 
     @property
     def relative_width(self) -> float:
-        """(upper - lower) / |upper|."""
+        """(upper - lower) / |upper| of the value with its offset."""
         if self.upper is None:
             return math.inf
-        return (self.upper_end - self.lower_end) / max(abs(self.upper_end), TINY)
+        value, error = self.offset
+        width, end = self.upper_end - self.lower_end + 2 * error, self.upper_end + value + error
+        return width / max(abs(end), TINY)
 
     def term(self, stopped_by: StoppedBy) -> ExactTerm:
         """Return the term, on the device of the costs."""
