@@ -1,5 +1,6 @@
 """Exact transport at its edges: tight masses, spread costs, the ends of float64, no plan at all."""
 
+import itertools
 import math
 import warnings
 from fractions import Fraction
@@ -353,3 +354,50 @@ def test_a_column_without_mass_or_costs_warns_of_nothing():
         warnings.simplefilter("error")
         found = otdd.matrix_transport(costs, [0.5, 0.5], [1.0, 0.0], epsilon=0)
     assert found.value == 1
+
+
+def true_distance(x, y, ground, lambda_x):
+    """The least mean cost of a permutation, as a rational number."""
+    x, y = ([list(map(Fraction, point)) for point in side.tolist()] for side in (x, y))
+
+    def cost(p, q):
+        if ground == "inner":
+            return -Fraction(lambda_x) * sum(s * t for s, t in zip(p, q, strict=True))
+        return Fraction(lambda_x) * sum((s - t) ** 2 for s, t in zip(p, q, strict=True))
+
+    costs = [[cost(p, q) for q in y] for p in x]
+    orders = itertools.permutations(range(len(x)))
+    return min(sum(map(list.__getitem__, costs, order)) for order in orders) / len(x)
+
+
+def assert_holds(x, y, ground, lambda_x):
+    settings = {"labels": "none", "lambda_x": lambda_x, "lambda_y": 0.0, "ground": ground}
+    with warnings.catch_warnings():
+        # Few digits may be left.
+        warnings.simplefilter("ignore", otdd.NotConvergedWarning)
+        found = otdd.dataset_distance(x, y, epsilon=0, debias=False, **settings)
+    low, high = map(Fraction, found.bounds)
+    assert low <= true_distance(x, y, ground, lambda_x) <= high
+    return found
+
+
+@pytest.mark.parametrize(
+    ("scale", "dim", "lambda_x"), [(1e-162, 1, 1e300), (1e-160, 3, 1e300), (6e-162, 2000, 1.0)]
+)
+def test_squares_that_underflow_are_in_the_interval(scale, dim, lambda_x):
+    x, y = np.random.default_rng(0).standard_normal((2, 1, dim)) * scale
+    assert assert_holds(x, y, "sqeuclidean", lambda_x).converged
+
+
+@pytest.mark.parametrize("ground", ["sqeuclidean", "inner"])
+@pytest.mark.parametrize("magnitudes", [(-170, -150, -10, 300), (-3, 149, -323, -300)])
+def test_products_that_underflow_are_in_the_interval(ground, magnitudes):
+    """Small features with any weight, and large ones with one that is subnormal or near it."""
+    least, most, lightest, heaviest = magnitudes
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        n, dim = int(rng.integers(1, 4)), int(rng.choice([1, 5, 100]))
+        x, y = rng.standard_normal((2, n, dim)) * 10.0 ** rng.uniform(least, most)
+        # One side may be far smaller than the other one.
+        y *= 10.0 ** -rng.uniform(0, 4 * (seed % 3))
+        assert_holds(x, y, ground, 10.0 ** rng.uniform(lightest, heaviest))

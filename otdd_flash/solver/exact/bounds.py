@@ -42,11 +42,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from otdd_flash.cost.points import DOUBLE_UNIT
+from otdd_flash.cost.points import DOUBLE_UNIT, UNDERFLOW
 from otdd_flash.solver.exact.pricing import Arcs, ExactCosts, Places, Vector
-
-# What a product may lose that underflows.
-UNDERFLOW = 5e-324
 
 # Hubs of (3) that are tried.
 HUBS = 4
@@ -115,7 +112,8 @@ def common_rounding(count: int, scale: float, error: float) -> float:
         scale: K: the largest of a common cost, the value and the mean size of potentials.
         error: the mean error of costs.
     """
-    return (6 * count + 84) * DOUBLE_UNIT * scale + 2 * error
+    # The errors of either end are themselves rounded up.
+    return (6 * count + 84) * DOUBLE_UNIT * scale + 2 * error * (1 + 2e-6)
 
 
 def lower_bound(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import TERMS
 from otdd_flash.cost.ground import NO_OFFSET, Offset
-from otdd_flash.cost.points import DOUBLE_UNIT, LabelledCost
+from otdd_flash.cost.points import DOUBLE_UNIT, UNDERFLOW, LabelledCost
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.formulas.decision import CROSS
@@ -33,7 +33,6 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Compared, Divergence
 from otdd_flash.solver.exact.bounds import (
-    UNDERFLOW,
     Bound,
     Marginals,
     centred_size,
