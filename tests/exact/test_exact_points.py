@@ -214,7 +214,7 @@ def test_sampling_intervals_take_the_solver_as_epsilon_0():
     x, y, asked = cloud(60, 0), cloud(50, 1), {"count": 20, "size": 40, "level": 0.8}
     found = otdd.subsample_interval(x, y, 1.0, solver=otdd.Exact(), **asked)
     assert found == otdd.subsample_interval(x, y, 1.0, epsilon=0, **asked)
-    with pytest.raises(InputError, match="epsilon=result.epsilon"):
+    with pytest.raises(InputError, match=r"epsilon=result\.epsilon"):
         otdd.subsample_interval(x, y, 1.0, solver=otdd.Exact(), epsilon_relative=0.1, **asked)
 
 

@@ -146,7 +146,7 @@ class _Groups:
         known = self.rows >= 0
         supply = np.bincount(self.rows[known], direction[known], self.count)
         base = float(direction[known] @ self.f[known])
-        # More than all that a node may pass on: its own arc keeps some, so that it has one potential.
+        # More than a node may pass on: its own arc keeps some, so that it has one potential.
         room = 2 * np.maximum(supply, 0).sum()
         if self.count == 1 or not room > 0:
             return base
