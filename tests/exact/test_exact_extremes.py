@@ -401,3 +401,14 @@ def test_products_that_underflow_are_in_the_interval(ground, magnitudes):
         # One side may be far smaller than the other one.
         y *= 10.0 ** -rng.uniform(0, 4 * (seed % 3))
         assert_holds(x, y, ground, 10.0 ** rng.uniform(lightest, heaviest))
+
+
+def test_the_width_is_that_of_the_value_with_its_offset(monkeypatch):
+    ended, solves = solve._Solve.term, []
+    monkeypatch.setattr(
+        solve._Solve, "term", lambda self, stopped: solves.append(self) or ended(self, stopped)
+    )
+    x, y = np.random.default_rng(8).standard_normal((2, 40, 3)) + 10
+    found = otdd.dataset_distance(x, y, epsilon=0, labels="none", ground="inner", debias=False)
+    assert solves[-1].relative_width == pytest.approx(found.divergence.bound_width, rel=1e-6)
+    assert abs(found.divergence.offset.value) > 10 * found.divergence.xy.value
