@@ -348,6 +348,20 @@ def test_matrices_of_0_and_1_are_optimal_at_a_value_of_0(share):
         assert found.bounds[1] - found.bounds[0] < 1e-12
 
 
+def test_permuted_masses_that_forbidden_pairs_allow_are_optimal_at_a_value_of_0():
+    """Their sums differ by rounding, which then moves a unit at a cost."""
+    for seed in range(3, 120, 4):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(2, 40))
+        costs = np.where(rng.random((n, n)) < 0.6, math.inf, rng.random((n, n)))
+        np.fill_diagonal(costs, 0)
+        a, order = rng.dirichlet(np.ones(n)), rng.permutation(n)
+        for width in (0.0, 1e-4):
+            found, said = solved(costs[:, order], a, a[order], otdd.Exact(bound_width=width))
+            assert not said, seed
+            assert found.bounds[1] - found.bounds[0] < 1e-12
+
+
 def test_a_column_without_mass_or_costs_warns_of_nothing():
     costs = np.array([[1.0, math.inf], [1.0, math.inf]])
     with warnings.catch_warnings():

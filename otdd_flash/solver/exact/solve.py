@@ -295,10 +295,10 @@ class _Solve:
                 break
             g, found = vertex.g, used.some(vertex.which)
             count = MORE_ARCS << (self.rounds // DOUBLED)
-            hubs = None if self.costs.forbidden else hub_arcs(found, vertex.masses, n, m)
+            hubs = hub_arcs(found, vertex.masses, n, m)
             below = -self.negligible(vertex.f, g)
             priced = self.price(vertex.f, g, count, below=below, wanted=hubs)
-            if self.improve_upper(found, vertex.masses, None if hubs is None else priced.wanted):
+            if self.improve_upper(found, vertex.masses, priced.wanted):
                 # From here on these arcs have a plan, and the corner's are not needed.
                 plan = found
             known, arcs = len(arcs.rows), Arcs.joined(m, arcs, priced.arcs)
@@ -313,7 +313,9 @@ class _Solve:
             if self.progress is not None:
                 self.progress(self.rounds, self.relative_width)
         if stopped is None:
-            stopped = "infeasible" if self.upper is None else "rounding"
+            # The integers of a plan may be others than the masses that the lower end is for.
+            narrow = self.upper_end - self.lower_end <= self.common_width
+            stopped = "infeasible" if self.upper is None else "optimal" if narrow else "rounding"
         return self.term(stopped)
 
     def price(
@@ -348,10 +350,13 @@ class _Solve:
         """
         if not np.isfinite(plan.costs).all():
             return False
-        spread = 0.0 if self.costs.forbidden else self.costs.highest - self.costs.lowest
+        self.scale = self.common_cost(plan if hubs is None else hubs)
+        spread = self.costs.highest - self.costs.lowest
+        if self.costs.forbidden:
+            # The bound is for the masses of the plan.
+            spread, hubs = 0.0, None
         marginals = self.marginals(plan, masses)
         bound = upper_bound(plan, masses, marginals, spread, self.errors, hubs)
-        self.scale = self.common_cost(plan if hubs is None else hubs)
         if bound.value + bound.rounding < self.upper_end:
             self.upper = _Upper(bound, plan, masses, marginals)
             if self.lower is not None:
@@ -363,6 +368,7 @@ class _Solve:
         """Return the median size of the costs of arcs that are more than their errors, or 0."""
         sizes = np.abs(arcs.costs)
         sizes = sizes[sizes > self.errors[0][arcs.rows] + self.errors[1][arcs.columns]]
+        sizes = sizes[sizes < np.inf]
         return float(np.median(sizes)) if len(sizes) > 0 else 0.0
 
     def marginals(self, plan: Arcs, masses: Vector) -> Marginals:
@@ -381,17 +387,21 @@ class _Solve:
             # Complementary slackness: but for what marginals may cost, sums round by so much.
             rounding = upper.rounding - upper.marginals + lower.rounding
             if upper.value - lower.value <= rounding:
-                # A few costs or potentials far above the others leave more than this.
-                size = centred_size(self.a, self.b, self.lower.f, self.lower.g)
-                scale = max(self.scale, abs(upper.value), size)
-                count = len(self.a) + len(self.b)
-                common = common_rounding(count, scale, self.common_error)
                 known = self.relative_width <= max(self.width, TWELVE_DIGITS)
-                if known or rounding + upper.marginals <= common:
+                if known or rounding + upper.marginals <= self.common_width:
                     return "optimal"
         if self.width > 0 and self.relative_width <= self.width:
             return "bound_width"
         return "max_seconds" if self.seconds_left <= 0 else None
+
+    @property
+    def common_width(self) -> float:
+        """How far rounding leaves the ends apart at most; costs far above the others leave more."""
+        if self.upper is None or self.lower is None:
+            return 0.0
+        size = centred_size(self.a, self.b, self.lower.f, self.lower.g)
+        scale = max(self.scale, abs(self.upper.bound.value), size)
+        return common_rounding(len(self.a) + len(self.b), scale, self.common_error)
 
     @property
     def seconds_left(self) -> float:
