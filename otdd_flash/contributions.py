@@ -55,12 +55,14 @@ class Contributions(NamedTuple):
 
     Attributes:
         values: s (n,) float64 on the CPU, in units of the cost; NaN for rows without mass. At
-            epsilon 0, which has no gradient, the mean cost of each row under the plan.
+            epsilon 0, which has no gradient, the mean cost of each row under the plan, NaN for rows
+            of which it has nothing: those of less than about 1e-16 of the mass.
         through_classes: whether class distances moved with the masses; False if they were fixed.
         slopes: (2, V) float64 on the CPU, least and most s_c of each source class for epsilon to 0,
             with the potentials of each group as they are: of all offsets that are equally good in
             the cross term and in the source's self term. Both are equal if the masses determine
-            the potentials, NaN for classes with all or none of the mass.
+            the potentials, NaN for classes with all or none of the mass, at epsilon 0 but for
+            rounding.
     """
 
     values: Tensor
@@ -129,12 +131,13 @@ def exact_contributions(
             "or below 0; take ground=sqeuclidean or cosine, and debias=false, or a positive epsilon"
         )
     # It imports SciPy's graphs and POT's simplex.
-    from otdd_flash.solver.exact.slopes import slopes_of
+    from otdd_flash.solver.exact.slopes import mass_rounding, slopes_of
 
     source = comparison.given[0]
     of_classes, labels = _class_masses(source)
     masses, count = source.masses.cpu(), len(of_classes)
-    rest = torch.where((of_classes > 0) & (of_classes < ALL), 1 - of_classes, torch.nan)
+    least = mass_rounding(len(term.f) + len(term.g))
+    rest = torch.where((of_classes > least) & (of_classes < ALL), 1 - of_classes, torch.nan)
     within = torch.nn.functional.one_hot(labels, count).double()
     directions = masses[:, None] * (within / of_classes - 1) / rest
     found = slopes_of(comparison, term, directions)

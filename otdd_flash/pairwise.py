@@ -462,12 +462,13 @@ class PairwiseResult:
             versions = dict(content.get("versions", {}))
             check_format(path / SUMMARY_FILE, {**versions, FORMAT_KEY: content.pop(FORMAT_KEY, 0)})
             del content["datasets"]
+            tolerance = content.pop("tolerance")
             return cls(
                 *(_matrix(content.pop(key), UNKNOWN[key]) for key in MATRICES),
                 converged=torch.tensor(content.pop("converged"), dtype=torch.bool),
                 class_distances=JointClassDistances.load(path / TABLE_FILE),
                 epsilon=float(content.pop("epsilon")),
-                tolerance=float(content.pop("tolerance")),
+                tolerance=None if tolerance is None else float(tolerance),
                 details=content,
             )
         except DamagedFileError as error:

@@ -183,6 +183,7 @@ class DistanceResult:
         """
         return self._settled.f, self._settled.g
 
+    @computes
     def plan(self) -> Tensor:
         """Return the plan P (n, m) at epsilon 0: sparse COO, coalesced, float64.
 
@@ -232,7 +233,8 @@ class DistanceResult:
         """Return where the plan sends each source point on average: (P y)_i / r_i, shape (n, d).
 
         Points without mass are mapped too, by the conditional plan that their potential defines; at
-        epsilon 0 they have none, and are mapped to NaN.
+        epsilon 0 they have none, and are mapped to NaN, as are rows of less than about 1e-16 of the
+        mass.
 
         Raises:
             InputError: there is not enough memory.

@@ -310,6 +310,9 @@ Masses = tuple[Tensor, Tensor]
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53
 
+# The least number above 0 of float64: a product that underflows loses up to half of it.
+UNDERFLOW = 2.0**-1074
+
 # In place of log 0: far below any other logarithm, and finite, as 0 times infinity is NaN.
 LOG_NOTHING = -1e200
 
@@ -519,6 +522,19 @@ class LabelledCost:
     def cost_error_share(self) -> float:
         """Error of float64 costs over `magnitudes`: d products and some sums, in any order."""
         return (2 * self.points[0].shape[1] + 16) * DOUBLE_UNIT
+
+    @property
+    def lost_errors(self) -> tuple[Tensor, Tensor]:
+        """Bounds on what products that underflow take from C_ij, (n,) + (m,) float64.
+
+        Of lambda_x (||x||^2 + ||y||^2 - 2 <x, y>) each of 4 d products loses 2^-1075 before it is
+        multiplied by lambda_x, or by y where x was multiplied first; some sums and products follow.
+        A lambda_x that was halved lost as much itself.
+        """
+        most = max(1.0, self.lambda_x, math.sqrt(self.farthest))
+        each = (self.points[0].shape[1] + 8) * UNDERFLOW * most
+        x, y = self.squares
+        return each + UNDERFLOW * x, each + UNDERFLOW * y
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Compute sum_j C_ij q_j (n,), float64, for masses q (m,): O((n + m) d), by q's moments."""

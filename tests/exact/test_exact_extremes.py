@@ -1,5 +1,6 @@
 """Exact transport at its edges: tight masses, spread costs, the ends of float64, no plan at all."""
 
+import itertools
 import math
 import warnings
 from fractions import Fraction
@@ -296,3 +297,132 @@ def test_no_chosen_number_makes_an_interval_false(where, value, monkeypatch):
             assert low - 1e-13 <= truth <= high + 1e-13
         else:
             assert Fraction(low) <= best_permutation(costs) <= Fraction(high), kind
+
+
+def copied():
+    x, labels = np.random.default_rng(1).standard_normal((12, 2)), np.arange(12) % 3
+    return (x, labels), (x.copy(), labels), {"labels": "means", "debias": False}
+
+
+def shuffled():
+    """Two places, one of which has most rows, so that most costs are 0."""
+    rng = np.random.default_rng(0)
+    y = np.array([[0.1, 0.3], [0.7, 0.9]])[(rng.random(400) > 0.9).astype(int)]
+    return y, y[rng.permutation(400)], {"labels": "none"}
+
+
+def inner():
+    """The transport costs 0, and the value is that of the terms of one side."""
+    rng = np.random.default_rng(0)
+    x = None
+    for n in (2, 3):
+        x = rng.standard_normal((2, 2))[rng.permutation(np.arange(n) % 2)]
+    return x, x[::-1].copy(), {"labels": "none", "ground": "inner", "debias": False}
+
+
+@pytest.mark.parametrize("width", [0.0, 1e-4])
+@pytest.mark.parametrize("case", [copied, shuffled, inner])
+def test_values_of_0_are_optimal(case, width):
+    source, target, settings = case()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = otdd.dataset_distance(
+            source, target, epsilon=0, solver=otdd.Exact(bound_width=width), **settings
+        )
+    assert found.converged
+    low, high = found.bounds
+    assert low <= found.value <= high
+    assert high - low < 1e-13
+
+
+@pytest.mark.parametrize("share", [0.3, 0.05])
+def test_matrices_of_0_and_1_are_optimal_at_a_value_of_0(share):
+    rng = np.random.default_rng(5)
+    for _ in range(10):
+        costs = (rng.random((30, 30)) < share).astype(float)
+        np.fill_diagonal(costs, 0)
+        a = rng.dirichlet(np.ones(30))
+        found, said = solved(costs, a, a * (1 + 1e-13 * rng.random(30)))
+        assert not said
+        assert found.stopped_by == "optimal"
+        assert found.bounds[1] - found.bounds[0] < 1e-12
+
+
+def test_permuted_masses_that_forbidden_pairs_allow_are_optimal_at_a_value_of_0():
+    """Their sums differ by rounding, which then moves a unit at a cost."""
+    for seed in range(3, 120, 4):
+        rng = np.random.default_rng(seed)
+        n = int(rng.integers(2, 40))
+        costs = np.where(rng.random((n, n)) < 0.6, math.inf, rng.random((n, n)))
+        np.fill_diagonal(costs, 0)
+        a, order = rng.dirichlet(np.ones(n)), rng.permutation(n)
+        for width in (0.0, 1e-4):
+            found, said = solved(costs[:, order], a, a[order], otdd.Exact(bound_width=width))
+            assert not said, seed
+            assert found.bounds[1] - found.bounds[0] < 1e-12
+
+
+def test_a_column_without_mass_or_costs_warns_of_nothing():
+    costs = np.array([[1.0, math.inf], [1.0, math.inf]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = otdd.matrix_transport(costs, [0.5, 0.5], [1.0, 0.0], epsilon=0)
+    assert found.value == 1
+
+
+def true_distance(x, y, ground, lambda_x):
+    """The least mean cost of a permutation, as a rational number."""
+    x, y = ([list(map(Fraction, point)) for point in side.tolist()] for side in (x, y))
+
+    def cost(p, q):
+        if ground == "inner":
+            return -Fraction(lambda_x) * sum(s * t for s, t in zip(p, q, strict=True))
+        return Fraction(lambda_x) * sum((s - t) ** 2 for s, t in zip(p, q, strict=True))
+
+    costs = [[cost(p, q) for q in y] for p in x]
+    orders = itertools.permutations(range(len(x)))
+    return min(sum(map(list.__getitem__, costs, order)) for order in orders) / len(x)
+
+
+def assert_holds(x, y, ground, lambda_x):
+    settings = {"labels": "none", "lambda_x": lambda_x, "lambda_y": 0.0, "ground": ground}
+    with warnings.catch_warnings():
+        # Few digits may be left.
+        warnings.simplefilter("ignore", otdd.NotConvergedWarning)
+        found = otdd.dataset_distance(x, y, epsilon=0, debias=False, **settings)
+    low, high = map(Fraction, found.bounds)
+    assert low <= true_distance(x, y, ground, lambda_x) <= high
+    return found
+
+
+@pytest.mark.parametrize(
+    ("scale", "dim", "lambda_x"), [(1e-162, 1, 1e300), (1e-160, 3, 1e300), (6e-162, 2000, 1.0)]
+)
+def test_squares_that_underflow_are_in_the_interval(scale, dim, lambda_x):
+    x, y = np.random.default_rng(0).standard_normal((2, 1, dim)) * scale
+    assert assert_holds(x, y, "sqeuclidean", lambda_x).converged
+
+
+@pytest.mark.parametrize("ground", ["sqeuclidean", "inner"])
+@pytest.mark.parametrize("magnitudes", [(-170, -150, -10, 300), (-3, 149, -323, -300)])
+def test_products_that_underflow_are_in_the_interval(ground, magnitudes):
+    """Small features with any weight, and large ones with one that is subnormal or near it."""
+    least, most, lightest, heaviest = magnitudes
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        n, dim = int(rng.integers(1, 4)), int(rng.choice([1, 5, 100]))
+        x, y = rng.standard_normal((2, n, dim)) * 10.0 ** rng.uniform(least, most)
+        # One side may be far smaller than the other one.
+        y *= 10.0 ** -rng.uniform(0, 4 * (seed % 3))
+        assert_holds(x, y, ground, 10.0 ** rng.uniform(lightest, heaviest))
+
+
+def test_the_width_is_that_of_the_value_with_its_offset(monkeypatch):
+    ended, solves = solve._Solve.term, []
+    monkeypatch.setattr(
+        solve._Solve, "term", lambda self, stopped: solves.append(self) or ended(self, stopped)
+    )
+    x, y = np.random.default_rng(8).standard_normal((2, 40, 3)) + 10
+    found = otdd.dataset_distance(x, y, epsilon=0, labels="none", ground="inner", debias=False)
+    assert solves[-1].relative_width == pytest.approx(found.divergence.bound_width, rel=1e-6)
+    assert abs(found.divergence.offset.value) > 10 * found.divergence.xy.value

@@ -192,7 +192,7 @@ def test_the_error_of_directions_is_in_the_interval():
     assert widths[0] - widths[1] == pytest.approx(2 * found.cost.error(400), rel=1e-3, abs=0)
 
 
-def test_all_pairs_are_those_of_distances():
+def test_all_pairs_are_those_of_distances(tmp_path):
     sets = [cloud(20, 0), cloud(25, 1), cloud(30, 2)]
     found = otdd.pairwise_distances(sets, epsilon_relative=0)
     assert found.epsilon == 0
@@ -204,6 +204,29 @@ def test_all_pairs_are_those_of_distances():
         )
         assert found.values[i, j] == pytest.approx(one.value, rel=1e-12)
     assert found.to_dict()["tolerance"] is None
+    loaded = otdd.PairwiseResult.load(found.save(tmp_path))
+    assert loaded.tolerance is None
+    assert torch.equal(loaded.values, found.values)
+    assert torch.equal(loaded.lower, found.lower)
+
+
+def test_sampling_intervals_take_the_solver_as_epsilon_0():
+    x, y, asked = cloud(60, 0), cloud(50, 1), {"count": 20, "size": 40, "level": 0.8}
+    found = otdd.subsample_interval(x, y, 1.0, solver=otdd.Exact(), **asked)
+    assert found == otdd.subsample_interval(x, y, 1.0, epsilon=0, **asked)
+    with pytest.raises(InputError, match=r"epsilon=result\.epsilon"):
+        otdd.subsample_interval(x, y, 1.0, solver=otdd.Exact(), epsilon_relative=0.1, **asked)
+
+
+def test_plans_are_of_no_default_device():
+    found = otdd.dataset_distance(cloud(20, 0), cloud(30, 1), epsilon=0)
+    expected = found.plan()
+    torch.set_default_device("meta")
+    try:
+        plan = found.plan()
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(plan.to_dense(), expected.to_dense())
 
 
 @pytest.mark.usefixtures("few_arcs")
@@ -425,3 +448,18 @@ def test_a_study_takes_epsilon_0(tmp_path):
     pair = otdd.dataset_distance(tasks["task 0"], tasks["task 1"], epsilon=0)
     assert found.complete
     assert pair.value == pytest.approx(float(found.matrix("otdd")[0, 1]), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("solver", "limits"),
+    [
+        (otdd.Exact(max_seconds=1e-9), "solver.max_seconds or solver.bound_width"),
+        (otdd.Converged(max_iterations=1), "solver.max_iterations or solver.tolerance"),
+    ],
+)
+def test_a_study_names_the_limits_of_its_solver(solver, limits, tmp_path):
+    tasks = {f"task {seed}": cloud(24, seed) for seed in range(3)}
+    epsilon = 0 if isinstance(solver, otdd.Exact) else 0.01
+    study = otdd.Study(tasks, ["otdd"], None, epsilon=epsilon, solver=solver)
+    with pytest.warns(otdd.NotConvergedWarning, match=f"raise {limits}$"):
+        study.run(tmp_path)

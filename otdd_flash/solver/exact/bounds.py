@@ -42,11 +42,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from otdd_flash.cost.points import DOUBLE_UNIT
+from otdd_flash.cost.points import DOUBLE_UNIT, UNDERFLOW
 from otdd_flash.solver.exact.pricing import Arcs, ExactCosts, Places, Vector
-
-# What a product may lose that underflows.
-UNDERFLOW = 5e-324
 
 # Hubs of (3) that are tried.
 HUBS = 4
@@ -112,10 +109,11 @@ def common_rounding(count: int, scale: float, error: float) -> float:
 
     Args:
         count: n + m.
-        scale: K: the largest of the median cost, the value and the mean size of potentials.
+        scale: K: the largest of a common cost, the value and the mean size of potentials.
         error: the mean error of costs.
     """
-    return (6 * count + 84) * DOUBLE_UNIT * scale + 2 * error
+    # The errors of either end are themselves rounded up.
+    return (6 * count + 84) * DOUBLE_UNIT * scale + 2 * error * (1 + 2e-6)
 
 
 def lower_bound(
@@ -133,11 +131,13 @@ def lower_bound(
     """
     value = size = apart = 0.0
     for masses, potential, off in ((a, f, marginals.rows), (b, g, marginals.columns)):
+        # Potentials of points without mass may be infinite.
         present = masses > 0
-        terms, total = masses[present] * potential[present], math.fsum(masses)
+        known, total = potential[present], math.fsum(masses)
+        terms = masses[present] * known
         value += math.fsum(terms) / total
         size += math.fsum(np.abs(terms)) / total
-        apart += math.fsum((off * np.abs(potential - np.median(potential[present])))[present])
+        apart += math.fsum(off[present] * np.abs(known - np.median(known)))
     # u |f| of (1); products, sums, quotients; the error is itself rounded.
     rounding = 8 * DOUBLE_UNIT * size + (error + apart) * (1 + 1e-6)
     return Bound(value, rounding + 2 * UNDERFLOW * (len(a) + len(b)))

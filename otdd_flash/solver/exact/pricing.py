@@ -159,7 +159,7 @@ class PointCosts(_InBlocks):
     def __init__(self, cost: LabelledCost, error: float, rows: slice | None = None) -> None:
         self._rows = slice(0, cost.shape[0]) if rows is None else rows
         self._cost, self._products = cost, CentredProducts(cost)
-        of_rows, of_columns = self._products.errors
+        of_rows, of_columns = map(torch.add, self._products.errors, cost.lost_errors)
         self.a, self.b, self.errors = cost.a, cost.b, (of_rows + error, of_columns)
         self.lowest, self.highest = cost.cost_range
         self.mean, self.forbidden = cost.mean_cost, False

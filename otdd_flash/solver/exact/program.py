@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from otdd_flash.cost.points import UNDERFLOW
 from otdd_flash.solver.exact.pricing import Arcs, Places, Vector
 
 # Integers up to this are exact in float64; masses sum to about half of it.
@@ -30,9 +31,6 @@ MOST_PIVOTS = 10**12
 
 # The largest reduced cost has so many bits.
 COST_BITS = 20
-
-# The least number above 0.
-LEAST_UNIT = 2.0**-1074
 
 # The cost of a slack arc, of which a unit takes two, and of a forbidden one, over (n + m) times the
 # largest reduced cost.
@@ -131,7 +129,7 @@ def solve_program(
     forbidden = ~np.isfinite(reduced)
     # A power of two, so that the 1 that the simplex adds to the largest cost is nothing.
     most = np.abs(reduced[~forbidden]).max(initial=0.0)
-    unit = max(2.0 ** (math.frexp(most)[1] - COST_BITS), LEAST_UNIT) if most > 0 else 1.0
+    unit = max(2.0 ** (math.frexp(most)[1] - COST_BITS), UNDERFLOW) if most > 0 else 1.0
     reduced /= unit
     # No cycle of allowed arcs pays as much as one forbidden arc.
     large = (n + m) * 2.0**COST_BITS

@@ -14,6 +14,9 @@ is the dual of a flow with supplies d_k along arcs of length r_ij: shortest path
 graph. A node k of that flow is a row and a column here, with room to pass mass on, so that
 `program` solves it; passes find the arcs, as for the plan itself.
 
+Masses whose sums tie are an integer apart once they are rounded, and the plan then passes that
+integer from group to group. Entries that are rounding connect no groups therefore.
+
 `DistanceResult.contributions` calls this for an `ExactTerm` that is proven optimal.
 """
 
@@ -35,6 +38,13 @@ from otdd_flash.solver.exact.term import ExactTerm
 
 # Arcs of a row and of a column that a pass finds, and most passes of one slope.
 ARCS, MOST_PASSES = 10, 30
+
+# What a plan that is not proven needs, by what ended its solve.
+NEEDED = {
+    "rounding": "rounding leaves no more of it: lower costs that are far above the others",
+    "infeasible": "there is none: change a and b, or allow more pairs",
+    "max_seconds": "solve with solver.bound_width=0, and raise solver.max_seconds",
+}
 
 
 class ExactSlopes(NamedTuple):
@@ -64,18 +74,23 @@ def slopes_of(comparison: Comparison, term: ExactTerm, directions: Tensor) -> Ex
     if term.stopped_by != "optimal":
         raise InputError(
             "contributions at epsilon 0 are of an optimal plan, and this one is not proven to be; "
-            "solve with solver.bound_width=0"
+            + NEEDED.get(term.stopped_by, "solve with solver.bound_width=0")
         )
     costs = PointCosts(comparison.cost("xy"), comparison.cost_error)
     term = term.moved(torch.device("cpu"))
     f, g = term.f.numpy(), term.g.numpy()
     plan = term.rows.numpy(), term.columns.numpy()
-    groups = _Groups(costs, f, g, plan)
+    groups = _Groups(costs, f, g, plan, term.masses.numpy())
     paid = torch.from_numpy(groups.plan.costs) * term.masses
     masses = term.applied(torch.ones(len(g), 1)).masses
     row_costs = torch.zeros_like(masses).index_add_(0, term.rows, paid) / masses
     found = [[groups.most(sign * d) * sign for d in directions.T.numpy()] for sign in (-1, 1)]
     return ExactSlopes(row_costs, torch.tensor(found, dtype=torch.float64))
+
+
+def mass_rounding(count: int) -> float:
+    """Return the mass, of 1, that the plan of `count` points has or leaves out by rounding."""
+    return 2 * DOUBLE_UNIT * count
 
 
 class _Groups:
@@ -86,10 +101,16 @@ class _Groups:
         f: (n,) optimal potentials.
         g: (m,) likewise.
         plan: rows, sorted, and columns (k,) of an optimal plan.
+        masses: (k,) its masses, of sum 1.
     """
 
     def __init__(
-        self, costs: ExactCosts, f: Vector, g: Vector, plan: tuple[Places, Places]
+        self,
+        costs: ExactCosts,
+        f: Vector,
+        g: Vector,
+        plan: tuple[Places, Places],
+        masses: Vector,
     ) -> None:
         # SciPy's graphs take time to import.
         from scipy.sparse import coo_matrix
@@ -98,7 +119,12 @@ class _Groups:
         self.costs, self.f, self.g = costs, f, g
         n, m = len(f), len(g)
         ends = plan[0], plan[1] + n
-        links = coo_matrix((np.ones(len(plan[0])), ends), shape=(n + m, n + m))
+        # Of what is rounding a point keeps its largest entry: it is in a group, and connects none.
+        kept = masses > mass_rounding(n + m)
+        order = np.argsort(-masses, kind="stable")
+        for side in ends:
+            kept[order[np.unique(side[order], return_index=True)[1]]] = True
+        links = coo_matrix((np.ones(len(order))[kept], [e[kept] for e in ends]), (n + m, n + m))
         _, label = connected_components(links, directed=False)
         # Points without mass are in no group.
         used, places = np.unique(label[plan[0]], return_inverse=True)
@@ -120,7 +146,8 @@ class _Groups:
         known = self.rows >= 0
         supply = np.bincount(self.rows[known], direction[known], self.count)
         base = float(direction[known] @ self.f[known])
-        room = np.maximum(supply, 0).sum()
+        # More than a node may pass on: its own arc keeps some, so that it has one potential.
+        room = 2 * np.maximum(supply, 0).sum()
         if self.count == 1 or not room > 0:
             return base
         sides = np.maximum(supply, 0) + room, np.maximum(-supply, 0) + room

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import TERMS
-from otdd_flash.cost.ground import NO_OFFSET
-from otdd_flash.cost.points import DOUBLE_UNIT, LabelledCost
+from otdd_flash.cost.ground import NO_OFFSET, Offset
+from otdd_flash.cost.points import DOUBLE_UNIT, UNDERFLOW, LabelledCost
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.formulas.decision import CROSS
@@ -33,7 +33,6 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Compared, Divergence
 from otdd_flash.solver.exact.bounds import (
-    UNDERFLOW,
     Bound,
     Marginals,
     centred_size,
@@ -176,11 +175,11 @@ def _solve_named(
         if isinstance(compared.compute.group, Ranks):
             shared = cast("ShardedOperator", compared.operator(name))
             costs = SharedCosts(shared, compared.cost_error)
-            return _Solve(costs, width, end, told).run(lambda: shared)
+            return _Solve(costs, width, end, told, compared.offset).run(lambda: shared)
         costs = PointCosts(cost, compared.cost_error)
     else:
         costs = MatrixCosts(compared.torch_operator(name))
-    return _Solve(costs, width, end, told).run(lambda: compared.operator(name))
+    return _Solve(costs, width, end, told, compared.offset).run(lambda: compared.operator(name))
 
 
 def _is_zero(cost: LabelledCost) -> bool:
@@ -211,13 +210,12 @@ def _diagonal_term(a: Tensor) -> ExactTerm:
 
 
 class _Upper(NamedTuple):
-    """A plan with integer masses on arcs, its bound, its marginals, and the scale of costs."""
+    """A plan with integer masses on arcs, its bound and its marginals."""
 
     bound: Bound
     plan: Arcs
     masses: Vector
     marginals: Marginals
-    scale: float
 
 
 class _Lower(NamedTuple):
@@ -236,12 +234,19 @@ class _Solve:
         width: to reach, relative to the value.
         end: the time of `time.perf_counter` after which no round begins.
         progress: called as progress(round, relative width).
+        offset: what is added to the value, see `Divergence.offset`.
     """
 
     def __init__(
-        self, costs: ExactCosts, width: float, end: float, progress: TermProgress | None
+        self,
+        costs: ExactCosts,
+        width: float,
+        end: float,
+        progress: TermProgress | None,
+        offset: Offset,
     ) -> None:
         self.costs, self.width, self.end, self.progress = costs, width, end, progress
+        self.offset, self.scale = offset, 0.0
         self.a, self.b = _host(costs.a), _host(costs.b)
         largest = max(abs(costs.lowest), abs(costs.highest))
         if not largest <= LARGEST:
@@ -290,10 +295,10 @@ class _Solve:
                 break
             g, found = vertex.g, used.some(vertex.which)
             count = MORE_ARCS << (self.rounds // DOUBLED)
-            hubs = None if self.costs.forbidden else hub_arcs(found, vertex.masses, n, m)
+            hubs = hub_arcs(found, vertex.masses, n, m)
             below = -self.negligible(vertex.f, g)
             priced = self.price(vertex.f, g, count, below=below, wanted=hubs)
-            if self.improve_upper(found, vertex.masses, None if hubs is None else priced.wanted):
+            if self.improve_upper(found, vertex.masses, priced.wanted):
                 # From here on these arcs have a plan, and the corner's are not needed.
                 plan = found
             known, arcs = len(arcs.rows), Arcs.joined(m, arcs, priced.arcs)
@@ -308,7 +313,9 @@ class _Solve:
             if self.progress is not None:
                 self.progress(self.rounds, self.relative_width)
         if stopped is None:
-            stopped = "infeasible" if self.upper is None else "rounding"
+            # The integers of a plan may be others than the masses that the lower end is for.
+            narrow = self.upper_end - self.lower_end <= self.common_width
+            stopped = "infeasible" if self.upper is None else "optimal" if narrow else "rounding"
         return self.term(stopped)
 
     def price(
@@ -343,17 +350,26 @@ class _Solve:
         """
         if not np.isfinite(plan.costs).all():
             return False
-        spread = 0.0 if self.costs.forbidden else self.costs.highest - self.costs.lowest
+        self.scale = self.common_cost(plan if hubs is None else hubs)
+        spread = self.costs.highest - self.costs.lowest
+        if self.costs.forbidden:
+            # The bound is for the masses of the plan.
+            spread, hubs = 0.0, None
         marginals = self.marginals(plan, masses)
         bound = upper_bound(plan, masses, marginals, spread, self.errors, hubs)
         if bound.value + bound.rounding < self.upper_end:
-            common = plan.costs if hubs is None else hubs.costs
-            scale = max(float(np.median(np.abs(common))), abs(bound.value))
-            self.upper = _Upper(bound, plan, masses, marginals, scale)
+            self.upper = _Upper(bound, plan, masses, marginals)
             if self.lower is not None:
                 f, g = self.lower.f, self.lower.g
                 self.lower = _Lower(self.bounded(f, g), f, g)
         return True
+
+    def common_cost(self, arcs: Arcs) -> float:
+        """Return the median size of the costs of arcs that are more than their errors, or 0."""
+        sizes = np.abs(arcs.costs)
+        sizes = sizes[sizes > self.errors[0][arcs.rows] + self.errors[1][arcs.columns]]
+        sizes = sizes[sizes < np.inf]
+        return float(np.median(sizes)) if len(sizes) > 0 else 0.0
 
     def marginals(self, plan: Arcs, masses: Vector) -> Marginals:
         """Return how far the marginals of a plan of integer masses are from the masses."""
@@ -371,16 +387,21 @@ class _Solve:
             # Complementary slackness: but for what marginals may cost, sums round by so much.
             rounding = upper.rounding - upper.marginals + lower.rounding
             if upper.value - lower.value <= rounding:
-                # A few costs or potentials far above the others leave more than this.
-                size = centred_size(self.a, self.b, self.lower.f, self.lower.g)
-                count, scale = len(self.a) + len(self.b), max(self.upper.scale, size)
-                common = common_rounding(count, scale, self.common_error)
                 known = self.relative_width <= max(self.width, TWELVE_DIGITS)
-                if known or rounding + upper.marginals <= common:
+                if known or rounding + upper.marginals <= self.common_width:
                     return "optimal"
         if self.width > 0 and self.relative_width <= self.width:
             return "bound_width"
         return "max_seconds" if self.seconds_left <= 0 else None
+
+    @property
+    def common_width(self) -> float:
+        """How far rounding leaves the ends apart at most; costs far above the others leave more."""
+        if self.upper is None or self.lower is None:
+            return 0.0
+        size = centred_size(self.a, self.b, self.lower.f, self.lower.g)
+        scale = max(self.scale, abs(self.upper.bound.value), size)
+        return common_rounding(len(self.a) + len(self.b), scale, self.common_error)
 
     @property
     def seconds_left(self) -> float:
@@ -410,10 +431,12 @@ class _Solve:
 
     @property
     def relative_width(self) -> float:
-        """(upper - lower) / |upper|."""
+        """(upper - lower) / |upper| of the value with its offset."""
         if self.upper is None:
             return math.inf
-        return (self.upper_end - self.lower_end) / max(abs(self.upper_end), TINY)
+        value, error = self.offset
+        width, end = self.upper_end - self.lower_end + 2 * error, self.upper_end + value + error
+        return width / max(abs(end), TINY)
 
     def term(self, stopped_by: StoppedBy) -> ExactTerm:
         """Return the term, on the device of the costs."""

@@ -19,6 +19,7 @@ class Schedule:
 
     Attributes:
         name: as `solver.schedule=NAME` and in results.
+        limits: the settings to raise where terms stop early.
         tolerance: marginal error of a converged term, the larger L1 error of rows and of columns;
             None is 1e-3.
         require_convergence: raise a `ConvergenceError` instead of warning where it is missed.
@@ -28,6 +29,7 @@ class Schedule:
     """
 
     name: ClassVar[str]
+    limits: ClassVar[str] = "solver.tolerance"
 
     tolerance: MarginalError | None = None
     require_convergence: bool = field(default=False, kw_only=True)

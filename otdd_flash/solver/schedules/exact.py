@@ -30,6 +30,7 @@ class Exact(Schedule):
     """
 
     name = "exact"
+    limits = "solver.max_seconds or solver.bound_width"
 
     # Marginals are those of the masses but for rounding.
     tolerance: None = field(default=None, init=False)
