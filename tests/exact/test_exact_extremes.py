@@ -85,6 +85,23 @@ def test_masses_that_allowed_pairs_cannot_hold_are_said_to_be_infeasible():
     assert "nan" not in said[0]
 
 
+@pytest.mark.parametrize("high", [1e2, 1e6, 1e12])
+@pytest.mark.parametrize("lowest", [0.0, -7.0])
+def test_the_one_pair_between_two_blocks_is_found_whatever_it_costs(high, lowest, monkeypatch):
+    monkeypatch.setattr(solve, "FEW_ENTRIES", 0)
+    rng = np.random.default_rng(10)
+    labels = np.repeat([0, 1], 60)
+    costs = blocks(labels, labels, rng) + lowest
+    costs[0, 60] = high
+    a, b = np.full((2, 120), 1 / 120)
+    a[0], b[60] = a[0] + 0.005, b[60] + 0.005
+    found, said = solved(costs, a / a.sum(), b / b.sum())
+    assert not said
+    assert found.stopped_by == "optimal"
+    truth = ot.emd2(a / a.sum(), b / b.sum(), np.where(np.isfinite(costs), costs, 1e3 * high))
+    assert found.value == pytest.approx(truth, rel=1e-9)
+
+
 def test_a_result_without_a_plan_is_saved(tmp_path):
     costs = torch.full((4, 4), math.inf, dtype=torch.float64)
     costs[range(4), [3, 2, 1, 0]] = 1.0

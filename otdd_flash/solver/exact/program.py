@@ -167,6 +167,26 @@ def solve_program(
     return Vertex(which, masses[which], u + offset, v - offset)
 
 
+def fewest_forbidden(supply: Vector, demand: Vector, arcs: Arcs) -> Vertex:
+    """Move as few units as possible over arcs of a cost of +inf, at potentials without a unit.
+
+    This is phase 1 of the simplex method: an allowed arc costs 0, each unit left out 2 and a
+    forbidden arc 4, so that potentials are integers but for rounding. A pair beyond `arcs` could
+    help only if f_i + g_j is 1 or more.
+
+    Args:
+        supply: (n,) integers.
+        demand: (m,) integers of the same sum.
+        arcs: some that have a plan; finite costs are not read.
+    """
+    n, m = len(supply), len(demand)
+    free = arcs._replace(costs=np.where(np.isfinite(arcs.costs), 0.0, np.inf))
+    vertex = solve_program(supply, demand, free, np.zeros(n), np.zeros(m), slack=True)
+    assert vertex is not None, "with slack there is always a plan"
+    large = SLACK_COST * (n + m) * 2.0**COST_BITS
+    return vertex._replace(f=vertex.f / large, g=vertex.g / large)
+
+
 def _least(count: int, places: Places, values: Vector, otherwise: Vector) -> Vector:
     """Return the least value of each of `count` places; the `otherwise` (count,) of one without."""
     least = np.full(count, np.inf)

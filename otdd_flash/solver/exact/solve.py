@@ -53,7 +53,12 @@ from otdd_flash.solver.exact.pricing import (
     SharedCosts,
     Vector,
 )
-from otdd_flash.solver.exact.program import corner_tree, integer_masses, solve_program
+from otdd_flash.solver.exact.program import (
+    corner_tree,
+    fewest_forbidden,
+    integer_masses,
+    solve_program,
+)
 from otdd_flash.solver.exact.term import ExactTerm
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact, needs_zero
@@ -279,6 +284,7 @@ class _Solve:
         priced = self.price(f, g, count, wanted=(rows, columns))
         self.improve_upper(priced.wanted, masses)
         arcs, plan, cutoff, stalled = priced.arcs, priced.wanted, math.inf, 0
+        infeasible = False
         while (stopped := self.stopped()) is None and stalled < MOST_STALLED:
             gap = self.upper_end - self.lower_end
             used = arcs.some(arcs.reduced(priced.row_least, g) <= cutoff)
@@ -294,10 +300,9 @@ class _Solve:
             if vertex is None:
                 break
             g, found = vertex.g, used.some(vertex.which)
-            count = MORE_ARCS << (self.rounds // DOUBLED)
             hubs = hub_arcs(found, vertex.masses, n, m)
             below = -self.negligible(vertex.f, g)
-            priced = self.price(vertex.f, g, count, below=below, wanted=hubs)
+            priced = self.price(vertex.f, g, self.more_arcs, below=below, wanted=hubs)
             if self.improve_upper(found, vertex.masses, priced.wanted):
                 # From here on these arcs have a plan, and the corner's are not needed.
                 plan = found
@@ -305,6 +310,14 @@ class _Solve:
             cutoff = NEAR * plan.reduced(priced.row_least, g).max()
             halved = self.upper_end - self.lower_end < gap / 2
             stalled = 0 if halved or len(arcs.rows) > known else stalled + 1
+            if stalled > 0 and self.upper is None:
+                # No pair is worth its cost at that of a forbidden arc, which is not beyond all
+                # costs: it would leave potentials no digits.
+                arcs, allowed = self.find_plan(arcs, plan)
+                infeasible = allowed is None and self.seconds_left > 0
+                if infeasible:
+                    break
+                plan, stalled, cutoff = allowed or plan, 0, math.inf
             if stalled == MOST_STALLED and not plain:
                 # A few huge costs may have left the first potentials without a digit of the others.
                 plain, stalled, cutoff, g = True, 0, math.inf, np.zeros(m)
@@ -315,8 +328,41 @@ class _Solve:
         if stopped is None:
             # The integers of a plan may be others than the masses that the lower end is for.
             narrow = self.upper_end - self.lower_end <= self.common_width
-            stopped = "infeasible" if self.upper is None else "optimal" if narrow else "rounding"
+            stopped = "infeasible" if infeasible else "optimal" if narrow else "rounding"
         return self.term(stopped)
+
+    def find_plan(self, arcs: Arcs, plan: Arcs) -> tuple[Arcs, Arcs | None]:
+        """Look for a plan without forbidden pairs among all pairs, whatever their costs.
+
+        Args:
+            arcs: those so far.
+            plan: arcs of a plan with forbidden pairs.
+
+        Returns:
+            The arcs with those found, and the arcs of the plan; None if there is none, to rounding
+            of the masses, or no time.
+        """
+        lowest, highest = self.costs.lowest, self.costs.highest
+        # A pair that could help has f_i + g_j of 1 or more, others of 0 or less. With this unit
+        # the reduced costs of the first are below -unit / 2, those of others not below 0.
+        unit = 2 * max(highest - lowest, abs(lowest), abs(highest)) or 1.0
+        known = 0
+        while known < len(arcs.rows) and self.seconds_left > 0:
+            known, used = len(arcs.rows), Arcs.joined(len(self.b), arcs, plan)
+            vertex = fewest_forbidden(self.integers.supply, self.integers.demand, used)
+            self.rounds += 1
+            found = used.some(vertex.which)
+            if self.improve_upper(found, vertex.masses):
+                return arcs, found
+            f, g, count = lowest + unit * vertex.f, unit * vertex.g, self.more_arcs
+            priced = self.price(f, g, count, below=-unit / 4)
+            arcs = Arcs.joined(len(self.b), arcs, priced.arcs)
+        return arcs, None
+
+    @property
+    def more_arcs(self) -> int:
+        """The most arcs of a row, and of a column, that a round adds."""
+        return MORE_ARCS << (self.rounds // DOUBLED)
 
     def price(
         self,
