@@ -420,6 +420,20 @@ def test_arcs_that_do_not_fit_are_refused(monkeypatch):
         otdd.dataset_distance(X, Y, epsilon=0)
 
 
+@pytest.mark.parametrize("fitting", range(3))
+def test_arcs_are_checked_in_every_round(fitting, monkeypatch):
+    """Memory for the first arcs, or for some rounds, and then for none."""
+    monkeypatch.setattr(solve, "FEW_ENTRIES", 0)
+    monkeypatch.setattr(solve, "FIRST_ARCS", 1)
+    monkeypatch.setattr(solve, "MORE_ARCS", 1)
+    nothing = np.zeros(20), np.zeros(20), 0.0
+    monkeypatch.setattr(solve, "first_potentials", lambda *_: nothing)
+    left = iter([10**12] * fitting)
+    monkeypatch.setattr(solve, "free_memory", lambda device: next(left, 1000))
+    with pytest.raises(InputError, match=r"epsilon=0 takes \d+ arcs"):
+        otdd.dataset_distance(X, Y, epsilon=0, solver=otdd.Exact(bound_width=0))
+
+
 @pytest.mark.slow
 def test_the_command_takes_epsilon_0(tmp_path, monkeypatch, capsys):
     from command_runs import run_here
