@@ -102,6 +102,27 @@ def test_the_one_pair_between_two_blocks_is_found_whatever_it_costs(high, lowest
     assert found.value == pytest.approx(truth, rel=1e-9)
 
 
+@pytest.mark.parametrize(("code", "succeeding"), [(0, 0), (2, 0), (3, 0), (2, 1), (3, 1)])
+def test_a_simplex_that_fails_is_no_answer(code, succeeding, monkeypatch):
+    monkeypatch.setattr(solve, "FEW_ENTRIES", 0)
+    monkeypatch.setattr(solve, "FIRST_ARCS", 2)
+    nothing = np.zeros(40), np.zeros(40), 0.0
+    monkeypatch.setattr(solve, "first_potentials", lambda *_: nothing)
+    emd, solved_before = ot.emd, []
+
+    def failing(*args, **settings):
+        plan, log = emd(*args, **settings)
+        if log["result_code"] == program.OPTIMAL:
+            solved_before.append(log)
+        failed = len(solved_before) > succeeding
+        return plan, log | ({"result_code": code} if failed else {})
+
+    monkeypatch.setattr(ot, "emd", failing)
+    costs = np.random.default_rng(0).random((40, 40))
+    with pytest.raises(program.ProgramError, match=f"with code {code}$"):
+        solved(costs)
+
+
 def test_a_result_without_a_plan_is_saved(tmp_path):
     costs = torch.full((4, 4), math.inf, dtype=torch.float64)
     costs[range(4), [3, 2, 1, 0]] = 1.0

@@ -36,8 +36,25 @@ COST_BITS = 20
 # largest reduced cost.
 SLACK_COST, FORBIDDEN_COST = 1.0, 4.0
 
-# POT's code for an optimal plan. With any other code there is no plan.
-OPTIMAL = 1
+# POT's codes for an optimal plan, and for none on these arcs, which also ends programs whose small
+# costs are lost to rounding beside others. With any other code the simplex failed.
+OPTIMAL, NO_PLAN = 1, 0
+
+
+class ProgramError(RuntimeError):
+    """POT's network simplex ended without an optimal plan.
+
+    Args:
+        code: of POT: `NO_PLAN`, 2 if a cycle of arcs costs less than nothing, 3 after
+            `MOST_PIVOTS`.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"the network simplex of POT ended without an optimal plan, with code {self.code}"
 
 
 class IntegerMasses(NamedTuple):
@@ -106,8 +123,8 @@ class Vertex(NamedTuple):
 
 def solve_program(
     supply: Vector, demand: Vector, arcs: Arcs, f: Vector, g: Vector, *, slack: bool = False
-) -> Vertex | None:
-    """Solve the transport problem on some arcs; None if there is no plan or no proof of one.
+) -> Vertex:
+    """Solve the transport problem on some arcs.
 
     Args:
         supply: (n,) integers.
@@ -117,6 +134,9 @@ def solve_program(
         g: (m,) likewise.
         slack: whether up to n + m units may be left out where no plan has them, as masses that
             forbidden pairs allow may be an integer apart once they are rounded.
+
+    Raises:
+        ProgramError: there is no plan on these arcs, or the simplex failed.
     """
     # They take seconds to import.
     import ot
@@ -151,7 +171,7 @@ def solve_program(
             *units, reduced, MOST_PIVOTS, log=True, center_dual=False, check_marginals=False
         )
     if log["result_code"] != OPTIMAL:
-        return None
+        raise ProgramError(log["result_code"])
     keys = arcs.rows * m + arcs.columns
     own = (plan.row < n) & (plan.col < m)
     places = np.searchsorted(keys, plan.row[own].astype(np.int64) * m + plan.col[own])
@@ -182,7 +202,6 @@ def fewest_forbidden(supply: Vector, demand: Vector, arcs: Arcs) -> Vertex:
     n, m = len(supply), len(demand)
     free = arcs._replace(costs=np.where(np.isfinite(arcs.costs), 0.0, np.inf))
     vertex = solve_program(supply, demand, free, np.zeros(n), np.zeros(m), slack=True)
-    assert vertex is not None, "with slack there is always a plan"
     large = SLACK_COST * (n + m) * 2.0**COST_BITS
     return vertex._replace(f=vertex.f / large, g=vertex.g / large)
 

@@ -159,8 +159,6 @@ class _Groups:
             gaps = self._gaps(arcs)
             nothing = np.zeros(self.count)
             vertex = solve_program(*units, gaps, nothing, nothing)
-            if vertex is None:
-                break
             t = vertex.f
             f = self.f + np.where(known, t[self.rows], 0)
             g = self.g - np.where(self.columns >= 0, t[self.columns], 0)

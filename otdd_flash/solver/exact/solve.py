@@ -54,6 +54,8 @@ from otdd_flash.solver.exact.pricing import (
     Vector,
 )
 from otdd_flash.solver.exact.program import (
+    NO_PLAN,
+    ProgramError,
     Vertex,
     corner_tree,
     fewest_forbidden,
@@ -291,15 +293,19 @@ class _Solve:
             used = arcs.some(arcs.reduced(priced.row_least, g) <= cutoff)
             if self.rounds > 0:
                 used = Arcs.joined(m, used, plan)
-            vertex = self.solve_program(used, priced.row_least, g)
-            if vertex is None and self.rounds == 0:
+            try:
+                vertex = self.solve_program(used, priced.row_least, g)
+            except ProgramError as error:
+                if error.code != NO_PLAN or (self.upper is None and self.rounds > 0):
+                    raise
+                if self.rounds > 0:
+                    # There is one, but costs that are lost to rounding beside others hid it.
+                    break
                 # The first arcs alone have no plan. With the corner's, whose large costs would cost
                 # potentials digits, they have one.
                 used, self.slack = Arcs.joined(m, used, plan), self.costs.forbidden
                 vertex = self.solve_program(used, priced.row_least, g)
             self.rounds += 1
-            if vertex is None:
-                break
             g, found = vertex.g, used.some(vertex.which)
             hubs = hub_arcs(found, vertex.masses, n, m)
             below = -self.negligible(vertex.f, g)
@@ -326,13 +332,15 @@ class _Solve:
                 arcs = priced.arcs
             if self.progress is not None:
                 self.progress(self.rounds, self.relative_width)
-        if stopped is None:
-            # The integers of a plan may be others than the masses that the lower end is for.
-            narrow = self.upper_end - self.lower_end <= self.common_width
-            stopped = "infeasible" if infeasible else "optimal" if narrow else "rounding"
-        return self.term(stopped)
+        return self.term(stopped or ("infeasible" if infeasible else self.unimproved()))
 
-    def solve_program(self, arcs: Arcs, f: Vector, g: Vector) -> Vertex | None:
+    def unimproved(self) -> StoppedBy:
+        """Return what ended a solve with a plan that rounds no longer improve."""
+        # The integers of a plan may be others than the masses that the lower end is for.
+        narrow = self.upper_end - self.lower_end <= self.common_width
+        return "optimal" if narrow else "rounding"
+
+    def solve_program(self, arcs: Arcs, f: Vector, g: Vector) -> Vertex:
         """Solve the program on some arcs, if they fit in memory."""
         check_arcs(len(arcs.rows))
         supply, demand, _ = self.integers
