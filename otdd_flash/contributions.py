@@ -62,7 +62,7 @@ class Contributions(NamedTuple):
             with the potentials of each group as they are: of all offsets that are equally good in
             the cross term and in the source's self term. Both are equal if the masses determine
             the potentials, NaN for classes with all or none of the mass, at epsilon 0 but for
-            rounding.
+            rounding, and for a slope that was not found there, which a warning says.
     """
 
     values: Tensor

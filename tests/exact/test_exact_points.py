@@ -304,6 +304,19 @@ def test_contributions_are_the_slopes_to_both_sides(n, m, weights, monkeypatch):
         assert weights or n == 31 or most > least + 1e-3
 
 
+def test_slopes_that_are_not_found_are_nan_and_said(monkeypatch):
+    x, y = cloud(40, 0), cloud(40, 1)
+    found = otdd.dataset_distance(x, y, epsilon=0, solver=otdd.Exact(bound_width=0))
+    monkeypatch.setattr(slopes, "ARCS", 1)
+    expected = found.contributions().slopes
+    monkeypatch.setattr(slopes, "MOST_PASSES", 1)
+    with pytest.warns(otdd.NotConvergedWarning, match=r"slopes .* after 1 passes .* NaN"):
+        ends = found.contributions().slopes
+    missing = ends.isnan()
+    assert bool(missing.any())
+    torch.testing.assert_close(ends[~missing], expected[~missing])
+
+
 @pytest.mark.parametrize("debias", [False, True])
 @pytest.mark.parametrize("ground", ["sqeuclidean", "inner"])
 @pytest.mark.parametrize("diagonal", [0.0, 2.0])

@@ -1,4 +1,4 @@
-"""How OT_0 changes with the masses of a class: a least and a most slope, as optimal duals are many.
+"""How OT_0 changes with the masses of a class: two slopes, as there may be many optimal potentials.
 
 As the masses a grow in a direction d, whose entries sum to 0, OT_0 changes at the rate
 
@@ -30,10 +30,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.cost.points import DOUBLE_UNIT
-from otdd_flash.errors import InputError
+from otdd_flash.errors import InputError, NotConvergedWarning, warn
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.exact.pricing import Arcs, ExactCosts, Places, PointCosts, Vector
-from otdd_flash.solver.exact.program import corner_tree, integer_masses, solve_program
+from otdd_flash.solver.exact.program import (
+    NO_PLAN,
+    ProgramError,
+    corner_tree,
+    integer_masses,
+    solve_program,
+)
 from otdd_flash.solver.exact.term import ExactTerm
 
 # Arcs of a row and of a column that a pass finds, and most passes of one slope.
@@ -53,7 +59,7 @@ class ExactSlopes(NamedTuple):
     Attributes:
         row_costs: (n,) the mean cost of a row under the plan, in units of the cost; NaN without
             mass.
-        slopes: (2, V) least and most slope of every direction.
+        slopes: (2, V) least and greatest slope of every direction; NaN if it was not found.
     """
 
     row_costs: Tensor
@@ -84,8 +90,19 @@ def slopes_of(comparison: Comparison, term: ExactTerm, directions: Tensor) -> Ex
     paid = torch.from_numpy(groups.plan.costs) * term.masses
     masses = term.applied(torch.ones(len(g), 1)).masses
     row_costs = torch.zeros_like(masses).index_add_(0, term.rows, paid) / masses
-    found = [[groups.most(sign * d) * sign for d in directions.T.numpy()] for sign in (-1, 1)]
-    return ExactSlopes(row_costs, torch.tensor(found, dtype=torch.float64))
+    ends = [
+        [groups.greatest_slope(sign * d) * sign for d in directions.T.numpy()] for sign in (-1, 1)
+    ]
+    slopes = torch.tensor(ends, dtype=torch.float64)
+    missing = int((slopes.isnan() & ~directions.isnan().any(0)).any(0).sum())
+    if missing:
+        warn(
+            f"slopes of {missing} of {slopes.shape[1]} classes at epsilon 0 were not proven after "
+            f"{MOST_PASSES} passes over the costs and are NaN; a small positive epsilon has slopes "
+            "near them",
+            NotConvergedWarning,
+        )
+    return ExactSlopes(row_costs, slopes)
 
 
 def mass_rounding(count: int) -> float:
@@ -139,8 +156,8 @@ class _Groups:
         priced = costs.price(f, g, ARCS, wanted=plan)
         self.plan, self._arcs = priced.wanted, priced.arcs
 
-    def most(self, direction: Vector) -> float:
-        """Return max <d, f> over optimal f, for a direction d (n,); NaN if d is."""
+    def greatest_slope(self, direction: Vector) -> float:
+        """Return max <d, f> over optimal f, for a direction d (n,); NaN if d is, or if unknown."""
         if np.isnan(direction).any():
             return float("nan")
         known = self.rows >= 0
@@ -158,7 +175,13 @@ class _Groups:
         for _ in range(MOST_PASSES):
             gaps = self._gaps(arcs)
             nothing = np.zeros(self.count)
-            vertex = solve_program(*units, gaps, nothing, nothing)
+            try:
+                vertex = solve_program(*units, gaps, nothing, nothing)
+            except ProgramError as error:
+                if error.code != NO_PLAN:
+                    raise
+                # There is one, but lengths that are lost to rounding beside others hid it.
+                break
             t = vertex.f
             f = self.f + np.where(known, t[self.rows], 0)
             g = self.g - np.where(self.columns >= 0, t[self.columns], 0)
@@ -167,7 +190,7 @@ class _Groups:
             if len(joined.rows) == len(arcs.rows):
                 return base + float(supply @ t)
             arcs = joined
-        return float("inf")
+        return float("nan")
 
     def _with_tree(self, tree: tuple[Places, Places]) -> Arcs:
         """Return the arcs with those of a tree between groups, by a row and a column of each."""
