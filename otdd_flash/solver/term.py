@@ -318,6 +318,10 @@ def reachable_tolerance(
     return asked
 
 
+class UnreachableTolerance(InputError):
+    """A tolerance below the marginal error that rounding causes at this epsilon."""
+
+
 def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch.dtype) -> None:
     """Refuse a tolerance below the marginal error that rounding allows.
 
@@ -325,12 +329,13 @@ def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch
     error, and the measured rest cannot fall below it either.
 
     Raises:
-        InputError: twice `floor` exceeds `tolerance`.
+        UnreachableTolerance: twice `floor` exceeds `tolerance`.
+        EpsilonOutOfRange: it exceeds every tolerance.
     """
     if 2 * floor > tolerance:
         if 2 * floor >= LOOSEST_DEFAULT:
             raise rounded_away(2 * floor, epsilon, dtype)
-        raise InputError(
+        raise UnreachableTolerance(
             f"solver.tolerance={tolerance:g} is too tight for {_name(dtype)} at epsilon="
             f"{epsilon:g}: rounding alone moves the marginals by up to {2 * floor:.1e}; raise "
             f"solver.tolerance or epsilon{_or_double(2 * floor, tolerance, dtype)}"

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.errors import InputError
+from otdd_flash.errors import EpsilonOutOfRange, InputError, UserCodeError
 from otdd_flash.operators import comparison
 from otdd_flash.solver.exact import pricing, slopes, solve
+from otdd_flash.solver.term import check_reachable
 
 
 def cloud(size, seed, classes=3, dim=4, weights=False):
@@ -445,6 +446,32 @@ def test_arcs_are_checked_in_every_round(fitting, monkeypatch):
     monkeypatch.setattr(solve, "free_memory", lambda device: next(left, 1000))
     with pytest.raises(InputError, match=r"epsilon=0 takes \d+ arcs"):
         otdd.dataset_distance(X, Y, epsilon=0, solver=otdd.Exact(bound_width=0))
+
+
+def test_the_start_raises_its_epsilon_and_passes_on_other_errors(monkeypatch):
+    monkeypatch.setattr(solve, "FEW_ENTRIES", 0)
+    solved, tried = solve.solve_term, []
+
+    def failing(operator, epsilon, options, form):
+        tried.append((epsilon, options.max_seconds))
+        if len(tried) == 1:
+            raise EpsilonOutOfRange("{given} is too small", epsilon)
+        if len(tried) == 2:
+            check_reachable(0.05, 0.04, epsilon, torch.float64)
+        return solved(operator, epsilon, options, form)
+
+    monkeypatch.setattr(solve, "solve_term", failing)
+    assert otdd.dataset_distance(X, Y, epsilon=0, solver=otdd.Exact(max_seconds=60)).converged
+    epsilons, seconds = zip(*tried[:3], strict=True)
+    assert epsilons[2] == pytest.approx(100 * epsilons[0])
+    assert 60 > seconds[0] > seconds[1] > seconds[2]
+
+    def broken(*_):
+        raise UserCodeError("your function failed")
+
+    monkeypatch.setattr(solve, "solve_term", broken)
+    with pytest.raises(UserCodeError, match="your function failed"):
+        otdd.dataset_distance(X, Y, epsilon=0)
 
 
 @pytest.mark.slow

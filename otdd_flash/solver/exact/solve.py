@@ -26,7 +26,7 @@ from otdd_flash.cost.facts import TERMS
 from otdd_flash.cost.ground import NO_OFFSET, Offset
 from otdd_flash.cost.points import DOUBLE_UNIT, UNDERFLOW, LabelledCost
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.errors import InputError
+from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.formulas.decision import CROSS
 from otdd_flash.memory import free_memory
 from otdd_flash.operators.base import Operator
@@ -66,7 +66,7 @@ from otdd_flash.solver.exact.term import ExactTerm
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact, needs_zero
 from otdd_flash.solver.solve import solve_term
-from otdd_flash.solver.term import SolverProgress, StoppedBy, TermProgress
+from otdd_flash.solver.term import SolverProgress, StoppedBy, TermProgress, UnreachableTolerance
 
 if TYPE_CHECKING:
     # Of several processes alone.
@@ -281,7 +281,7 @@ class _Solve:
         rows, columns, masses = corner_tree(self.integers.supply, self.integers.demand)
         f, g, count, plain = np.zeros(n), np.zeros(m), max(n, m), n * m <= FEW_ENTRIES
         if not plain:
-            f, g, self.passes = first_potentials(self.costs, operator(), self.seconds_left)
+            f, g, self.passes = first_potentials(self.costs, operator(), self.end)
             count = FIRST_ARCS
         check_arcs(min(n * m, (n + m) * (count + 1)))
         priced = self.price(f, g, count, wanted=(rows, columns))
@@ -544,21 +544,25 @@ def check_arcs(count: int) -> None:
 
 
 def first_potentials(
-    costs: ExactCosts, operator: Operator, seconds: float
+    costs: ExactCosts, operator: Operator, end: float
 ) -> tuple[Vector, Vector, float]:
     """Compute entropic potentials f (n,) and g (m,) at a small epsilon, and the passes they took.
 
-    Where the precision cannot hold an epsilon, or rounding leaves nothing of the marginals, it is
-    raised. Costs that are all alike or beyond the precision, or no time, leave potentials of 0.
+    Where the precision cannot hold an epsilon, or rounding leaves too little of the marginals, it
+    is raised. Costs that are all alike or beyond the precision, or no time until `end`, a time of
+    `time.perf_counter`, leave potentials of 0.
+
+    Raises:
+        InputError: costs cannot be computed, whatever epsilon.
     """
     scale = costs.mean - min(costs.lowest, 0.0)
     epsilon, limits = FIRST_LEVEL * scale, torch.finfo(operator.passes.dtype)
     most = min(scale, limits.max / 4)
-    while limits.tiny < epsilon <= most and seconds > 0:
+    while limits.tiny < epsilon <= most and (seconds := end - time.perf_counter()) > 0:
         limit = None if seconds == math.inf else seconds
         try:
             term = solve_term(operator, epsilon, Converged(FIRST_ERROR, max_seconds=limit), CROSS)
-        except InputError:
+        except (EpsilonOutOfRange, UnreachableTolerance):
             epsilon *= RAISED
             continue
         return _host(term.f), _host(term.g), term.passes
