@@ -464,3 +464,32 @@ def test_the_width_is_that_of_the_value_with_its_offset(monkeypatch):
     found = otdd.dataset_distance(x, y, epsilon=0, labels="none", ground="inner", debias=False)
     assert solves[-1].relative_width == pytest.approx(found.divergence.bound_width, rel=1e-6)
     assert abs(found.divergence.offset.value) > 10 * found.divergence.xy.value
+
+
+def test_terms_whose_difference_is_small_go_on_from_where_they_were(monkeypatch):
+    monkeypatch.setattr(solve, "FEW_ENTRIES", 0)
+    monkeypatch.setattr(solve, "FIRST_ARCS", 1)
+    nothing = np.zeros(60), np.zeros(60), 0.0
+    starts, passes, price = [], [], pricing.PointCosts.price
+    monkeypatch.setattr(solve, "first_potentials", lambda *_: starts.append(1) or nothing)
+
+    def counted(*args, **settings):
+        passes.append(1)
+        return price(*args, **settings)
+
+    monkeypatch.setattr(pricing.PointCosts, "price", counted)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 60, 4)) + 5 * rng.normal(size=(60, 1))
+    labels = np.arange(60) % 2
+    sides = [otdd.LabeledSamples(each, labels, ("a", "b")) for each in x]
+    table = torch.tensor([[90.0, 0.0], [0.0, 90.0]], dtype=torch.float64)
+    found = otdd.dataset_distance(
+        *sides,
+        epsilon=0,
+        class_distances=otdd.ClassDistances(table, table, table),
+        debias=True,
+        solver=otdd.Exact(bound_width=0.2),
+    )
+    assert len(starts) == 3
+    assert found.divergence.passes == len(passes)
+    assert found.divergence.bound_width < 0.2

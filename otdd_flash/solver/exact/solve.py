@@ -128,19 +128,22 @@ def solve_exact(
     seconds = math.inf if options.max_seconds is None else options.max_seconds
     end = time.perf_counter() + seconds
     if len(compared.terms) > 1 and compared.identical:
-        term = _solve_named(compared, "xx", options.bound_width, end, progress)
+        term = _free_term(compared, "xx") or _started(compared, "xx", options, end, progress).run()
         terms = dict.fromkeys(TERMS, term)
         return _divergence(compared, terms, options, identical=True)
-    width = options.bound_width
-    terms = {}
+    terms, solves = {}, {}
     for name in (*compared.terms[1:], "xy"):
-        terms[name] = _solve_named(compared, name, width, end, progress)
+        free = _free_term(compared, name)
+        if free is None:
+            solves[name] = _started(compared, name, options, end, progress)
+        terms[name] = free or solves[name].run()
     divergence = _divergence(compared, terms, options)
-    if divergence.converged and divergence.bound_width > width:
-        # Terms of which each is narrow enough, and whose difference is small.
-        for name, term in terms.items():
-            if term.stopped_by != "optimal":
-                terms[name] = _solve_named(compared, name, 0.0, end, progress)
+    if divergence.converged and divergence.bound_width > options.bound_width:
+        # Terms of which each is narrow enough, and whose difference is small, go on to the end.
+        for name, solve in solves.items():
+            if terms[name].stopped_by != "optimal":
+                solve.width = 0.0
+                terms[name] = solve.run()
         divergence = _divergence(compared, terms, options)
     return divergence
 
@@ -167,28 +170,31 @@ def _divergence(
     )
 
 
-def _solve_named(
-    compared: Compared,
-    name: str,
-    width: float,
-    end: float,
-    progress: SolverProgress | None,
-) -> ExactTerm:
-    """Solve the term "xy", "xx" or "yy" until `end`, a time of `time.perf_counter`."""
+def _free_term(compared: Compared, name: str) -> ExactTerm | None:
+    """Return the self term of a cloud that is at no cost from itself; None of another term."""
+    if not isinstance(compared, Comparison):
+        return None
+    cost = compared.cost(name)
+    return _diagonal_term(cost.a) if cost.symmetric and _is_zero(cost) else None
+
+
+def _started(
+    compared: Compared, name: str, options: Exact, end: float, progress: SolverProgress | None
+) -> _Solve:
+    """Find the first arcs of the term "xy", "xx" or "yy"; `end` is of `time.perf_counter`."""
     costs: ExactCosts
     told = None if progress is None else partial(progress, name)
-    if isinstance(compared, Comparison):
-        cost = compared.cost(name)
-        if cost.symmetric and _is_zero(cost):
-            return _diagonal_term(cost.a)
-        if isinstance(compared.compute.group, Ranks):
-            shared = cast("ShardedOperator", compared.operator(name))
-            costs = SharedCosts(shared, compared.cost_error)
-            return _Solve(costs, width, end, told, compared.offset).run(lambda: shared)
-        costs = PointCosts(cost, compared.cost_error)
-    else:
+    operator: Callable[[], Operator] = partial(compared.operator, name)
+    if not isinstance(compared, Comparison):
         costs = MatrixCosts(compared.torch_operator(name))
-    return _Solve(costs, width, end, told, compared.offset).run(lambda: compared.operator(name))
+    elif isinstance(compared.compute.group, Ranks):
+        shared = cast("ShardedOperator", compared.operator(name))
+        operator, costs = lambda: shared, SharedCosts(shared, compared.cost_error)
+    else:
+        costs = PointCosts(compared.cost(name), compared.cost_error)
+    solve = _Solve(costs, options.bound_width, end, told, compared.offset)
+    solve.find_first_arcs(operator)
+    return solve
 
 
 def _is_zero(cost: LabelledCost) -> bool:
@@ -274,65 +280,99 @@ class _Solve:
         self.slack, self.rounds, self.passes = False, 0, 0.0
         self.lower: _Lower | None = None
         self.upper: _Upper | None = None
+        # What the next program reduces costs by, its arcs, those of them that have a plan, and the
+        # largest reduced cost that it takes.
+        self.f, self.g = np.zeros_like(self.a), np.zeros_like(self.b)
+        self.arcs = self.plan = Arcs.joined(1)
+        self.cutoff = math.inf
+        # Whether the first arcs were those at potentials of 0; rounds without an improvement, and
+        # why no other follows.
+        self.plain = len(self.a) * len(self.b) <= FEW_ENTRIES
+        self.stalled = 0
+        self.ended: StoppedBy | None = None
 
-    def run(self, operator: Callable[[], Operator]) -> ExactTerm:
-        """Solve; `operator` builds that of the entropic potentials, if they are needed."""
-        n, m = len(self.a), len(self.b)
-        rows, columns, masses = corner_tree(self.integers.supply, self.integers.demand)
-        f, g, count, plain = np.zeros(n), np.zeros(m), max(n, m), n * m <= FEW_ENTRIES
-        if not plain:
-            f, g, self.passes = first_potentials(self.costs, operator(), self.end)
-            count = FIRST_ARCS
-        check_arcs(min(n * m, (n + m) * (count + 1)))
-        priced = self.price(f, g, count, wanted=(rows, columns))
-        self.improve_upper(priced.wanted, masses)
-        arcs, plan, cutoff, stalled = priced.arcs, priced.wanted, math.inf, 0
-        infeasible = False
-        while (stopped := self.stopped()) is None and stalled < MOST_STALLED:
-            gap = self.upper_end - self.lower_end
-            used = arcs.some(arcs.reduced(priced.row_least, g) <= cutoff)
-            if self.rounds > 0:
-                used = Arcs.joined(m, used, plan)
-            try:
-                vertex = self.solve_program(used, priced.row_least, g)
-            except ProgramError as error:
-                if error.code != NO_PLAN or (self.upper is None and self.rounds > 0):
-                    raise
-                if self.rounds > 0:
-                    # There is one, but costs that are lost to rounding beside others hid it.
-                    break
-                # The first arcs alone have no plan. With the corner's, whose large costs would cost
-                # potentials digits, they have one.
-                used, self.slack = Arcs.joined(m, used, plan), self.costs.forbidden
-                vertex = self.solve_program(used, priced.row_least, g)
-            self.rounds += 1
-            g, found = vertex.g, used.some(vertex.which)
-            hubs = hub_arcs(found, vertex.masses, n, m)
-            below = -self.negligible(vertex.f, g)
-            priced = self.price(vertex.f, g, self.more_arcs, below=below, wanted=hubs)
-            if self.improve_upper(found, vertex.masses, priced.wanted):
-                # From here on these arcs have a plan, and the corner's are not needed.
-                plan = found
-            known, arcs = len(arcs.rows), Arcs.joined(m, arcs, priced.arcs)
-            cutoff = NEAR * plan.reduced(priced.row_least, g).max()
-            halved = self.upper_end - self.lower_end < gap / 2
-            stalled = 0 if halved or len(arcs.rows) > known else stalled + 1
-            if stalled > 0 and self.upper is None:
-                # No pair is worth its cost at that of a forbidden arc, which is not beyond all
-                # costs: it would leave potentials no digits.
-                arcs, allowed = self.find_plan(arcs, plan)
-                infeasible = allowed is None and self.seconds_left > 0
-                if infeasible:
-                    break
-                plan, stalled, cutoff = allowed or plan, 0, math.inf
-            if stalled == MOST_STALLED and not plain:
-                # A few huge costs may have left the first potentials without a digit of the others.
-                plain, stalled, cutoff, g = True, 0, math.inf, np.zeros(m)
-                priced = self.price(np.zeros(n), g, FIRST_ARCS)
-                arcs = priced.arcs
+    def run(self) -> ExactTerm:
+        """Solve until the width is reached; with a smaller `width`, go on from there."""
+        while (stopped := self.stopped() or self.ended) is None:
+            self.solve_round()
             if self.progress is not None:
                 self.progress(self.rounds, self.relative_width)
-        return self.term(stopped or ("infeasible" if infeasible else self.unimproved()))
+        return self.term(stopped)
+
+    def find_first_arcs(self, operator: Callable[[], Operator]) -> None:
+        """Find arcs at entropic potentials, of `operator`, or all arcs where they are few."""
+        n, m = len(self.a), len(self.b)
+        rows, columns, masses = corner_tree(self.integers.supply, self.integers.demand)
+        f, count = self.f, max(n, m)
+        if not self.plain:
+            f, self.g, self.passes = first_potentials(self.costs, operator(), self.end)
+            count = FIRST_ARCS
+        check_arcs(min(n * m, (n + m) * (count + 1)))
+        priced = self.price(f, self.g, count, wanted=(rows, columns))
+        self.improve_upper(priced.wanted, masses)
+        self.f, self.arcs, self.plan = priced.row_least, priced.arcs, priced.wanted
+
+    def solve_round(self) -> None:
+        """Solve the program on the arcs, and pass over all costs at its potentials for others."""
+        gap, known, m = self.upper_end - self.lower_end, len(self.arcs.rows), len(self.b)
+        solved = self.next_program()
+        self.rounds += 1
+        if solved is None:
+            self.ended = self.unimproved()
+            return
+        used, vertex = solved
+        found = used.some(vertex.which)
+        hubs = hub_arcs(found, vertex.masses, len(self.a), m)
+        below = -self.negligible(vertex.f, vertex.g)
+        priced = self.price(vertex.f, vertex.g, self.more_arcs, below=below, wanted=hubs)
+        self.f, self.g = priced.row_least, vertex.g
+        if self.improve_upper(found, vertex.masses, priced.wanted):
+            # From here on these arcs have a plan, and the corner's are not needed.
+            self.plan = found
+        self.arcs = Arcs.joined(m, self.arcs, priced.arcs)
+        self.cutoff = NEAR * self.plan.reduced(self.f, self.g).max()
+        halved = self.upper_end - self.lower_end < gap / 2
+        self.stalled = 0 if halved or len(self.arcs.rows) > known else self.stalled + 1
+        if self.stalled > 0 and self.upper is None:
+            # No pair is worth its cost at that of a forbidden arc, which is not beyond all costs:
+            # it would leave potentials no digits.
+            self.find_plan()
+        elif self.stalled == MOST_STALLED and not self.plain:
+            self.restart()
+        elif self.stalled == MOST_STALLED:
+            self.ended = self.unimproved()
+
+    def next_program(self) -> tuple[Arcs, Vertex] | None:
+        """Solve the program; return its arcs as well, None if rounding hides their plan."""
+        used = self.arcs.some(self.arcs.reduced(self.f, self.g) <= self.cutoff)
+        with_plan = Arcs.joined(len(self.b), used, self.plan)
+        if self.rounds == 0:
+            try:
+                return used, self.solve_program(used)
+            except ProgramError as error:
+                if error.code != NO_PLAN:
+                    raise
+            # The first arcs alone have no plan. With the corner's, whose large costs would cost
+            # potentials digits, they have one.
+            self.slack = self.costs.forbidden
+            return with_plan, self.solve_program(with_plan)
+        try:
+            return with_plan, self.solve_program(with_plan)
+        except ProgramError as error:
+            if error.code != NO_PLAN or self.upper is None:
+                raise
+            # There is one, but costs that are lost to rounding beside others hid it.
+            return None
+
+    def restart(self) -> None:
+        """Take the arcs at potentials of 0.
+
+        A few huge costs may have left the first potentials without a digit of the others.
+        """
+        self.plain, self.stalled, self.cutoff = True, 0, math.inf
+        self.g = np.zeros_like(self.b)
+        priced = self.price(np.zeros_like(self.a), self.g, FIRST_ARCS)
+        self.f, self.arcs = priced.row_least, priced.arcs
 
     def unimproved(self) -> StoppedBy:
         """Return what ended a solve with a plan that rounds no longer improve."""
@@ -340,40 +380,37 @@ class _Solve:
         narrow = self.upper_end - self.lower_end <= self.common_width
         return "optimal" if narrow else "rounding"
 
-    def solve_program(self, arcs: Arcs, f: Vector, g: Vector) -> Vertex:
+    def solve_program(self, arcs: Arcs) -> Vertex:
         """Solve the program on some arcs, if they fit in memory."""
         check_arcs(len(arcs.rows))
         supply, demand, _ = self.integers
-        return solve_program(supply, demand, arcs, f, g, slack=self.slack)
+        return solve_program(supply, demand, arcs, self.f, self.g, slack=self.slack)
 
-    def find_plan(self, arcs: Arcs, plan: Arcs) -> tuple[Arcs, Arcs | None]:
+    def find_plan(self) -> None:
         """Look for a plan without forbidden pairs among all pairs, whatever their costs.
 
-        Args:
-            arcs: those so far.
-            plan: arcs of a plan with forbidden pairs.
-
-        Returns:
-            The arcs with those found, and the arcs of the plan; None if there is none, to rounding
-            of the masses, or no time.
+        The solve ends as infeasible if there is none, to rounding of the masses.
         """
         lowest, highest = self.costs.lowest, self.costs.highest
         # A pair that could help has f_i + g_j of 1 or more, others of 0 or less. With this unit
         # the reduced costs of the first are below -unit / 2, those of others not below 0.
         unit = 2 * max(highest - lowest, abs(lowest), abs(highest)) or 1.0
-        known = 0
-        while known < len(arcs.rows) and self.seconds_left > 0:
-            known, used = len(arcs.rows), Arcs.joined(len(self.b), arcs, plan)
+        known, self.stalled, self.cutoff = 0, 0, math.inf
+        while self.seconds_left > 0:
+            if known == len(self.arcs.rows):
+                self.ended = "infeasible"
+                return
+            known, used = len(self.arcs.rows), Arcs.joined(len(self.b), self.arcs, self.plan)
             check_arcs(len(used.rows))
             vertex = fewest_forbidden(self.integers.supply, self.integers.demand, used)
             self.rounds += 1
             found = used.some(vertex.which)
             if self.improve_upper(found, vertex.masses):
-                return arcs, found
-            f, g, count = lowest + unit * vertex.f, unit * vertex.g, self.more_arcs
-            priced = self.price(f, g, count, below=-unit / 4)
-            arcs = Arcs.joined(len(self.b), arcs, priced.arcs)
-        return arcs, None
+                self.plan = found
+                return
+            f, g = lowest + unit * vertex.f, unit * vertex.g
+            priced = self.price(f, g, self.more_arcs, below=-unit / 4)
+            self.arcs = Arcs.joined(len(self.b), self.arcs, priced.arcs)
 
     @property
     def more_arcs(self) -> int:
