@@ -18,7 +18,7 @@ class Exact(Schedule):
     It goes with `epsilon=0`, which selects it. The interval holds whatever stopped the solve.
 
     Args:
-        bound_width: (upper - lower) / |upper| to reach, of the number asked for. 0: until the
+        bound_width: (upper - lower) / |upper| of the distance with its self terms. 0: until the
             interval is as narrow as rounding allows.
         max_seconds: wall time after which no further round begins, all terms together. Programs and
             passes are not interrupted.
