@@ -443,16 +443,16 @@ def test_rounding_of_costs_is_in_the_interval(monkeypatch):
 
 
 def test_a_residual_is_paid_for():
+    """A plan of 0.5 each between equal points, for masses of which 2 t must move at a cost of 1."""
     arcs = pricing.Arcs(np.array([0, 1]), np.array([0, 1]), np.array([0.0, 0.0]))
-    a, none = np.array([0.5, 0.5]), (np.zeros(2), np.zeros(2))
-    for moved in (0.0, 1e-3, 0.2):
-        masses = np.array([0.5 + moved, 0.5 - moved])
-        marginals = marginals_of(a, a, arcs, masses)
+    masses, none = np.array([0.5, 0.5]), (np.zeros(2), np.zeros(2))
+    for t in (0.0, 1e-3, 0.2):
+        a, b = np.array([0.5 + t, 0.5 - t]), np.array([0.5 - t, 0.5 + t])
+        marginals = marginals_of(a, b, arcs, masses)
         bound = upper_bound(arcs, masses, marginals, 1.0, none)
-        # A tenth of the mass has to go where it costs 1.
-        assert bound.value + bound.rounding >= 2 * moved
-        assert marginals.error == pytest.approx(2 * moved, abs=1e-14)
-        assert bound.rounding <= 2.00001 * moved + 1e-14
+        assert bound.value + bound.rounding >= 2 * t
+        assert marginals.error == pytest.approx(2 * t, abs=1e-14)
+        assert bound.rounding <= 2.00001 * t + 1e-14
 
 
 def test_masses_become_integers_of_equal_sums():

@@ -181,7 +181,8 @@ def test_optimal_is_said_of_narrow_intervals_alone(kind, masses):
             common = max(float(np.median(costs)), abs(high))
             if found.converged:
                 assert high - low <= max(width * high, 1e-11 * common), (case, width)
-    assert said_rounding == 0 or kind in ("big M", "log-normal")
+    # Equal masses have exact marginals, and few costs far above the others are no part of a plan.
+    assert (said_rounding > 0) == (kind in ("big M", "log-normal") and masses == "random")
 
 
 def test_a_tiny_mass_with_a_huge_cost_is_not_called_optimal():
@@ -330,6 +331,8 @@ def test_no_chosen_number_makes_an_interval_false(where, value, monkeypatch):
         a, b = (rng.dirichlet(np.ones(s)) if kind == "masses" else None for s in (n, m))
         found, _ = solved(costs, a, b)
         low, high = found.bounds
+        assert math.isfinite(low), kind
+        assert math.isfinite(high), kind
         if kind == "masses":
             truth = ot.emd2(a, b, costs)
             assert low - 1e-13 <= truth <= high + 1e-13
