@@ -4,8 +4,8 @@ The problem is that of the masses a / sum a and b / sum b as real numbers, and o
 the computed ones are off by at most A_i + B_j (`ExactCosts.errors`). u is the unit roundoff of
 float64; sums of products are rounded once (`math.fsum`), after each product was.
 
-Lower bound. For any g let f_i = min_j (C'_ij - g_j) for the computed costs C'. As x (1 - u) grows
-with x, C_ij - A_i - B_j >= f_i + g_j - u |f_i| for all pairs with mass, so that
+Lower bound. For any g let f_i = min_j (C'_ij - g_j) for the computed costs C'. As t - u |t| grows
+with t, C_ij - A_i - B_j >= f_i + g_j - u |f_i| for all pairs with mass, so that
 
     OT_0 >= <a, f - A - u |f|> + <b, g - B>.                                                  (1)
 
@@ -55,12 +55,12 @@ class Bound(NamedTuple):
     Attributes:
         value: of the dual, or the cost of the plan, as computed.
         rounding: by how much the end is beyond it.
-        marginals: the part of `rounding` that the marginals of a plan cost, of the upper end.
+        marginal_cost: the part of `rounding` that the marginals of a plan cost, of the upper end.
     """
 
     value: float
     rounding: float
-    marginals: float = 0.0
+    marginal_cost: float = 0.0
 
 
 class Marginals(NamedTuple):

@@ -29,11 +29,12 @@ TOTAL = 2.0**52
 # More pivots than any problem in memory takes.
 MOST_PIVOTS = 10**12
 
-# The largest reduced cost has so many bits.
+# Reduced costs are scaled so that the largest is in [2^19, 2^20): POT adds 1 to the largest for its
+# artificial arcs, which is then 1e-6 of it.
 COST_BITS = 20
 
-# The cost of a slack arc, of which a unit takes two, and of a forbidden one, over (n + m) times the
-# largest reduced cost.
+# Costs over (n + m) 2^COST_BITS, which no cycle of allowed arcs reaches. A unit left out uses two
+# slack arcs, dearer together than any such cycle and cheaper than a forbidden arc.
 SLACK_COST, FORBIDDEN_COST = 1.0, 4.0
 
 # POT's codes for an optimal plan, and for none on these arcs, which also ends programs whose small
@@ -151,7 +152,7 @@ def solve_program(
     most = np.abs(reduced[~forbidden]).max(initial=0.0)
     unit = max(2.0 ** (math.frexp(most)[1] - COST_BITS), UNDERFLOW) if most > 0 else 1.0
     reduced /= unit
-    # No cycle of allowed arcs pays as much as one forbidden arc.
+    # More than any cycle of allowed arcs pays.
     large = (n + m) * 2.0**COST_BITS
     reduced[forbidden] = FORBIDDEN_COST * large
     rows, columns, shape, units = used.rows, used.columns, (n, m), (supply, demand)

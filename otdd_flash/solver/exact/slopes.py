@@ -150,9 +150,9 @@ class _Groups:
         self.count = len(used)
         self.rows, self.columns = np.split(of_label[label], [n])
         # A row and a column of each group.
-        self._some = tuple(np.empty(self.count, np.int64) for _ in range(2))
-        for some, side in zip(self._some, plan, strict=True):
-            some[places] = side
+        self._representatives = tuple(np.empty(self.count, np.int64) for _ in range(2))
+        for points, side in zip(self._representatives, plan, strict=True):
+            points[places] = side
         priced = costs.price(f, g, ARCS, wanted=plan)
         self.plan, self._arcs = priced.wanted, priced.arcs
 
@@ -194,7 +194,9 @@ class _Groups:
 
     def _with_tree(self, tree: tuple[Places, Places]) -> Arcs:
         """Return the arcs with those of a tree between groups, by a row and a column of each."""
-        rows, columns = (some[side] for some, side in zip(self._some, tree, strict=True))
+        rows, columns = (
+            points[side] for points, side in zip(self._representatives, tree, strict=True)
+        )
         order = np.argsort(rows, kind="stable")
         wanted = rows[order], columns[order]
         found = self.costs.price(self.f, self.g, 1, below=-np.inf, wanted=wanted).wanted

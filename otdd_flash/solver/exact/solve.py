@@ -484,10 +484,10 @@ class _Solve:
         if self.upper is not None and self.lower is not None:
             upper, lower = self.upper.bound, self.lower.bound
             # Complementary slackness: but for what marginals may cost, sums round by so much.
-            rounding = upper.rounding - upper.marginals + lower.rounding
+            rounding = upper.rounding - upper.marginal_cost + lower.rounding
             if upper.value - lower.value <= rounding:
                 known = self.relative_width <= max(self.width, TWELVE_DIGITS)
-                if known or rounding + upper.marginals <= self.common_width:
+                if known or rounding + upper.marginal_cost <= self.common_width:
                     return "optimal"
         if self.width > 0 and self.relative_width <= self.width:
             return "bound_width"
