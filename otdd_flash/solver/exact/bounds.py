@@ -97,6 +97,16 @@ def mean_errors(costs: ExactCosts) -> float:
     return float(costs.a @ costs.errors[0] + costs.b @ costs.errors[1])
 
 
+def negligible(costs: ExactCosts, f: Vector, g: Vector) -> float:
+    """Return the size below which a reduced cost at f (n,) and g (m,) is 0 but for rounding."""
+    # Costs far above the others have none.
+    largest = sum(
+        float(np.abs(potential[masses.cpu().numpy() > 0]).max())
+        for potential, masses in ((f, costs.a), (g, costs.b))
+    )
+    return 4 * DOUBLE_UNIT * min(largest, max(abs(costs.lowest), abs(costs.highest)))
+
+
 def common_rounding(count: int, scale: float, error: float) -> float:
     """Return how far rounding leaves (1) and (2) apart at most where no cost is above the others.
 

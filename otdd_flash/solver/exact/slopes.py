@@ -32,6 +32,7 @@ from torch import Tensor
 from otdd_flash.cost.points import DOUBLE_UNIT
 from otdd_flash.errors import InputError, NotConvergedWarning, warn
 from otdd_flash.operators.comparison import Comparison
+from otdd_flash.solver.exact.bounds import negligible
 from otdd_flash.solver.exact.pricing import Arcs, ExactCosts, Places, PointCosts, Vector
 from otdd_flash.solver.exact.program import (
     NO_PLAN,
@@ -171,7 +172,6 @@ class _Groups:
         integers = integer_masses(*sides)
         units = integers.supply, integers.demand
         arcs = self._with_tree(corner_tree(*units)[:2])
-        slack = 4 * DOUBLE_UNIT * max(abs(self.costs.lowest), abs(self.costs.highest))
         for _ in range(MOST_PASSES):
             gaps = self._gaps(arcs)
             nothing = np.zeros(self.count)
@@ -185,7 +185,9 @@ class _Groups:
             t = vertex.f
             f = self.f + np.where(known, t[self.rows], 0)
             g = self.g - np.where(self.columns >= 0, t[self.columns], 0)
-            more = self.costs.price(f, g, ARCS, below=-8 * slack).arcs
+            # The lengths of a path add their rounding.
+            below = -8 * negligible(self.costs, f, g)
+            more = self.costs.price(f, g, ARCS, below=below).arcs
             joined = Arcs.joined(len(g), arcs, more)
             if len(joined.rows) == len(arcs.rows):
                 return base + float(supply @ t)

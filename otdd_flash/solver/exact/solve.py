@@ -41,6 +41,7 @@ from otdd_flash.solver.exact.bounds import (
     lower_bound,
     marginals_of,
     mean_errors,
+    negligible,
     upper_bound,
 )
 from otdd_flash.solver.exact.pricing import (
@@ -75,12 +76,21 @@ if TYPE_CHECKING:
 # Entries of a cost up to which the program takes all of them.
 FEW_ENTRIES = 1 << 15
 
-# The epsilon of the first potentials, over the mean cost, and by how much it is raised where its
-# precision cannot hold it. Their marginal error.
-FIRST_LEVEL, RAISED, FIRST_ERROR = 1e-3, 10.0, 0.05
+# The epsilon of the first potentials over the mean cost: small enough that the arcs of the optimal
+# plan are among the least reduced costs, large enough for few iterations.
+FIRST_LEVEL = 1e-3
 
-# Arcs of every row and of every column: those at first, and most of those added in a round.
-FIRST_ARCS, MORE_ARCS = 10, 10
+# By how much that is raised where its precision cannot hold it.
+RAISED = 10.0
+
+# The marginal error of the first potentials, which choose arcs and prove nothing.
+FIRST_ERROR = 0.05
+
+# Arcs of every row and of every column at first, of which most programs need no others.
+FIRST_ARCS = 10
+
+# The most of them that a round adds, so that programs stay small.
+MORE_ARCS = 10
 
 # A program takes the arcs of reduced costs up to this many times the largest one in the last plan,
 # which the pass has found: the smaller the costs, the smaller their rounding.
@@ -323,7 +333,7 @@ class _Solve:
         used, vertex = solved
         found = used.some(vertex.which)
         hubs = hub_arcs(found, vertex.masses, len(self.a), m)
-        below = -self.negligible(vertex.f, vertex.g)
+        below = -negligible(self.costs, vertex.f, vertex.g)
         priced = self.price(vertex.f, vertex.g, self.more_arcs, below=below, wanted=hubs)
         self.f, self.g = priced.row_least, vertex.g
         if self.improve_upper(found, vertex.masses, priced.wanted):
@@ -506,13 +516,6 @@ class _Solve:
     def seconds_left(self) -> float:
         """The time until no further round begins."""
         return self.end - time.perf_counter()
-
-    def negligible(self, f: Vector, g: Vector) -> float:
-        """Reduced costs that are negative by less than this are 0 but for rounding."""
-        # Costs far above the others have none.
-        largest = np.abs(f[self.a > 0]).max() + np.abs(g[self.b > 0]).max()
-        most = max(abs(self.costs.lowest), abs(self.costs.highest))
-        return 4 * DOUBLE_UNIT * min(float(largest), most)
 
     @property
     def lower_end(self) -> float:
