@@ -89,7 +89,7 @@ class QuasiNewton:
         state = state._replace(iterations=state.iterations + active)
         found = self.vectors.evaluate(evaluated_level(self._goal, state), active)
         costs, slot = numbers_of(self._problems), self._memory.slot
-        decision = decide(self._goal, costs, state, found, form.symmetric)
+        decision = decide(self._goal, costs, state, found, form.of_mass_one)
         # Only the last g that was kept at this level has a residual to compare with.
         begun = active & state.trust.dual.isfinite()
         plain, rounding = decision.plain, decision.rounding
@@ -184,41 +184,40 @@ class ManyVectors:
         """
         self.rows, updated = self._problems.softmins(self._candidate, self.rows, epsilon, active)
         masses, potential = self._problems.column_masses, self._candidate.double()
-        support = masses > 0
-        self._fresh = updated.double() - potential
+        constraints, row_masses = self._problems.constraints, self._problems.row_masses
+        support, updated, translation = masses > 0, updated.double(), 0.0
+        if self.rows is not None and row_masses is not None:
+            ends = row_masses, self.rows.double(), masses, updated
+            translation = constraints.translation(*ends)
+        self._fresh = updated - potential - translation
         fresh = torch.where(support, self._fresh, 0)
-        change = (fresh / -epsilon[:, None]).exp()
+        held, plain = torch.where(support, potential, 0), fresh + translation
+        terms = constraints.columns.terms(held, plain, epsilon[:, None])
         step, difference = potential - self.kept, self.residual - fresh
         lowest = torch.where(support, potential, torch.inf).amin(1)
         highest = torch.where(support, potential, -torch.inf).amax(1)
-        value, size, gap, mass, *products = totals(
-            torch.stack(
-                (
-                    potential,
-                    potential.abs(),
-                    (change - 1).abs(),
-                    change,
-                    step,
-                    difference,
-                    fresh,
-                    step * step,
-                    step * difference,
-                    difference * difference,
-                    step * fresh,
-                    difference * fresh,
-                )
-            )
-            * masses
+        products = (
+            step,
+            difference,
+            fresh,
+            step * step,
+            step * difference,
+            difference * difference,
+            step * fresh,
+            difference * fresh,
         )
+        sums = totals(torch.stack((*terms, *products)) * masses)
         weighted = torch.stack((difference, fresh), 1) * masses[:, None]
         remembered = totals(self._remembered[:, None] * weighted[:, :, None])
-        f, a = potential, masses
-        if self.rows is not None and self._problems.row_masses is not None:
-            f, a = self.rows.double(), self._problems.row_masses
-        row_value, row_size = totals(torch.stack((f, f.abs())) * a)
-        numbers = (row_value, row_size, value, size, lowest, highest, gap, mass, *products)
+        of_columns = constraints.columns.numbers(sums[: len(terms)], sums[len(terms) + 2])
+        of_rows = of_columns[:2]
+        if self.rows is not None and row_masses is not None:
+            f = self.rows.double()
+            of_rows = totals(torch.stack((constraints.rows.dual(f), f.abs())) * row_masses)
+        value, size, gap, mass, raised = of_columns
+        numbers = (*of_rows, value, size, *constraints.ends(lowest, highest), gap, mass)
         each = [Products(*products.chunk(2, 1)) for products in remembered.unbind(1)]
-        return Evaluation(*numbers, *each)
+        return Evaluation(*numbers, *sums[len(terms) :], *each, raised)
 
     def move(self, move: Move, active: Tensor) -> None:
         """Choose the next candidates; the vectors of problems that are not active stay."""

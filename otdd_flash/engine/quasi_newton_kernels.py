@@ -85,7 +85,7 @@ class QuasiNewtonKernels:
             after,
             memory=self.vectors.memory,
             damping=self._form.damping,
-            symmetric=self._form.symmetric,
+            symmetric=self._form.of_mass_one,
         )
         self.vectors.move(move, before.active)
         self._state, self._other = after, before

@@ -30,17 +30,17 @@ class OneKernelProblem(OneProblem):
     If passes are short, steps are recorded as a CUDA graph. Facts of the costs are host tensors.
     """
 
-    def __init__(self, operator: Operator, *, symmetric: bool) -> None:
-        super().__init__(operator, symmetric=symmetric)
+    def __init__(self, operator: Operator, form: Form) -> None:
+        super().__init__(operator, form)
         self._learn()
         self.device, self.masses = operator.a.device, (operator.a, operator.b)
         n, m = len(operator.a), len(operator.b)
         rows, columns = self.ranges
         # A self term has one layout, for columns.
         self.layouts: list[SegmentLayout] = [
-            whole_layout(m, n, self.device, rows if symmetric else columns)
+            whole_layout(m, n, self.device, rows if form.symmetric else columns)
         ]
-        if not symmetric:
+        if not form.symmetric:
             self.layouts.insert(0, whole_layout(n, m, self.device, rows))
 
     @property

@@ -26,6 +26,7 @@ from otdd_flash.engine.few_problems import MEMORY, FewQuasiNewton, FewVectors
 from otdd_flash.engine.problems import Evaluated, Start, Vectors
 from otdd_flash.engine.quasi_newton import ManyVectors, QuasiNewton
 from otdd_flash.formulas.decision import Form
+from otdd_flash.formulas.marginals import EXACT
 from otdd_flash.operators.base import Epsilon, Marginals, Passes
 from otdd_flash.operators.one_problem import Scalars
 from otdd_flash.operators.score_pool import (
@@ -166,6 +167,8 @@ class TorchSegments(PooledSegments):
         pool: the problems.
         own: whether these are the self terms.
     """
+
+    constraints = EXACT
 
     def __init__(self, pool: TorchPool, *, own: bool) -> None:
         super().__init__(pool, own=own)

@@ -554,7 +554,7 @@ class TermRead(NamedTuple):
         """Unpack the values, in this order."""
         error, iterations, *rest = values
         known = len(PooledCosts._fields)
-        numbers = (CrossNumbers if cross else SelfNumbers)(*rest[known:])
+        numbers = (CrossNumbers if cross else SelfNumbers).of(rest[known:])
         return cls(error, iterations, PooledCosts(*rest[:known]), numbers)
 
 

@@ -1,0 +1,329 @@
+"""What the marginals of a plan owe the masses: to equal them, or to be near them at a price.
+
+    OT = min_P <C, P> + epsilon KL(P | a b^T) + D_x(P 1 | a) + D_y(P^T 1 | b),
+    KL(p | q) = sum p log(p / q) - p + q,
+
+with masses that sum to 1. A `Marginal` is the D of one side: `Exact` is 0 at p = a and infinite
+elsewhere, `RelaxedByKL` is rho KL(p | a). Those of both sides are `Constraints`, beside the cost in
+a comparison. Solver, engine and certificates ask them for everything in which one kind differs
+from another, and never which kind they are. Another kind is another class here.
+
+**Dual.** With phi(f) = f where marginals are exact and -rho (e^(-f / rho) - 1) where they are
+relaxed,
+
+    D(f, g) = <a, phi_x(f)> + <b, phi_y(g)> + epsilon (1 - sum P) <= OT    for any f and g,
+
+of the plan P_ij = a_i b_j e^((f_i + g_j - C_ij) / epsilon). D is largest in f where row sums are
+what is owed, p = a phi_x'(f): a, or a e^(-f / rho). That is the update
+
+    f = rho / (rho + epsilon) T(g),    or f = T(g) of exact marginals.
+
+**Primal.** As log(P_ij / a_i b_j) is an exponent, P itself costs as much as
+
+    D(f, g) + rho_x KL(P 1 | p) + rho_y KL(P^T 1 | q),    p = a e^(-f / rho_x), q = b e^(-g / rho_y),
+
+an upper bound of OT where both sides are relaxed, since then every P >= 0 is admissible.
+
+**Translation.** f + t and g - t have the same plan, and D(f + t, g - t) is largest where both sides
+owe the same mass. Updates alone approach that t at a rate of rho / (rho + epsilon) on each side;
+in closed form it takes no time (Sejourne, Vialard & Peyre 2022, Faster unbalanced optimal
+transport: translation invariant Sinkhorn and 1-D Frank-Wolfe):
+
+    t = log(<a, e^(-f / rho_x)> / <b, e^(-g / rho_y)>) / (1 / rho_x + 1 / rho_y).
+
+Vectors have shape (..., k), their masses likewise; potentials and penalties are in units of the
+cost. `expm1` throughout: for a large rho all that matters is in the digits that e^(-f / rho) loses.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.formulas.evidence import at_least
+
+# Keeps quotients finite where no mass moves.
+TINY = torch.finfo(torch.float64).tiny
+
+
+class ColumnNumbers(NamedTuple):
+    """What an evaluation tells of the columns, as in `evidence.Evaluation`."""
+
+    value: Any
+    size: Any
+    gap: Any
+    mass: Any
+    raised: Any
+
+
+class Marginal(ABC):
+    """What the marginal of one side owes its masses."""
+
+    @property
+    @abstractmethod
+    def softness(self) -> float:
+        """1 / rho; 0 of an exact one."""
+
+    @abstractmethod
+    def updated(self, softmin: Tensor, epsilon: float | Tensor) -> Tensor:
+        """Return the potential that maximizes the dual, from its softmin."""
+
+    @abstractmethod
+    def softmin_of(self, potential: Tensor, epsilon: float | Tensor) -> Tensor:
+        """Return the softmin of which a potential is the update."""
+
+    @abstractmethod
+    def dual(self, potential: Tensor) -> Tensor:
+        """Return phi(f), whose product with the masses is this side's part of the dual value."""
+
+    @abstractmethod
+    def owed(self, masses: Tensor, potential: Tensor) -> Tensor:
+        """Return the marginal that a plan of this potential owes: a, or a e^(-f / rho)."""
+
+    @abstractmethod
+    def factors(self, owed: Tensor, sums: Tensor, epsilon: float | Tensor) -> Tensor:
+        """Return the factors of an update in a plan with these sums: e^((f' - f) / epsilon)."""
+
+    @abstractmethod
+    def excess(self, sums: Tensor, owed: Tensor, relative: float) -> Tensor:
+        """Bound rho KL(sums | owed), (...), for sums off by a share; infinite of an exact one."""
+
+    @abstractmethod
+    def level(self, mass: Tensor, owed: Tensor, epsilon: float | Tensor) -> Tensor:
+        """Return by what to divide a self term's plan of this mass to maximize its dual value.
+
+        Its potential then falls by half of epsilon log of that. The plan's mass is then what is
+        owed, after the fall.
+
+        Args:
+            mass: of the plan, (..., 1).
+            owed: the sum of what is owed, likewise.
+            epsilon: regularisation.
+        """
+
+    @abstractmethod
+    def terms(
+        self, potential: Tensor, step: Tensor, epsilon: float | Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the vectors whose sums over masses `numbers` takes, from a potential and its step.
+
+        Args:
+            potential: g.
+            step: what the plain update adds to it.
+            epsilon: regularisation.
+        """
+
+    @abstractmethod
+    def numbers(self, totals: Sequence[Any], mean_step: Any) -> ColumnNumbers:
+        """Return an evaluation's numbers from the sums of `terms`, and of the step."""
+
+
+@dataclass(frozen=True)
+class Exact(Marginal):
+    """A marginal that equals the masses."""
+
+    @property
+    def softness(self) -> float:
+        return 0.0
+
+    def updated(self, softmin: Tensor, epsilon: float | Tensor) -> Tensor:
+        return softmin
+
+    def softmin_of(self, potential: Tensor, epsilon: float | Tensor) -> Tensor:
+        return potential
+
+    def dual(self, potential: Tensor) -> Tensor:
+        return potential
+
+    def owed(self, masses: Tensor, potential: Tensor) -> Tensor:
+        return masses
+
+    def factors(self, owed: Tensor, sums: Tensor, epsilon: float | Tensor) -> Tensor:
+        return owed / sums
+
+    def excess(self, sums: Tensor, owed: Tensor, relative: float) -> Tensor:
+        return torch.full_like(sums[..., 0], math.inf)
+
+    def level(self, mass: Tensor, owed: Tensor, epsilon: float | Tensor) -> Tensor:
+        return mass
+
+    def terms(
+        self, potential: Tensor, step: Tensor, epsilon: float | Tensor
+    ) -> tuple[Tensor, ...]:
+        change = torch.exp(step / -epsilon)
+        return potential, potential.abs(), (change - 1).abs_(), change
+
+    def numbers(self, totals: Sequence[Any], mean_step: Any) -> ColumnNumbers:
+        value, size, gap, mass = totals
+        return ColumnNumbers(value, size, gap, mass, mean_step)
+
+
+@dataclass(frozen=True)
+class RelaxedByKL(Marginal):
+    """A marginal p that costs rho KL(p | a).
+
+    Attributes:
+        rho: the penalty, in units of the cost.
+    """
+
+    rho: float
+
+    @property
+    def softness(self) -> float:
+        return 1 / self.rho
+
+    def updated(self, softmin: Tensor, epsilon: float | Tensor) -> Tensor:
+        return softmin * (self.rho / (self.rho + epsilon))
+
+    def softmin_of(self, potential: Tensor, epsilon: float | Tensor) -> Tensor:
+        return potential * ((self.rho + epsilon) / self.rho)
+
+    def dual(self, potential: Tensor) -> Tensor:
+        return torch.expm1(potential / -self.rho) * -self.rho
+
+    def owed(self, masses: Tensor, potential: Tensor) -> Tensor:
+        # Where there is no mass the exponential may overflow.
+        return torch.where(masses > 0, masses * torch.exp(potential / -self.rho), 0)
+
+    def factors(self, owed: Tensor, sums: Tensor, epsilon: float | Tensor) -> Tensor:
+        return (owed / sums) ** (self.rho / (self.rho + epsilon))
+
+    def excess(self, sums: Tensor, owed: Tensor, relative: float) -> Tensor:
+        # r log(r / p) - r + p without its cancellation. It is convex in r, with slope log(r / p).
+        logs = torch.where(sums > 0, (sums / owed).log(), 0)
+        slack = relative * (logs.abs() + relative)
+        each = torch.where(sums > 0, sums * (logs + torch.expm1(-logs) + slack), owed)
+        return each.sum(-1) * self.rho
+
+    def level(self, mass: Tensor, owed: Tensor, epsilon: float | Tensor) -> Tensor:
+        return (mass / owed) ** (self.rho / (self.rho + epsilon / 2))
+
+    def terms(
+        self, potential: Tensor, step: Tensor, epsilon: float | Tensor
+    ) -> tuple[Tensor, ...]:
+        after = potential + step
+        change = torch.exp((potential - self.softmin_of(after, epsilon)) / epsilon)
+        owed, left = torch.exp(potential / -self.rho), torch.exp(after / -self.rho)
+        rise = torch.expm1(step / -self.rho) * owed * -self.rho
+        return (
+            self.dual(potential),
+            potential.abs(),
+            (change - owed).abs_(),
+            change,
+            owed,
+            # The gain of the update is rise + epsilon (change - left).
+            rise - epsilon * (left - 1),
+        )
+
+    def numbers(self, totals: Sequence[Any], mean_step: Any) -> ColumnNumbers:
+        value, size, gap, mass, owed, raised = totals
+        return ColumnNumbers(value, size, gap / at_least(owed, TINY), mass, raised)
+
+
+class Translated(NamedTuple):
+    """Potentials after a translation t that makes what both sides owe equal.
+
+    Attributes:
+        f: f + t.
+        g: g - t.
+        rows: by what this multiplies the marginal that rows owe, e^(-t / rho_x).
+        fit: the least of 1 and what it multiplies either side's by.
+        mass: what both sides owe.
+        exponent: t / rho_x.
+    """
+
+    f: Tensor
+    g: Tensor
+    rows: Any
+    fit: Any
+    mass: Any
+    exponent: Any
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What the marginals of both sides of a plan owe.
+
+    Attributes:
+        rows: those of a.
+        columns: those of b.
+    """
+
+    rows: Marginal
+    columns: Marginal
+
+    @property
+    def softness(self) -> float:
+        """1 / rho_x + 1 / rho_y; 0 where both are exact, and D the same for all translations."""
+        return self.rows.softness + self.columns.softness
+
+    @property
+    def exact(self) -> bool:
+        """Whether both are: what they owe has mass 1, and potentials are free to translate."""
+        return self.softness == 0
+
+    def translation(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> Tensor | float:
+        """Return the t (..., 1) of the largest D(f + t, g - t); 0 where D does not depend on it."""
+        if self.exact:
+            return 0.0
+        of_rows, of_columns = _log_mass(self.rows, a, f), _log_mass(self.columns, b, g)
+        return (of_rows - of_columns) / self.softness
+
+    def translated(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> Translated:
+        """Return f + t (..., n) and g - t (..., m), of the same plan and the largest dual value."""
+        if self.exact:
+            return Translated(f, g, 1.0, 1.0, 1.0, 0.0)
+        t = self.translation(a, f, b, g)
+        exponent = t * self.rows.softness
+        logs = torch.cat((-exponent, t * self.columns.softness), -1)
+        mass = torch.exp(_log_mass(self.rows, a, f) - exponent)
+        fit = torch.exp(logs.amin(-1).clamp_max(0))
+        return Translated(f + t, g - t, torch.exp(-exponent), fit, mass[..., 0], exponent[..., 0])
+
+    def ends(self, lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ends of potentials for `evidence.oscillation_bound`, which takes a and b."""
+        if self.exact:
+            return lowest, highest
+        return torch.full_like(lowest, -math.inf), torch.full_like(highest, math.inf)
+
+    def owed(self, masses: Tensor, f: Tensor, g: Tensor) -> Tensor:
+        """Return what both sides owe (..., n + m) at their potentials, of masses side by side."""
+        if self.exact:
+            return masses
+        a, b = masses.split((f.shape[-1], g.shape[-1]), -1)
+        return torch.cat((self.rows.owed(a, f), self.columns.owed(b, g)), -1)
+
+    def dual(self, potentials: Tensor, rows: slice) -> Tensor:
+        """Return phi(f) and phi(g) (..., n + m) of potentials side by side, f in `rows`."""
+        if self.exact:
+            return potentials
+        f, g = potentials[..., rows], potentials[..., rows.stop :]
+        return torch.cat((self.rows.dual(f), self.columns.dual(g)), -1)
+
+    def weights(self, masses: Tensor, owed: Tensor) -> Tensor:
+        """Return the weights of potentials in the size of what is added up in a dual value.
+
+        |phi(f)| is at most |f| times the larger of 1 and e^(-f / rho).
+        """
+        return masses if self.exact else torch.maximum(masses, owed)
+
+    def tail(self, mass: Tensor) -> Tensor | float:
+        """Return a K >= 0 such that |e| exp(e) is at most the plan's mass for all e < -K."""
+        if self.exact:
+            return 0.0
+        # 2 x exp(-2 x) <= exp(-x) for x = -log(mass); |e| exp(e) is at most 1 / e = 0.367...
+        return torch.where(mass < 0.36, -2 * mass.log(), 0)
+
+
+def _log_mass(side: Marginal, masses: Tensor, potential: Tensor) -> Tensor:
+    """Return the logarithm (..., 1) of the mass that is owed, also where that underflows."""
+    return torch.logsumexp(masses.log() - side.softness * potential, -1, keepdim=True)
+
+
+EXACT = Constraints(Exact(), Exact())
