@@ -37,6 +37,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
+from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.comparison import Comparison
@@ -45,6 +46,7 @@ from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
 from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.penalties import penalties_of, resolve_constraints
 from otdd_flash.solver.term import TransportTerm
 from otdd_flash.version import __version__
 
@@ -76,6 +78,7 @@ class DistanceResult:
             received; this process alone answers questions about the plan.
         unchanged: marks of both datasets, to refuse questions after they were changed in place.
             None if no array of the user's shares their memory.
+        constraints: what the marginals of the plans owe.
         required: whether it is an error, as with the solve's `require_convergence`, or a warning
             that the masses leave potentials of groups of points undetermined; False for a loaded
             result.
@@ -95,6 +98,7 @@ class DistanceResult:
     streamed: Mapping[str, Any] | None = field(default=None, kw_only=True)
     unchanged: Unchanged | None = field(default=None, kw_only=True, repr=False)
     required: bool = field(default=False, kw_only=True, repr=False)
+    constraints: Constraints = field(default=EXACT, kw_only=True)
 
     def __repr__(self) -> str:
         """Return the distance, its solver bounds and what was compared, in one line."""
@@ -205,12 +209,13 @@ class DistanceResult:
     def class_coupling(self) -> Tensor:
         """Return the mass moved from each source class to each target class, (V_x, V_y) float64.
 
-        It sums to 1: the rounding error of the sum is divided out.
+        It sums to 1, as the rounding error of the sum is divided out, or to the mass that moves
+        where marginals are relaxed.
         """
         per_row = self._applied(self._one_hot(self.target)).values
         per_row = per_row.double()
         coupling = self._one_hot(self.source).double().to(per_row.device).T @ per_row
-        return (coupling / coupling.sum()).cpu()
+        return (coupling / coupling.sum() if self.constraints.exact else coupling).cpu()
 
     @computes
     def barycentric_map(self) -> Tensor:
@@ -246,6 +251,11 @@ class DistanceResult:
             NotConvergedWarning: the same, if not required; `slopes` then gives the range.
         """
         self._check_unchanged()
+        if not self.constraints.exact:
+            raise InputError(
+                "contributions are those of exact marginals; with unbalanced, result.unmatched() "
+                "says which rows the other dataset does not have"
+            )
         with self._prepared.within_memory():
             return contributions_of(
                 self._prepared, self.divergence, self.method, required=self.required
@@ -266,6 +276,7 @@ class DistanceResult:
             "target": self.target.name,
             **self.divergence.to_dict(),
             "epsilon": self.epsilon,
+            **({} if self.constraints.exact else {"unbalanced": penalties_of(self.constraints)}),
             "mean_cost": self.mean_cost,
             "seconds": dict(self.seconds),
             "n": len(self.source),
@@ -428,7 +439,8 @@ class DistanceResult:
             # Questions about the plan take the cross term alone.
             pairs=(SIDES["xy"],),
         )
-        return prepared.with_classes(self.class_distances.full).at(self.epsilon)
+        prepared = prepared.with_classes(self.class_distances.full).at(self.epsilon)
+        return prepared.with_constraints(self.constraints)
 
     @cached_property
     def _operator(self) -> Operator:
@@ -510,4 +522,5 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
         seconds=summary["seconds"],
         shared=ALONE._replace(**{key: summary[key] for key in Shared._fields if key in summary}),
         streamed=summary.get("streamed"),
+        constraints=resolve_constraints(summary.get("unbalanced"), None, lambda: 1.0),
     )

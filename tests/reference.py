@@ -116,9 +116,7 @@ def _line_search(
     return torch.zeros_like(step)
 
 
-def translation(
-    a: Tensor, b: Tensor, f: Tensor, g: Tensor, rho: tuple[float, float]
-) -> Tensor:
+def translation(a: Tensor, b: Tensor, f: Tensor, g: Tensor, rho: tuple[float, float]) -> Tensor:
     """The t of the largest dual value of f + t, g - t; a penalty of inf is an exact marginal."""
     rate = 1 / rho[0] + 1 / rho[1]
     of_rows = torch.logsumexp(a.log() - f / rho[0], 0)
@@ -128,21 +126,27 @@ def translation(
 def unbalanced_dual(
     cost: Tensor, a: Tensor, b: Tensor, f: Tensor, g: Tensor, epsilon: float, rho: Sequence[float]
 ) -> Tensor:
-    """sum_i a_i phi(f_i) + sum_j b_j phi(g_j) + epsilon (1 - sum P), phi(f) = -rho (e^(-f / rho) - 1).
+    """sum_i a_i phi(f_i) + sum_j b_j phi(g_j) + epsilon (1 - sum P).
 
-    phi(f) is f where rho is inf. All masses are positive.
+    phi(f) is -rho (e^(-f / rho) - 1), and f where rho is inf. All masses are positive.
     """
-    one, other = (
-        (masses * (potential if penalty == math.inf else -penalty * torch.expm1(-potential / penalty))).sum()
-        for masses, potential, penalty in ((a, f, rho[0]), (b, g, rho[1]))
+
+    def side(masses: Tensor, potential: Tensor, penalty: float) -> Tensor:
+        if penalty == math.inf:
+            return masses @ potential
+        return -penalty * (masses @ torch.expm1(-potential / penalty))
+
+    return (
+        side(a, f, rho[0])
+        + side(b, g, rho[1])
+        + epsilon * (a.sum() * b.sum() - plan(cost, a, b, f, g, epsilon).sum())
     )
-    return one + other + epsilon * (a.sum() * b.sum() - plan(cost, a, b, f, g, epsilon).sum())
 
 
 def unbalanced_primal(
     cost: Tensor, a: Tensor, b: Tensor, coupling: Tensor, epsilon: float, rho: Sequence[float]
 ) -> Tensor:
-    """<C, P> + epsilon KL(P | a b^T) + rho_x KL(P 1 | a) + rho_y KL(P^T 1 | b), by its definition."""
+    """<C, P> + epsilon KL(P | a b^T) + rho_x KL(P 1 | a) + rho_y KL(P^T 1 | b) as defined."""
 
     def divergence(p: Tensor, q: Tensor) -> Tensor:
         return (torch.xlogy(p, p / q) - p + q).sum()

@@ -247,6 +247,9 @@ def settle(
     Raises:
         ConvergenceError: `required`, and offsets are undetermined.
     """
+    if not comparison.constraints.exact:
+        # Penalties determine every offset.
+        return term
     term, groups = settled(comparison, term)
     rows = comparison.given[0] if isinstance(comparison, Comparison) else None
     report_groups(groups, what, rows, required=required)
@@ -268,7 +271,7 @@ def settle_images(comparison: Comparison, term: TransportTerm, *, required: bool
         ConvergenceError: `required`, and an image is undetermined.
     """
     absent = (masses_of(comparison)[0] == 0).nonzero().squeeze(1)
-    if not len(absent):
+    if not len(absent) or not comparison.constraints.exact:
         return term
     term, groups = settled(comparison, term)
     if groups is None:

@@ -223,7 +223,8 @@ class FewVectors:
     def evaluate(self, epsilon: Sequence[float], active: Sequence[bool]) -> list[Evaluation]:
         """Evaluate the candidates g; numbers of problems that are not active are unspecified."""
         self.rows, updated = self._problems.softmins(self.candidate, self.rows, epsilon, active)
-        potential, updated, translation = self.candidate.double(), updated.double(), 0.0
+        potential, updated = self.candidate.double(), updated.double()
+        translation: Tensor | float = 0.0
         constraints, masses = self._problems.constraints, self._problems.column_masses
         if self.rows is not None and self._problems.row_masses is not None:
             ends = self._problems.row_masses, self.rows.double(), masses, updated
@@ -245,7 +246,9 @@ class FewVectors:
         of_columns = of_rows = torch.bmm(torch.stack(terms, 1), self._as_columns)
         if self.rows is not None and self._row_masses is not None:
             f = self.rows.double()
-            of_rows = torch.bmm(torch.stack((constraints.rows.dual(f), f.abs()), 1), self._row_masses)
+            of_rows = torch.bmm(
+                torch.stack((constraints.rows.dual(f), f.abs()), 1), self._row_masses
+            )
         weighted = self._newest * self._as_rows
         lowest, highest = constraints.ends(lowest.amin(1), highest.amax(1))
         parts = (

@@ -185,7 +185,8 @@ class ManyVectors:
         self.rows, updated = self._problems.softmins(self._candidate, self.rows, epsilon, active)
         masses, potential = self._problems.column_masses, self._candidate.double()
         constraints, row_masses = self._problems.constraints, self._problems.row_masses
-        support, updated, translation = masses > 0, updated.double(), 0.0
+        support, updated = masses > 0, updated.double()
+        translation: Tensor | float = 0.0
         if self.rows is not None and row_masses is not None:
             ends = row_masses, self.rows.double(), masses, updated
             translation = constraints.translation(*ends)
@@ -209,15 +210,15 @@ class ManyVectors:
         sums = totals(torch.stack((*terms, *products)) * masses)
         weighted = torch.stack((difference, fresh), 1) * masses[:, None]
         remembered = totals(self._remembered[:, None] * weighted[:, :, None])
-        of_columns = constraints.columns.numbers(sums[: len(terms)], sums[len(terms) + 2])
-        of_rows = of_columns[:2]
+        of_columns, others = sums[: len(terms)].unbind(), sums[len(terms) :].unbind()
+        value, size, gap, mass, raised = constraints.columns.numbers(of_columns, others[2])
+        of_rows = (value, size)
         if self.rows is not None and row_masses is not None:
             f = self.rows.double()
             of_rows = totals(torch.stack((constraints.rows.dual(f), f.abs())) * row_masses)
-        value, size, gap, mass, raised = of_columns
-        numbers = (*of_rows, value, size, *constraints.ends(lowest, highest), gap, mass)
+        numbers = (*of_rows, value, size, *constraints.ends(lowest, highest), gap, mass, *others)
         each = [Products(*products.chunk(2, 1)) for products in remembered.unbind(1)]
-        return Evaluation(*numbers, *sums[len(terms) :], *each, raised)
+        return Evaluation(*numbers, each[0], each[1], raised)
 
     def move(self, move: Move, active: Tensor) -> None:
         """Choose the next candidates; the vectors of problems that are not active stay."""

@@ -20,9 +20,10 @@ what is owed, p = a phi_x'(f): a, or a e^(-f / rho). That is the update
 
 **Primal.** As log(P_ij / a_i b_j) is an exponent, P itself costs as much as
 
-    D(f, g) + rho_x KL(P 1 | p) + rho_y KL(P^T 1 | q),    p = a e^(-f / rho_x), q = b e^(-g / rho_y),
+    D(f, g) + rho_x KL(P 1 | p) + rho_y KL(P^T 1 | q),    p = a e^(-f / rho_x),
 
-an upper bound of OT where both sides are relaxed, since then every P >= 0 is admissible.
+with q = b e^(-g / rho_y): an upper bound of OT where both sides are relaxed, as every P >= 0 is
+admissible then.
 
 **Translation.** f + t and g - t have the same plan, and D(f + t, g - t) is largest where both sides
 owe the same mass. Updates alone approach that t at a rate of rho / (rho + epsilon) on each side;
@@ -108,9 +109,7 @@ class Marginal(ABC):
         """
 
     @abstractmethod
-    def terms(
-        self, potential: Tensor, step: Tensor, epsilon: float | Tensor
-    ) -> tuple[Tensor, ...]:
+    def terms(self, potential: Tensor, step: Tensor, epsilon: float | Tensor) -> tuple[Tensor, ...]:
         """Return the vectors whose sums over masses `numbers` takes, from a potential and its step.
 
         Args:
@@ -153,9 +152,7 @@ class Exact(Marginal):
     def level(self, mass: Tensor, owed: Tensor, epsilon: float | Tensor) -> Tensor:
         return mass
 
-    def terms(
-        self, potential: Tensor, step: Tensor, epsilon: float | Tensor
-    ) -> tuple[Tensor, ...]:
+    def terms(self, potential: Tensor, step: Tensor, epsilon: float | Tensor) -> tuple[Tensor, ...]:
         change = torch.exp(step / -epsilon)
         return potential, potential.abs(), (change - 1).abs_(), change
 
@@ -204,9 +201,7 @@ class RelaxedByKL(Marginal):
     def level(self, mass: Tensor, owed: Tensor, epsilon: float | Tensor) -> Tensor:
         return (mass / owed) ** (self.rho / (self.rho + epsilon / 2))
 
-    def terms(
-        self, potential: Tensor, step: Tensor, epsilon: float | Tensor
-    ) -> tuple[Tensor, ...]:
+    def terms(self, potential: Tensor, step: Tensor, epsilon: float | Tensor) -> tuple[Tensor, ...]:
         after = potential + step
         change = torch.exp((potential - self.softmin_of(after, epsilon)) / epsilon)
         owed, left = torch.exp(potential / -self.rho), torch.exp(after / -self.rho)
@@ -258,6 +253,11 @@ class Constraints:
     rows: Marginal
     columns: Marginal
 
+    def between(self, row: int, column: int) -> Constraints:
+        """Return those of a term between two sides, 0 and 1, of which a self term takes one."""
+        sides = self.rows, self.columns
+        return Constraints(sides[row], sides[column])
+
     @property
     def softness(self) -> float:
         """1 / rho_x + 1 / rho_y; 0 where both are exact, and D the same for all translations."""
@@ -270,8 +270,9 @@ class Constraints:
 
     def translation(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> Tensor | float:
         """Return the t (..., 1) of the largest D(f + t, g - t); 0 where D does not depend on it."""
-        if self.exact:
-            return 0.0
+        return 0.0 if self.exact else self._translation(a, f, b, g)
+
+    def _translation(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> Tensor:
         of_rows, of_columns = _log_mass(self.rows, a, f), _log_mass(self.columns, b, g)
         return (of_rows - of_columns) / self.softness
 
@@ -279,7 +280,7 @@ class Constraints:
         """Return f + t (..., n) and g - t (..., m), of the same plan and the largest dual value."""
         if self.exact:
             return Translated(f, g, 1.0, 1.0, 1.0, 0.0)
-        t = self.translation(a, f, b, g)
+        t = self._translation(a, f, b, g)
         exponent = t * self.rows.softness
         logs = torch.cat((-exponent, t * self.columns.softness), -1)
         mass = torch.exp(_log_mass(self.rows, a, f) - exponent)
@@ -296,7 +297,7 @@ class Constraints:
         """Return what both sides owe (..., n + m) at their potentials, of masses side by side."""
         if self.exact:
             return masses
-        a, b = masses.split((f.shape[-1], g.shape[-1]), -1)
+        a, b = masses[..., : f.shape[-1]], masses[..., f.shape[-1] :]
         return torch.cat((self.rows.owed(a, f), self.columns.owed(b, g)), -1)
 
     def dual(self, potentials: Tensor, rows: slice) -> Tensor:

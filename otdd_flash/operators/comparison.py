@@ -26,6 +26,7 @@ from otdd_flash.distributed.ranks import Ranks, ranks_of
 from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import Mark, mark_of, mark_of_tensors
+from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.memory import (
     ASSUMED_FREE,
     check_memory,
@@ -72,6 +73,7 @@ class Comparison:
             None if all are on the device.
         debias: whether the divergence has self terms, or is the cross term alone.
         epsilon: regularisation, in units of the cost.
+        constraints: what the marginals of plans owe.
     """
 
     given: tuple[LabeledSamples, ...]
@@ -83,6 +85,7 @@ class Comparison:
     streaming: Streaming | None = None
     debias: bool = True
     epsilon: float = 0.0
+    constraints: Constraints = EXACT
 
     @classmethod
     def prepare(
@@ -174,6 +177,7 @@ class Comparison:
         streaming = found.streaming
         if streaming is not None:
             streaming = replace(streaming, tally=self.streaming.tally)
+        found = found.with_constraints(self.constraints)
         return replace(found, streaming=streaming, debias=self.debias, epsilon=self.epsilon)
 
     def with_classes(self, table: Tensor | None) -> Comparison:
@@ -183,6 +187,10 @@ class Comparison:
             InputError: the table has another size or is not finite.
         """
         return replace(self, classes=_class_table(table, self.transformed, self.device))
+
+    def with_constraints(self, constraints: Constraints) -> Comparison:
+        """Return the comparison with what the marginals of plans owe."""
+        return replace(self, constraints=constraints)
 
     def with_points(self, *transformed: LabeledSamples) -> Comparison:
         """Return the comparison of other, already transformed, points of the same classes.

@@ -73,6 +73,7 @@ class Certificate(NamedTuple):
 
     `marginal_error` is a bound of the larger of the L1 errors of rows and of columns, of which
     `undetectable` is the part within rounding. `passes` counts evaluations of `Operator.marginals`.
+    Errors are relative to `mass`, which the plan moves: 1 where marginals are exact.
     """
 
     f: Tensor
@@ -82,6 +83,7 @@ class Certificate(NamedTuple):
     marginal_error: float
     undetectable: float
     passes: int
+    mass: float = 1.0
 
 
 def certify(
@@ -173,7 +175,8 @@ def conclude(
     bounds = widen_bounds(costs, sums, ends, error, numbers.size, epsilon, owed)
     undetectable = numbers.noise + 2 * sums.relative_error + sums.underflow / moving
     error = numbers.gap + undetectable
-    return Certificate(evidence.f, evidence.g, dual, bounds, error, undetectable, evidence.passes)
+    passes, moving = evidence.passes, float(moving)
+    return Certificate(evidence.f, evidence.g, dual, bounds, error, undetectable, passes, moving)
 
 
 def shows_rounding(
@@ -403,7 +406,7 @@ def _self_penalties(plan: Plan, numbers: SelfNumbers, epsilon: Epsilon) -> tuple
         shift=zero,
         tilt=zero,
         fit=one,
-        primal=numbers.dual(epsilon) + 2 * excess,
+        primal=dual_value(2 * numbers.linear, numbers.mass, epsilon) + 2 * excess,
         open_error=2 * dot(rows, plan.cost_errors) + epsilon * numbers.noise,
         moving=numbers.mass,
         wanted=owed,
@@ -507,7 +510,7 @@ class CrossNumbers(NamedTuple):
     def of(cls, numbers: Sequence[Any]) -> CrossNumbers:
         """Return the numbers as `PlanEvidence` has them."""
         own = len(cls._fields) - 1
-        return cls(*numbers[:own], Penalties(*numbers[own:]))
+        return cls(*numbers[:own])._replace(penalties=Penalties(*numbers[own:]))
 
     @property
     def filling(self) -> Filling[Any]:
@@ -611,7 +614,7 @@ class SelfNumbers(NamedTuple):
     def of(cls, numbers: Sequence[Any]) -> SelfNumbers:
         """Return the numbers as `PlanEvidence` has them."""
         own = len(cls._fields) - 1
-        return cls(*numbers[:own], Penalties(*numbers[own:]))
+        return cls(*numbers[:own])._replace(penalties=Penalties(*numbers[own:]))
 
     @property
     def gap(self) -> Any:
@@ -652,7 +655,7 @@ class SelfNumbers(NamedTuple):
             dual, osc = self.dual(epsilon), self.oscillation
             slack = oscillation_slack(sums.relative_error, 2 * osc, spread) * max(1.0, owed)
             upper = min(upper, oscillation_bound(dual, 2 * self.missed, osc, spread) + slack)
-        return min(upper, self.penalties.primal)
+        return float(min(upper, self.penalties.primal))
 
     def needs_refinement(self, unit: float) -> Any:
         """Return whether to evaluate the plan once more: a point is unresolved."""
@@ -800,9 +803,7 @@ def _sizes(
     return f.abs() + epsilon * above, g.abs() - epsilon * operator.b.log()
 
 
-def find_unresolved(
-    errors: Tensor, epsilon: Epsilon, constraints: Constraints = EXACT
-) -> Tensor:
+def find_unresolved(errors: Tensor, epsilon: Epsilon, constraints: Constraints = EXACT) -> Tensor:
     """Return where 2 A_i > epsilon, (k,) bool; errors are 0 where there is no mass."""
     return errors > epsilon / 2 if constraints.exact else torch.zeros_like(errors, dtype=torch.bool)
 

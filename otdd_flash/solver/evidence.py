@@ -126,7 +126,7 @@ def widen_bounds(
     mean_error: Number,
     size: Number,
     epsilon: float,
-    mass: Number = 1.0,
+    mass: float = 1.0,
 ) -> tuple[float, float]:
     """Widen the dual value and an upper bound for the perturbed costs, () each, to bounds for C.
 

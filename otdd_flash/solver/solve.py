@@ -487,9 +487,7 @@ def certify_last(
         scaled = 0.0 if refine else budget.tolerance
         certificate = certify(operator, *known, constraints, polished=polished, scaled=scaled)
     else:
-        certificate = certify(
-            operator, last.f, last.updated, epsilon, constraints=constraints
-        )
+        certificate = certify(operator, last.f, last.updated, epsilon, constraints=constraints)
         budget.count(certificate)
     budget.passes += certificate.passes
     return certificate

@@ -62,7 +62,9 @@ def states(count: int) -> tuple[State, Evaluation]:
     # <a, f>, <1, g> and the mass give a dual near that of before.
     numbers[0], numbers[2] = near / 2 + numbers[0] * 1e-3, near / 2
     numbers[7] = 1 + spread(-9, -1)
-    return State(1 + whole(41), levels, trust, progress), Evaluation(*numbers, dual, dual, numbers[10])
+    return State(1 + whole(41), levels, trust, progress), Evaluation(
+        *numbers, dual, dual, numbers[10]
+    )
 
 
 EXTREMES = (-math.inf, -2.5, -0.0, 0.0, 1e-300, 0.5, 800.0, math.inf, math.nan)

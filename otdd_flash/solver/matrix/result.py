@@ -20,10 +20,12 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
+from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.operators.given_costs import CostSource, exact_blocks
 from otdd_flash.real_numbers import in_one_row, real_tensor
 from otdd_flash.shown import bounded, convergence_text
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison
+from otdd_flash.solver.penalties import penalties_of, resolve_constraints
 from otdd_flash.solver.term import StoppedBy, TransportTerm
 
 
@@ -174,7 +176,7 @@ class MatrixTransport:
             InputError: the folder cannot be written.
         """
         comparison = self._comparison
-        shape = list(comparison.source.shape)
+        shape, given = list(comparison.source.shape), penalties_of(comparison.constraints)
         summary = {
             "epsilon": self.epsilon,
             **self.term.to_dict(),
@@ -184,6 +186,7 @@ class MatrixTransport:
                 "fingerprint": fingerprint(comparison.source),
             },
             "precision": comparison.compute.precision,
+            **({} if given is None else {"unbalanced": given}),
         }
         tensors = {"f": self.term.f, "g": self.term.g, "a": comparison.a, "b": comparison.b}
         write_result(Path(path), json_content(summary), {**tensors, "short_rows": self.short_rows})
@@ -212,6 +215,7 @@ class MatrixTransport:
                 summary["seconds"],
                 summary["costs"]["fingerprint"],
                 summary["precision"],
+                resolve_constraints(summary.get("unbalanced"), None, lambda: 1.0),
             )
 
         saved = read_result(Path(path), restore, "MatrixTransport")
@@ -225,6 +229,7 @@ class MatrixTransport:
                 f"{path} holds the result of other costs; pass those that were solved for, in the "
                 "same type"
             )
+        comparison = comparison.with_constraints(saved.constraints)
         f, g, short = (
             kept.to(comparison.device) for kept in (saved.term.f, saved.term.g, saved.short_rows)
         )
@@ -260,6 +265,7 @@ class _Saved(NamedTuple):
     seconds: float
     fingerprint: str
     precision: str
+    constraints: Constraints
 
 
 def fingerprint(source: CostSource) -> str:

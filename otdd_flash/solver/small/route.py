@@ -71,6 +71,9 @@ def is_small(compared: Compared, options: Converged) -> bool:
     """Whether a problem is one for a `PooledSolve`, with nothing that needs another way."""
     if options.bound_width is not None or options.max_seconds is not None:
         return False
+    # Recordings iterate on exact marginals alone.
+    if not compared.constraints.exact:
+        return False
     if isinstance(compared, MatrixComparison):
         return _is_swept(compared)
     compute, device = compared.compute, compared.device

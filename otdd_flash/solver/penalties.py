@@ -1,0 +1,104 @@
+"""The arguments `unbalanced` and `unbalanced_relative`: what marginals owe, as users give it.
+
+Entry points call `resolve_constraints` once the mean cost is known, and put what it returns beside
+the cost. A change must keep that nothing below an entry point reads these arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from otdd_flash.errors import InputError
+from otdd_flash.formulas.marginals import EXACT, Constraints, Exact, Marginal, RelaxedByKL
+
+# One penalty of both sides, or one of each; None is an exact marginal.
+Unbalanced = float | Sequence[float | None]
+
+
+def refuse_unbalanced(
+    unbalanced: Unbalanced | None,
+    relative: Unbalanced | None,
+    *,
+    debias: bool = False,
+    ground: str = "sqeuclidean",
+) -> None:
+    """Refuse penalties that cannot be used, before any work is done.
+
+    Args:
+        unbalanced: penalties, in units of the cost.
+        relative: penalties, as multiples of the mean cost.
+        debias: whether there are self terms.
+        ground: the cost between features.
+
+    Raises:
+        InputError: both are given, they differ while self terms are subtracted, or the ground cost
+            is `inner`.
+    """
+    if unbalanced is not None and relative is not None:
+        raise InputError(
+            "give unbalanced or unbalanced_relative, one of them; got both, "
+            f"unbalanced={_shown(unbalanced)} and unbalanced_relative={_shown(relative)}"
+        )
+    one, other = sides = _sides(unbalanced if relative is None else relative)
+    if debias and one != other:
+        raise InputError(
+            "debiased values with two different penalties are not known to be positive; give one "
+            f"number in the place of {_shown(sides)}, or set debias=false"
+        )
+    if ground == "inner" and (one is not None or other is not None):
+        raise InputError(
+            "unbalanced needs costs of which 0 is the least; ground=inner has costs of any sign, "
+            "use ground=sqeuclidean or ground=cosine"
+        )
+
+
+def resolve_constraints(
+    unbalanced: Unbalanced | None, relative: Unbalanced | None, mean_cost: Callable[[], float]
+) -> Constraints:
+    """Return what both marginals owe.
+
+    Args:
+        unbalanced: rho or [rho_x, rho_y], in units of the cost; None is exact.
+        relative: the same as multiples of the mean cost.
+        mean_cost: computes the mean cost; called for `relative` alone.
+
+    Raises:
+        InputError: as `refuse_unbalanced`, or `relative` with a mean cost that is not positive.
+    """
+    refuse_unbalanced(unbalanced, relative)
+    sides, unit = _sides(unbalanced if relative is None else relative), 1.0
+    if sides == (None, None):
+        return EXACT
+    if relative is not None:
+        unit = mean_cost()
+        if not unit > 0:
+            raise InputError(
+                f"unbalanced_relative needs a positive mean cost; here it is {unit:g}: set "
+                "unbalanced"
+            )
+    return Constraints(*(_marginal(penalty, unit) for penalty in sides))
+
+
+def penalties_of(constraints: Constraints) -> list[float | None] | None:
+    """Return [rho_x, rho_y] in units of the cost, as files have them; None if both are exact."""
+    if constraints.exact:
+        return None
+    sides = constraints.rows, constraints.columns
+    return [side.rho if isinstance(side, RelaxedByKL) else None for side in sides]
+
+
+def _sides(given: Unbalanced | None) -> tuple[float | None, float | None]:
+    if given is None or isinstance(given, int | float):
+        return given, given
+    one, other = given
+    return one, other
+
+
+def _marginal(penalty: float | None, unit: float) -> Marginal:
+    return Exact() if penalty is None else RelaxedByKL(penalty * unit)
+
+
+def _shown(given: Unbalanced | tuple[float | None, float | None]) -> str:
+    if isinstance(given, int | float):
+        return f"{given:g}"
+    return f"[{', '.join('null' if each is None else f'{each:g}' for each in given)}]"
