@@ -169,8 +169,8 @@ def segmented_decision_kernel(
     )
     numbers = load_numbers(load_numbers((), p_rows, 2), p_columns, NUMBERS)
     # The update of exact marginals raises the dual value by the mean of the residual, number 10.
-    products = load_products(p_products, MEMORY)
-    found = Evaluation(*numbers, products[0], products[1], numbers[10])
+    raised = numbers[10]
+    found = Evaluation(*numbers, *(load_products(p_products, MEMORY) + (raised,)))  # noqa: RUF005
     active = tl.load(active_ptr + i_segment)
     now = active != 0
     state = State(

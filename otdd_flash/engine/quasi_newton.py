@@ -188,8 +188,8 @@ class ManyVectors:
         support, updated = masses > 0, updated.double()
         translation: Tensor | float = 0.0
         if self.rows is not None and row_masses is not None:
-            ends = row_masses, self.rows.double(), masses, updated
-            translation = constraints.translation(*ends)
+            sides = row_masses, self.rows.double(), masses, updated
+            translation = constraints.translation(*sides)
         self._fresh = updated - potential - translation
         fresh = torch.where(support, self._fresh, 0)
         held, plain = torch.where(support, potential, 0), fresh + translation
@@ -212,13 +212,14 @@ class ManyVectors:
         remembered = totals(self._remembered[:, None] * weighted[:, :, None])
         of_columns, others = sums[: len(terms)].unbind(), sums[len(terms) :].unbind()
         value, size, gap, mass, raised = constraints.columns.numbers(of_columns, others[2])
-        of_rows = (value, size)
+        of_rows = torch.stack((value, size))
         if self.rows is not None and row_masses is not None:
             f = self.rows.double()
             of_rows = totals(torch.stack((constraints.rows.dual(f), f.abs())) * row_masses)
-        numbers = (*of_rows, value, size, *constraints.ends(lowest, highest), gap, mass, *others)
+        ends = constraints.ends(lowest, highest)
+        numbers = (*of_rows.unbind(), value, size, *ends, gap, mass, *others)
         each = [Products(*products.chunk(2, 1)) for products in remembered.unbind(1)]
-        return Evaluation(*numbers, each[0], each[1], raised)
+        return Evaluation(*[*numbers, *each, raised])
 
     def move(self, move: Move, active: Tensor) -> None:
         """Choose the next candidates; the vectors of problems that are not active stay."""

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts, larger, lesser
 from otdd_flash.errors import EpsilonOutOfRange, InputError
-from otdd_flash.formulas.evidence import LEAST_MASS, dual_value, oscillation_bound
+from otdd_flash.formulas.evidence import LEAST_MASS, at_least, dual_value, oscillation_bound
 from otdd_flash.formulas.marginals import EXACT, Constraints, Translated
 from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator
 from otdd_flash.solver.evidence import (
@@ -162,14 +162,14 @@ def conclude(
         InputError: it underflows.
     """
     check_mass(costs, numbers.mass, epsilon)
-    dual, sums = numbers.dual(epsilon), evidence.sums
-    check_mass(costs, dual, epsilon)
     moving = numbers.penalties.moving
     if moving < LEAST_MASS:
         raise InputError(
             f"no mass moves, or less than {LEAST_MASS:g} of it: all costs are far above epsilon="
             f"{epsilon:g} and the penalty of unmatched mass; raise unbalanced or epsilon"
         )
+    dual, sums = numbers.dual(epsilon), evidence.sums
+    check_mass(costs, dual, epsilon)
     ends = dual, numbers.upper(costs, sums, epsilon)
     owed, error = numbers.penalties.owed, numbers.cost_error
     bounds = widen_bounds(costs, sums, ends, error, numbers.size, epsilon, owed)
@@ -576,7 +576,7 @@ class CrossNumbers(NamedTuple):
         It is if a point is unresolved, or rounding of the potentials, of this unit, is visible:
         kappa is less than it explains. A scaling by up to `scaled` is accepted.
         """
-        wanted = self.penalties.wanted
+        wanted = at_least(self.penalties.wanted, LEAST_MASS)
         most = MOST_SCALED * (1 - self.mass / wanted) + SCALED_UNITS * unit
         return (self.unresolved > 0) | (1 - (self.kappa + scaled) > most)
 

@@ -267,19 +267,21 @@ def initial_potential(
         return initial_cross_potential(budget, operator, form)
     final = Levels.descending(torch.full((1,), budget.epsilon, dtype=torch.float64))
     if start is None:
-        return _constant(operator, budget.epsilon).to(operator.costs.dtype), final, 0
+        return _constant(operator, budget.epsilon, form).to(operator.costs.dtype), final, 0
     return start.to(operator.costs.dtype), final, 0 if form.symmetric else 0.0
 
 
-def _constant(operator: Operator, epsilon: float) -> Tensor:
+def _constant(operator: Operator, epsilon: float, form: Form) -> Tensor:
     """Return a constant f (n,) whose plan has about mass 1: half of -epsilon log of its mass at 0.
+
+    Where the marginal is relaxed it is lower, that of the largest dual value of a constant.
 
     By Jensen's inequality the mass at 0 is no less than exp(-mean cost / epsilon), its limit for
     epsilon far above the costs. Nor is it less than that of the diagonal, sum_i a_i^2
     exp(-C_ii / epsilon), its limit for epsilon far below them.
     """
     highest = min(operator.costs.mean, -epsilon * float(operator.a.square().sum().log()))
-    return torch.full_like(operator.a, highest / 2)
+    return torch.full_like(operator.a, highest / (2 + epsilon * form.constraints.rows.softness))
 
 
 def initial_cross_potential(
