@@ -52,6 +52,13 @@ from otdd_flash.formulas.evidence import at_least
 # Keeps quotients finite where no mass moves.
 TINY = torch.finfo(torch.float64).tiny
 
+# Shares of a mass below e^this, 1e-278, count as that much: rounding hides far more of what moves.
+# It is above the exponents at which entries of a plan are 0, or as small as they get.
+LEAST_EXPONENT = -640.0
+
+# The mass of a plan from which on it is more than what so small shares add up to.
+LEAST_MOVING = 1e-260
+
 
 class ColumnNumbers(NamedTuple):
     """What an evaluation tells of the columns, as in `evidence.Evaluation`."""
@@ -186,7 +193,8 @@ class RelaxedByKL(Marginal):
 
     def owed(self, masses: Tensor, potential: Tensor) -> Tensor:
         # Where there is no mass the exponential may overflow.
-        return torch.where(masses > 0, masses * torch.exp(potential / -self.rho), 0)
+        exponent = (potential / -self.rho).clamp_min(LEAST_EXPONENT)
+        return torch.where(masses > 0, masses * torch.exp(exponent), 0)
 
     def factors(self, owed: Tensor, sums: Tensor, epsilon: float | Tensor) -> Tensor:
         return (owed / sums) ** (self.rho / (self.rho + epsilon))

@@ -31,7 +31,7 @@ from torch import Tensor
 from otdd_flash.cost.facts import CostFacts, larger, lesser
 from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.formulas.evidence import LEAST_MASS, at_least, dual_value, oscillation_bound
-from otdd_flash.formulas.marginals import EXACT, Constraints, Translated
+from otdd_flash.formulas.marginals import EXACT, LEAST_MOVING, Constraints, Translated
 from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator
 from otdd_flash.solver.evidence import (
     TINY,
@@ -163,9 +163,9 @@ def conclude(
     """
     check_mass(costs, numbers.mass, epsilon)
     moving = numbers.penalties.moving
-    if moving < LEAST_MASS:
+    if moving < LEAST_MOVING:
         raise InputError(
-            f"no mass moves, or less than {LEAST_MASS:g} of it: all costs are far above epsilon="
+            f"no mass moves, or less than {LEAST_MOVING:g} of it: all costs are far above epsilon="
             f"{epsilon:g} and the penalty of unmatched mass; raise unbalanced or epsilon"
         )
     dual, sums = numbers.dual(epsilon), evidence.sums
@@ -173,6 +173,9 @@ def conclude(
     ends = dual, numbers.upper(costs, sums, epsilon)
     owed, error = numbers.penalties.owed, numbers.cost_error
     bounds = widen_bounds(costs, sums, ends, error, numbers.size, epsilon, owed)
+    if costs.forbidden:
+        # Other upper bounds move mass between any two points, forbidden pairs too.
+        bounds = bounds[0], float(numbers.penalties.primal + (bounds[1] - ends[1]))
     undetectable = numbers.noise + 2 * sums.relative_error + sums.underflow / moving
     error = numbers.gap + undetectable
     passes, moving = evidence.passes, float(moving)
@@ -546,9 +549,6 @@ class CrossNumbers(NamedTuple):
     def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
         """Return the lesser upper bound for the perturbed costs, on the host."""
         relative, penalties = sums.relative_error, self.penalties
-        if costs.forbidden:
-            # All others move mass between any two points, forbidden pairs too.
-            return float(penalties.primal)
         owed, fit = penalties.owed, self.kappa * penalties.fit
         spread = perturbed_spread(costs, sums, self.row_error + self.column_error)
         upper: float = penalties.primal

@@ -114,9 +114,9 @@ def share_of_costs(rounding: float, upper: Number, lowest: float) -> Number:
     """Bound rho <|C|, P*>, (): as KL >= 0, <C, P*> is at most OT, which is at most `upper`.
 
     |C| exceeds C by twice the negative part of C, which is at most -`lowest`. The factor 2 allows
-    for another plan than P*.
+    for another plan than P*. Without rounding it is 0, also where `upper` is infinite.
     """
-    return rounding * 2 * (abs(upper) - min(0.0, lowest))
+    return rounding * 2 * (abs(upper) - min(0.0, lowest)) if rounding else 0.0
 
 
 def widen_bounds(
