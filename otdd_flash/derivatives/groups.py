@@ -134,7 +134,8 @@ def settled(
 
     Return the term itself if the plan is connected, and None if all offsets are determined. A term
     that has not converged is returned as it is, and is reported elsewhere: its plan is far from the
-    optimum and shows no groups, and its marginal error is that of these potentials.
+    optimum and shows no groups, and its marginal error is that of these potentials. Penalties of
+    relaxed marginals determine every offset.
 
     Args:
         comparison: the costs and masses.
@@ -142,7 +143,7 @@ def settled(
         name: of the term. A self term has one potential, so that an offset of rows is minus that of
             the same points as columns: only groups that send their mass to each other have one.
     """
-    if not term.converged or (name != "xy" and not _may_leave_itself(comparison, name)):
+    if not (term.converged and comparison.constraints.exact) or (name != "xy" and not _may_leave_itself(comparison, name)):
         return term, None
     entries, a, b = _entries(comparison, name)
     term = replace(term, f=term.f.to(a.device), g=term.g.to(a.device))
@@ -247,9 +248,6 @@ def settle(
     Raises:
         ConvergenceError: `required`, and offsets are undetermined.
     """
-    if not comparison.constraints.exact:
-        # Penalties determine every offset.
-        return term
     term, groups = settled(comparison, term)
     rows = comparison.given[0] if isinstance(comparison, Comparison) else None
     report_groups(groups, what, rows, required=required)
@@ -271,7 +269,7 @@ def settle_images(comparison: Comparison, term: TransportTerm, *, required: bool
         ConvergenceError: `required`, and an image is undetermined.
     """
     absent = (masses_of(comparison)[0] == 0).nonzero().squeeze(1)
-    if not len(absent) or not comparison.constraints.exact:
+    if not len(absent):
         return term
     term, groups = settled(comparison, term)
     if groups is None:

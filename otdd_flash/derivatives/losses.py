@@ -17,6 +17,7 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.score_pool import Room
+from otdd_flash.solver.penalties import Unbalanced
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.pooled_solve import Batch
@@ -54,6 +55,8 @@ def sinkhorn_losses(
     lambda_y: NotNegative | Tensor = 0.5,
     ground: Ground = "sqeuclidean",
     debias: bool = True,
+    unbalanced: Unbalanced | None = None,
+    unbalanced_relative: Unbalanced | None = None,
     options: Schedule | None = None,
     compute: Compute | None = None,
 ) -> Tensor:
@@ -77,6 +80,8 @@ def sinkhorn_losses(
         lambda_y: weight of W.
         ground: `sqeuclidean`, `cosine` or `inner`.
         debias: False leaves self terms out.
+        unbalanced: the price of mass that is not matched, as in `sinkhorn_loss`.
+        unbalanced_relative: the same as multiples of the mean cost of each pair.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, as in `sinkhorn_loss`.
 
@@ -130,6 +135,8 @@ def sinkhorn_losses(
                 lambda_y=lambda_y,
                 ground=ground,
                 debias=debias,
+                unbalanced=unbalanced,
+                unbalanced_relative=unbalanced_relative,
                 options=options,
                 compute=compute,
             )
@@ -143,7 +150,9 @@ def sinkhorn_losses(
         return x.flatten(1).sum(1) + y.flatten(1).sum(1)
     others = (a, b, class_table, lambda_x, lambda_y)
     options, labelled = options or Converged(), not (labels_x is None and labels_y is None)
-    simple = ground == "sqeuclidean" and not any(map(_asks_for_gradient, others))
+    # Recordings iterate on exact marginals alone.
+    simple = unbalanced is None and unbalanced_relative is None
+    simple = simple and ground == "sqeuclidean" and not any(map(_asks_for_gradient, others))
     simple = simple and _fits(class_table, class_totals, labelled=labelled)
     simple = simple and _match(x, a, labels_x) and _match(y, b, labels_y)
     if not (simple and isinstance(options, Converged) and _small(x, y, epsilon, options, compute)):

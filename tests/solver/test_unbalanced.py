@@ -328,5 +328,6 @@ def test_costs_that_are_off_widen_bounds_by_the_mass_that_moves() -> None:
     term = otdd.sinkhorn(torch.zeros(1, 1), torch.ones(1, 1), epsilon=1.0, unbalanced=1.0)
     low, high = term.bounds
     wide = term.widened(0.5)
-    assert (wide.bounds[0] <= low - 0.5) and (wide.bounds[1] >= high + 0.5)
+    assert wide.bounds[0] <= low - 0.5
+    assert wide.bounds[1] >= high + 0.5
     assert replace(term, mass=4.0).widened(0.5).bounds[1] == pytest.approx(high + 2)
