@@ -48,6 +48,7 @@ from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.penalties import penalties_of, resolve_constraints
 from otdd_flash.solver.term import TransportTerm
+from otdd_flash.unmatched import Unmatched, unmatched_of
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
@@ -260,6 +261,21 @@ class DistanceResult:
             return contributions_of(
                 self._prepared, self.divergence, self.method, required=self.required
             )
+
+    @computes
+    def unmatched(self) -> Unmatched:
+        """Return how much of every class and row the plan leaves, where marginals are relaxed.
+
+        Raises:
+            InputError: marginals are exact, or a dataset was changed in place since.
+        """
+        self._check_unchanged()
+        if self.constraints.exact:
+            raise InputError(
+                "with exact marginals the plan moves all of every row; give unbalanced, or "
+                "unbalanced_relative, the price of mass that is left"
+            )
+        return unmatched_of(self.source, self.target, self.divergence, self.constraints)
 
     def to_dict(self, **more: Any) -> dict[str, Any]:
         """Return the content of result.json, in JSON's own types; `more` replaces or adds keys.

@@ -19,6 +19,8 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.console import RenderableType
 
+from otdd_flash.arguments import penalties
+from otdd_flash.checks import optional
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.results import track_distance, write_run
@@ -31,6 +33,7 @@ from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.distance import (
     nearest_table,
     summary_table,
+    unmatched_table,
     write_contributions,
     write_report,
 )
@@ -40,6 +43,7 @@ from otdd_flash.sampling import noise_floor, subsample_interval
 from otdd_flash.sampling.comparison import drawable
 from otdd_flash.sampling.halves import half_size
 from otdd_flash.sampling.subsampling import LEVEL, check_count, subsample_sizes
+from otdd_flash.solver.penalties import penalties_of, refuse_unbalanced
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 
@@ -51,7 +55,26 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
     """The settings of conf/distance.yaml."""
 
     debias: bool
+    unbalanced: Any
+    unbalanced_relative: Any
     contributions: bool
+
+    def check(self) -> None:
+        """Raise an `InputError` for settings that are invalid for any data."""
+        super().check()
+        accepted = optional(penalties)
+        self.unbalanced = accepted("unbalanced", self.unbalanced)
+        self.unbalanced_relative = accepted("unbalanced_relative", self.unbalanced_relative)
+        given = self.unbalanced, self.unbalanced_relative
+        refuse_unbalanced(*given, debias=self.debias, ground=self.ground)
+        if given == (None, None):
+            return
+        for key in ("subsample", "contributions"):
+            if getattr(self, key):
+                raise InputError(
+                    f"{key} is for exact marginals: leave out {key} or unbalanced, whose "
+                    "unmatched.csv says what is left of every class"
+                )
 
 
 def compare(config: DictConfig, directory: Path) -> None:
@@ -78,6 +101,8 @@ def compare(config: DictConfig, directory: Path) -> None:
                 lambda_y=settings.lambda_y,
                 ground=settings.ground,
                 debias=settings.debias,
+                unbalanced=settings.unbalanced,
+                unbalanced_relative=settings.unbalanced_relative,
                 class_progress=class_progress,
                 progress=progress,
                 **arguments,
@@ -108,6 +133,8 @@ def compare(config: DictConfig, directory: Path) -> None:
         yield summary_table(summary)
         if result.method != "none":
             yield nearest_table(result.class_distances.nearest())
+        if not result.constraints.exact:
+            yield unmatched_table(result.unmatched())
 
     def draw() -> Report:
         content, order = settings.report.content, settings.report.order
@@ -244,6 +271,7 @@ def measure_sampling(
         "labels": metric,
         "class_distances": result.class_distances if fixed_classes else None,
         "debias": settings.debias,
+        "unbalanced": penalties_of(result.constraints),
         "solver": solver,
         # The ranks that this process leads, if torchrun started it.
         "compute": replace(result.compute, group=leading()),

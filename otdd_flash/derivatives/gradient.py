@@ -17,10 +17,11 @@ so that the plan enters with its own marginals r = P 1 and c = P^T 1, not with a
     dD/dW[k, l] = lambda_y K_kl,                K_kl the mass that P moves from class k to class l
 
 with T, T' the row and column softmin. Where marginals are relaxed, only the gradients by masses
-differ: they have phi(f) and phi(g) of `formulas.marginals` in the place of f and g. Mass gradients are defined up to a constant, as masses sum to
-1. A self term has one cloud and one potential on both sides; its gradient is the sum over both.
-These are derivatives by the points after the transformation of the ground cost (`cosine` normalizes
-them). `DivergenceGradient` sums them over the terms of
+differ: they have phi(f) and phi(g) of `formulas.marginals` in the place of f and g. Mass gradients
+are defined up to a constant, as masses sum to 1. A self term has one cloud and one potential on
+both sides; its gradient is the sum over both. These are derivatives by the points after the
+transformation of the ground cost (`cosine` normalizes them).
+`DivergenceGradient` sums them over the terms of
 
     dS = dOT(x, y) - dOT(x, x) / 2 - dOT(y, y) / 2
 
@@ -237,9 +238,9 @@ def mass_gradient(
 ) -> Tensor:
     """Return f - epsilon (r / a - 1) (n,), or of `columns` g - epsilon (c / b - 1) (m,), float64.
 
-    Of relaxed marginals it has phi(f) for f. It is f - epsilon (exp((f - T) / epsilon) - 1) with T the softmin. D does not depend on the
-    potential of a point without mass, which no solver determines. If it got mass, the potential T,
-    or the update that it gives, would maximize D.
+    Of relaxed marginals it has phi(f) for f. It is f - epsilon (exp((f - T) / epsilon) - 1) with T
+    the softmin. D does not depend on the potential of a point without mass, which no solver
+    determines. If it got mass, the potential T, or the update that it gives, would maximize D.
     """
     f, g, epsilon = term.f, term.g, term.epsilon
     if columns:

@@ -143,7 +143,9 @@ def settled(
         name: of the term. A self term has one potential, so that an offset of rows is minus that of
             the same points as columns: only groups that send their mass to each other have one.
     """
-    if not (term.converged and comparison.constraints.exact) or (name != "xy" and not _may_leave_itself(comparison, name)):
+    if not (term.converged and comparison.constraints.exact):
+        return term, None
+    if name != "xy" and not _may_leave_itself(comparison, name):
         return term, None
     entries, a, b = _entries(comparison, name)
     term = replace(term, f=term.f.to(a.device), g=term.g.to(a.device))

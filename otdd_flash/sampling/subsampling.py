@@ -146,6 +146,10 @@ def subsample_interval(
         NotConvergedWarning: a distance stopped before the tolerance.
     """
     check_count(count, level)
+    if settings.get("unbalanced") is not None or settings.get("unbalanced_relative") is not None:
+        raise InputError(
+            "the coverage of intervals is known for exact marginals alone; leave out unbalanced"
+        )
     source, target = as_samples(source, "source"), as_samples(target, "target")
     comparison = SubsetComparison(source, target, settings)
     sizes = subsample_sizes(comparison.source, comparison.target, size)

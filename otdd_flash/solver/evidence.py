@@ -114,9 +114,9 @@ def share_of_costs(rounding: float, upper: Number, lowest: float) -> Number:
     """Bound rho <|C|, P*>, (): as KL >= 0, <C, P*> is at most OT, which is at most `upper`.
 
     |C| exceeds C by twice the negative part of C, which is at most -`lowest`. The factor 2 allows
-    for another plan than P*. Without rounding it is 0, also where `upper` is infinite.
+    for another plan than P*.
     """
-    return rounding * 2 * (abs(upper) - min(0.0, lowest)) if rounding else 0.0
+    return rounding * 2 * (abs(upper) - min(0.0, lowest))
 
 
 def widen_bounds(
@@ -137,7 +137,9 @@ def widen_bounds(
     # `max` returns an upper bound of NaN, as it comes first: then nothing is proved.
     dual, upper = ends[0], max(reversed(ends))
     most = max(1.0, mass)
-    shares = share_of_costs(sums.cost_rounding, upper, most * costs.lowest)
+    shares: Number | float = 0.0
+    if sums.cost_rounding:
+        shares = share_of_costs(sums.cost_rounding, upper, most * costs.lowest)
     terms = sums.rows.shape[-1] + sums.columns.shape[-1] + 16
     additions = terms * DOUBLE_UNIT * (size + most * epsilon)
     rounding = mean_error + shares + sums.relative_error * most * epsilon + additions
