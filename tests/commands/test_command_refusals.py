@@ -63,6 +63,11 @@ TABLE = """
     epsilon_relative=1e-30 -> epsilon_relative=1e-30 is too small for float32 | raise epsilon_r
     epsilon=0.1 epsilon_relative=0.2 -> got both, epsilon=0.1 and epsilon_relative=0.2
     epsilon=1e-30 -> , or give epsilon_relative=0.01 in its place
+    unbalanced=-1 -> unbalanced must be positive
+    unbalanced=1 unbalanced_relative=2 -> got both, unbalanced=1 and unbalanced_relative=2
+    unbalanced=[1,null] -> debias=false
+    unbalanced=1 subsample=39 -> subsample is for exact marginals
+    unbalanced=1 contributions=true -> contributions is for exact marginals
     labels=sinkhorn labels.epsilon=1e-30 -> labels.epsilon=1e-30 is too small | raise labels.eps
     epsilon=1e-60 -> underflows in precision=fast; raise epsilon or scale the features up
     source=null -> source must be one of arrays, blobs, | got null
