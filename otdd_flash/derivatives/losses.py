@@ -15,9 +15,10 @@ from otdd_flash.derivatives.autograd import KnownGradient
 from otdd_flash.derivatives.loss import sinkhorn_loss
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, prefixed
+from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.score_pool import Room
-from otdd_flash.solver.penalties import Unbalanced
+from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.pooled_solve import Batch
@@ -150,12 +151,18 @@ def sinkhorn_losses(
         return x.flatten(1).sum(1) + y.flatten(1).sum(1)
     others = (a, b, class_table, lambda_x, lambda_y)
     options, labelled = options or Converged(), not (labels_x is None and labels_y is None)
-    # Recordings iterate on exact marginals alone.
-    simple = unbalanced is None and unbalanced_relative is None
+    refuse_unbalanced(unbalanced, unbalanced_relative, debias=debias, ground=ground)
+    # Mean costs are those of each pair.
+    simple = unbalanced_relative is None
+    constraints = resolve_constraints(unbalanced, None, lambda: 1.0)
     simple = simple and ground == "sqeuclidean" and not any(map(_asks_for_gradient, others))
     simple = simple and _fits(class_table, class_totals, labelled=labelled)
     simple = simple and _match(x, a, labels_x) and _match(y, b, labels_y)
-    if not (simple and isinstance(options, Converged) and _small(x, y, epsilon, options, compute)):
+    if not (
+        simple
+        and isinstance(options, Converged)
+        and _small(x, y, epsilon, options, compute, exact=constraints.exact)
+    ):
         return torch.stack([one(k) for k in range(count)])
     clouds = _padded(x), _padded(y)
     batch = Batch(
@@ -175,7 +182,7 @@ def sinkhorn_losses(
             batch, clouds = batch.part(there), (clouds[0][there], clouds[1][there])
         given = ComputeOptions.of(compute)
         losses, proved = _side_by_side(
-            batch, clouds, epsilon, options, debias=debias, compute=given
+            batch, clouds, epsilon, options, constraints, debias=debias, compute=given
         )
         if bool(proved.all()) and len(chosen) == count:
             return losses
@@ -189,6 +196,7 @@ def _side_by_side(
     clouds: tuple[Tensor, Tensor],
     epsilon: float,
     options: Converged,
+    constraints: Constraints,
     *,
     debias: bool,
     compute: ComputeOptions,
@@ -200,6 +208,7 @@ def _side_by_side(
         clouds: (B, n, d) and (B, m, d), which may require gradients.
         epsilon: regularisation, in units of the cost.
         options: when to stop.
+        constraints: what marginals owe.
         debias: False leaves self terms out.
         compute: how passes run, and how much memory scores may take.
     """
@@ -217,6 +226,7 @@ def _side_by_side(
             debias=debias,
             wanted=wanted,
             in_triton=uses_triton(compute, clouds[0].device),
+            constraints=constraints,
             budget=None
             if compute.memory_budget == "auto"
             else budget_in_bytes(compute.memory_budget, clouds[0].device),
@@ -252,7 +262,13 @@ def _match(clouds: Clouds, masses: Clouds | None, labels: Clouds | None) -> bool
 
 
 def _small(
-    x: Clouds, y: Clouds, epsilon: float, options: Converged, compute: Compute | None
+    x: Clouds,
+    y: Clouds,
+    epsilon: float,
+    options: Converged,
+    compute: Compute | None,
+    *,
+    exact: bool,
 ) -> bool:
     """Return whether all pairs are small enough to be solved side by side on stored scores."""
     if options.bound_width is not None or options.max_seconds is not None:
@@ -279,6 +295,9 @@ def _small(
         in_triton = uses_triton(chosen, first.device)
     except InputError:
         # `sinkhorn_loss` raises it for the first pair, with the pair's number.
+        return False
+    # Kernels iterate on exact marginals alone.
+    if in_triton and not exact:
         return False
     n, m = (max(map(len, side)) for side in (x, y))
     room = Room(1, n, m, first.shape[1], 1, first.dtype, first.device, in_triton)

@@ -224,12 +224,14 @@ class FewVectors:
         """Evaluate the candidates g; numbers of problems that are not active are unspecified."""
         self.rows, updated = self._problems.softmins(self.candidate, self.rows, epsilon, active)
         potential, updated = self.candidate.double(), updated.double()
-        translation: Tensor | float = 0.0
         constraints, masses = self._problems.constraints, self._problems.column_masses
+        translation = None
         if self.rows is not None and self._problems.row_masses is not None:
-            ends = self._problems.row_masses, self.rows.double(), masses, updated
-            translation = constraints.translation(*ends)
-        torch.sub(updated, potential, out=self._fresh).sub_(translation)
+            sides = self._problems.row_masses, self.rows, masses, updated
+            translation = constraints.translation(*sides)
+        torch.sub(updated, potential, out=self._fresh)
+        if translation is not None:
+            self._fresh.sub_(translation)
         torch.sub(potential, self.kept, out=self._step)
         torch.sub(self.residual, self._fresh, out=self._difference)
         self._residual.copy_(self._fresh)
@@ -242,7 +244,8 @@ class FewVectors:
         levels: float | Tensor = epsilon[0]
         if any(level != levels for level in epsilon):
             levels = torch.tensor(epsilon, dtype=torch.float64)[:, None]
-        terms = constraints.columns.terms(potential, self._residual + translation, levels)
+        plain = self._residual if translation is None else self._residual + translation
+        terms = constraints.columns.terms(potential, plain, levels)
         of_columns = of_rows = torch.bmm(torch.stack(terms, 1), self._as_columns)
         if self.rows is not None and self._row_masses is not None:
             f = self.rows.double()
@@ -252,8 +255,8 @@ class FewVectors:
         weighted = self._newest * self._as_rows
         lowest, highest = constraints.ends(lowest.amin(1), highest.amax(1))
         parts = (
-            of_rows.squeeze(2).tolist(),
-            of_columns.squeeze(2).tolist(),
+            of_rows.tolist(),
+            of_columns.tolist(),
             lowest.tolist(),
             highest.tolist(),
             weighted.sum(2).tolist(),
@@ -327,8 +330,8 @@ class _OneProblem(NamedTuple):
 
 def _evaluation(
     marginal: Marginal,
-    of_rows: list[float],
-    of_columns: list[float],
+    of_rows: list[list[float]],
+    of_columns: list[list[float]],
     lowest: float,
     highest: float,
     means: list[float],
@@ -336,8 +339,9 @@ def _evaluation(
     products: list[list[float]],
 ) -> Evaluation:
     """Put together the numbers of one problem."""
-    row_value, row_size, *_ = of_rows
-    value, size, gap, mass, raised = marginal.numbers(of_columns, means[2])
+    (row_value,), (row_size,), *_ = of_rows
+    of_terms = [total for (total,) in of_columns]
+    value, size, gap, mass, raised = marginal.numbers(of_terms, means[2])
     (step_step, step_difference, step_residual), of_difference, _ = squares
     _, with_difference, with_residual = products
     return Evaluation(

@@ -186,13 +186,14 @@ class ManyVectors:
         masses, potential = self._problems.column_masses, self._candidate.double()
         constraints, row_masses = self._problems.constraints, self._problems.row_masses
         support, updated = masses > 0, updated.double()
-        translation: Tensor | float = 0.0
+        self._fresh, translation = updated - potential, None
         if self.rows is not None and row_masses is not None:
-            sides = row_masses, self.rows.double(), masses, updated
-            translation = constraints.translation(*sides)
-        self._fresh = updated - potential - translation
+            translation = constraints.translation(row_masses, self.rows, masses, updated)
+        if translation is not None:
+            self._fresh = self._fresh - translation
         fresh = torch.where(support, self._fresh, 0)
-        held, plain = torch.where(support, potential, 0), fresh + translation
+        plain = fresh if translation is None else fresh + translation
+        held = torch.where(support, potential, 0)
         terms = constraints.columns.terms(held, plain, epsilon[:, None])
         step, difference = potential - self.kept, self.residual - fresh
         lowest = torch.where(support, potential, torch.inf).amin(1)

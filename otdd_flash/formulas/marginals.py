@@ -103,7 +103,9 @@ class Marginal(ABC):
         """Bound rho KL(sums | owed), (...), for sums off by a share; infinite of an exact one."""
 
     @abstractmethod
-    def level(self, mass: Tensor, owed: Tensor, epsilon: float | Tensor) -> Tensor:
+    def level(
+        self, mass: Tensor, masses: Tensor, potential: Tensor, epsilon: float | Tensor
+    ) -> Tensor:
         """Return by what to divide a self term's plan of this mass to maximize its dual value.
 
         Its potential then falls by half of epsilon log of that. The plan's mass is then what is
@@ -111,9 +113,14 @@ class Marginal(ABC):
 
         Args:
             mass: of the plan, (..., 1).
-            owed: the sum of what is owed, likewise.
+            masses: of the points.
+            potential: f.
             epsilon: regularisation.
         """
+
+    @abstractmethod
+    def constant(self, balanced: Tensor, epsilon: float | Tensor) -> Tensor:
+        """Return the best constant potential of a self term, from that of a plan of mass 1."""
 
     @abstractmethod
     def terms(self, potential: Tensor, step: Tensor, epsilon: float | Tensor) -> tuple[Tensor, ...]:
@@ -156,8 +163,13 @@ class Exact(Marginal):
     def excess(self, sums: Tensor, owed: Tensor, relative: float) -> Tensor:
         return torch.full_like(sums[..., 0], math.inf)
 
-    def level(self, mass: Tensor, owed: Tensor, epsilon: float | Tensor) -> Tensor:
+    def level(
+        self, mass: Tensor, masses: Tensor, potential: Tensor, epsilon: float | Tensor
+    ) -> Tensor:
         return mass
+
+    def constant(self, balanced: Tensor, epsilon: float | Tensor) -> Tensor:
+        return balanced
 
     def terms(self, potential: Tensor, step: Tensor, epsilon: float | Tensor) -> tuple[Tensor, ...]:
         change = torch.exp(step / -epsilon)
@@ -206,8 +218,14 @@ class RelaxedByKL(Marginal):
         each = torch.where(sums > 0, sums * (logs + torch.expm1(-logs) + slack), owed)
         return each.sum(-1) * self.rho
 
-    def level(self, mass: Tensor, owed: Tensor, epsilon: float | Tensor) -> Tensor:
+    def level(
+        self, mass: Tensor, masses: Tensor, potential: Tensor, epsilon: float | Tensor
+    ) -> Tensor:
+        owed = self.owed(masses, potential).sum(-1, keepdim=True)
         return (mass / owed) ** (self.rho / (self.rho + epsilon / 2))
+
+    def constant(self, balanced: Tensor, epsilon: float | Tensor) -> Tensor:
+        return balanced * (self.rho / (self.rho + epsilon / 2))
 
     def terms(self, potential: Tensor, step: Tensor, epsilon: float | Tensor) -> tuple[Tensor, ...]:
         after = potential + step
@@ -229,24 +247,40 @@ class RelaxedByKL(Marginal):
         return ColumnNumbers(value, size, gap / at_least(owed, TINY), mass, raised)
 
 
-class Translated(NamedTuple):
-    """Potentials after a translation t that makes what both sides owe equal.
+class Factors(NamedTuple):
+    """What a translation t that makes the masses owed by both sides equal does to marginals.
 
     Attributes:
-        f: f + t.
-        g: g - t.
-        rows: by what this multiplies the marginal that rows owe, e^(-t / rho_x).
-        fit: the least of 1 and what it multiplies either side's by.
-        mass: what both sides owe.
-        exponent: t / rho_x.
+        mass: what both sides owe, (...).
+        exponent: t / rho_x, by which the marginal that rows owe falls, (...).
+        fit: the factor of a plan that fitted what was owed before, and fits what is, (...).
     """
+
+    mass: Tensor
+    exponent: Tensor
+    fit: Tensor
+
+
+class Translated(NamedTuple):
+    """Potentials f + t and g - t; where both marginals are exact t is 0 and nothing is computed."""
 
     f: Tensor
     g: Tensor
-    rows: Any
-    fit: Any
-    mass: Any
-    exponent: Any
+    factors: Factors | None = None
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        """Scale row sums (..., n) as what rows owe."""
+        if self.factors is None:
+            return rows
+        return rows * torch.exp(-self.factors.exponent)[..., None]
+
+    def fitted(self, kappa: Tensor) -> Tensor:
+        """Lower the factor (...) of a plan until it fits."""
+        return kappa if self.factors is None else kappa * self.factors.fit
+
+    def as_shares(self, mass: Tensor) -> Tensor:
+        """Return a mass (...) over what both sides owe."""
+        return mass if self.factors is None else mass / self.factors.mass
 
 
 @dataclass(frozen=True)
@@ -276,9 +310,9 @@ class Constraints:
         """Whether both are: what they owe has mass 1, and potentials are free to translate."""
         return self.softness == 0
 
-    def translation(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> Tensor | float:
-        """Return the t (..., 1) of the largest D(f + t, g - t); 0 where D does not depend on it."""
-        return 0.0 if self.exact else self._translation(a, f, b, g)
+    def translation(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> Tensor | None:
+        """Return the t (..., 1) of the largest D(f + t, g - t); None where all are as large."""
+        return None if self.exact else self._translation(a, f, b, g)
 
     def _translation(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> Tensor:
         of_rows, of_columns = _log_mass(self.rows, a, f), _log_mass(self.columns, b, g)
@@ -287,13 +321,13 @@ class Constraints:
     def translated(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> Translated:
         """Return f + t (..., n) and g - t (..., m), of the same plan and the largest dual value."""
         if self.exact:
-            return Translated(f, g, 1.0, 1.0, 1.0, 0.0)
+            return Translated(f, g)
         t = self._translation(a, f, b, g)
         exponent = t * self.rows.softness
-        logs = torch.cat((-exponent, t * self.columns.softness), -1)
         mass = torch.exp(_log_mass(self.rows, a, f) - exponent)
-        fit = torch.exp(logs.amin(-1).clamp_max(0))
-        return Translated(f + t, g - t, torch.exp(-exponent), fit, mass[..., 0], exponent[..., 0])
+        falls = torch.cat((-exponent, t * self.columns.softness), -1).amin(-1)
+        fit = torch.exp(falls.clamp_max(0))
+        return Translated(f + t, g - t, Factors(mass[..., 0], exponent[..., 0], fit))
 
     def ends(self, lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ends of potentials for `evidence.oscillation_bound`, which takes a and b."""
@@ -322,17 +356,23 @@ class Constraints:
         """
         return masses if self.exact else torch.maximum(masses, owed)
 
-    def tail(self, mass: Tensor) -> Tensor | float:
-        """Return a K >= 0 such that |e| exp(e) is at most the plan's mass for all e < -K."""
+    def tail(self, rows: Tensor) -> Tensor | float:
+        """Return a K >= 0 such that |e| exp(e) is at most a plan's mass for all e < -K.
+
+        Args:
+            rows: sums (..., n) of the plan, whose mass is 1 where marginals are exact.
+        """
         if self.exact:
             return 0.0
+        mass = rows.sum(-1, keepdim=True)
         # 2 x exp(-2 x) <= exp(-x) for x = -log(mass); |e| exp(e) is at most 1 / e = 0.367...
         return torch.where(mass < 0.36, -2 * mass.log(), 0)
 
 
 def _log_mass(side: Marginal, masses: Tensor, potential: Tensor) -> Tensor:
     """Return the logarithm (..., 1) of the mass that is owed, also where that underflows."""
-    return torch.logsumexp(masses.log() - side.softness * potential, -1, keepdim=True)
+    exponents = masses.log() - side.softness * potential.double()
+    return torch.logsumexp(exponents, -1, keepdim=True)
 
 
 EXACT = Constraints(Exact(), Exact())

@@ -205,10 +205,10 @@ def conclude_many(
     """Compute values, marginal errors and whether these suffice, (B,) each, of B terms.
 
     They do not where `certify` or `certify_self` would evaluate again or raise: the rounding of
-    potentials with this unit is visible, or the mass overflows.
+    potentials with this unit is visible, or the mass over- or underflows.
     """
     error, value = numbers.gap + numbers.noise + 2 * sums.relative_error, numbers.dual(epsilon)
-    fine = ~numbers.needs_refinement(unit)
+    fine = ~numbers.needs_refinement(unit) & (numbers.penalties.moving >= LEAST_MOVING)
     return value, error, fine & numbers.mass.isfinite() & value.isfinite()
 
 
@@ -281,19 +281,20 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
     both = torch.cat((sums.rows, sums.columns), -1)
     before = torch.cat((plan.f, plan.g), -1).masked_fill_(plan.absent, 0)
     held = torch.cat((to.f, to.g), -1).masked_fill_(plan.absent, 0)
-    owed = constraints.owed(plan.masses, to.f, to.g)
     # Row sums of the plan of f and g, and of that which is scaled until its rows are what they owe.
     own = constraints.rows.owed(operator.a, updated_f)
     updated_rows = torch.where(unscaled, sums.rows, own)
-    reached = torch.where(unscaled, sums.rows * to.rows, owed[..., rows])
+    reached, owed_rows = to.scaled(updated_rows), to.scaled(own)
+    owed_columns = constraints.columns.owed(operator.b, to.g)
+    owed = torch.cat((owed_rows, owed_columns), -1)
     errors = errors_of(operator, plan, to.f, updated_rows, epsilon)
     growth = _growth(plan, both, errors, held - torch.cat(returned, -1), epsilon)
     kappa = fitting_scale(plan.owed, plan.absent, both, sums.relative_error)
     total = sums.rows.sum(-1)
     # A mass that is not far above the underflow bound is not scaled up.
-    total_scaled = total.clamp_min(max(SCALABLE * sums.underflow, TINY)) / to.mass
-    updated = torch.cat((reached, owed[..., columns]), -1)
-    filling = filling_of(operator, plan.masses, plan.absent, owed, both, kappa * to.fit)
+    total_scaled = to.as_shares(total.clamp_min(max(SCALABLE * sums.underflow, TINY)))
+    updated = torch.cat((reached, owed_columns), -1)
+    filling = filling_of(operator, plan.masses, plan.absent, owed, both, to.fitted(kappa))
     row_oscillation, column_oscillation = oscillations(held, plan.absent, rows, columns)
     numbers = CrossNumbers(
         kappa=kappa,
@@ -301,9 +302,9 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
         unresolved=(plan.masses * plan.unresolved).sum(-1),
         total=total,
         moved=distance(sums.rows, reached),
-        missed=distance(sums.columns, owed[..., columns]),
+        missed=distance(sums.columns, owed_columns),
         scaled_gap=updated_gap(both, updated, total_scaled),
-        row_gap=distance(reached, owed[..., rows]),
+        row_gap=distance(reached, owed_rows),
         factor=factors.amax(-1),
         row_growth=dot(updated_rows, growth[..., rows]),
         column_growth=dot(sums.columns, growth[..., columns]),
@@ -345,19 +346,20 @@ def _cross_penalties(
         epsilon: regularisation.
     """
     constraints, (rows, columns) = plan.constraints, plan.sides
-    if constraints.exact:
+    if to.factors is None:
         return ()
+    factors = to.factors
     sums, before, owed, held = vectors
     relative = plan.sums.relative_error
     primal = dot(plan.masses, constraints.dual(before, rows)) + epsilon * (1 - numbers.total)
     for side, marginal in ((rows, constraints.rows), (columns, constraints.columns)):
         primal = primal + marginal.excess(sums[..., side], plan.owed[..., side], relative)
     return Penalties(
-        owed=to.mass,
+        owed=factors.mass,
         price=numbers.linear - dot(owed, held),
-        shift=numbers.updated * torch.expm1(-to.exponent).abs(),
-        tilt=to.mass * (torch.expm1(to.exponent) - to.exponent),
-        fit=to.fit,
+        shift=numbers.updated * torch.expm1(-factors.exponent).abs(),
+        tilt=factors.mass * (torch.expm1(factors.exponent) - factors.exponent),
+        fit=factors.fit,
         primal=primal,
         open_error=dot(sums, plan.cost_errors) + epsilon * numbers.noise,
         moving=numbers.updated,
@@ -759,13 +761,13 @@ def self_plan(
     row_errors, column_errors = sums.row_errors, sums.column_errors
     rows, marginal = (sums.rows + sums.columns) / 2, constraints.rows
     total = rows.sum(-1, keepdim=True)
-    level = marginal.level(total, marginal.owed(operator.a, f).sum(-1, keepdim=True), epsilon)
+    level = marginal.level(total, operator.a, f, epsilon)
     level = level.masked_fill(total < SCALABLE * sums.underflow, 1)
     f, rows = f - epsilon / 2 * level.log(), rows / level
     largest, absent = torch.maximum(row_errors, column_errors), operator.a == 0
     cost_errors = errors = largest.masked_fill(absent, 0)
     if sums.cost_rounding:
-        tail = constraints.tail(rows.sum(-1, keepdim=True))
+        tail = constraints.tail(rows)
         x, y = (sums.cost_rounding * each for each in _sizes(operator, f, f, rows, epsilon, tail))
         errors = torch.maximum(row_errors + x, column_errors + y).masked_fill_(absent, 0)
     sums = sums._replace(rows=rows, columns=rows, row_errors=largest, column_errors=largest)
@@ -780,7 +782,7 @@ def errors_of(
     """Return A and B (n + m,) of a plan whose f (n,) and row sums (n,) were replaced by these."""
     if not plan.sums.cost_rounding:
         return plan.cost_errors
-    tail = plan.constraints.tail(rows.sum(-1, keepdim=True))
+    tail = plan.constraints.tail(rows)
     sizes = torch.cat(_sizes(operator, f, plan.g, rows, epsilon, tail), -1)
     return plan.cost_errors + plan.sums.cost_rounding * sizes.masked_fill_(plan.absent, 0)
 
@@ -799,7 +801,7 @@ def _sizes(
     log b_j; where it is negative, |e| exp(e) < 1, which is little beside a mass of 1. A plan of
     less has its `tail`. Unspecified where there is no mass.
     """
-    above = (rows / operator.a).log().clamp_min(0) + 1 + tail
+    above = (rows / operator.a).log().clamp_min(0) + (1 + tail)
     return f.abs() + epsilon * above, g.abs() - epsilon * operator.b.log()
 
 

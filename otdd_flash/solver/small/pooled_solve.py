@@ -36,6 +36,7 @@ from otdd_flash.engine.problems import Start
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.run import SegmentReport
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
+from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import (
     UNIT,
@@ -90,10 +91,12 @@ class PooledSolve:
     Args:
         room: for the points of a batch.
         debias: whether there are self terms.
+        constraints: what marginals owe; those of both sides are one kind with self terms.
     """
 
-    def __init__(self, room: Room, *, debias: bool) -> None:
+    def __init__(self, room: Room, *, debias: bool, constraints: Constraints = EXACT) -> None:
         self.room, device = room, room.device
+        self._constraints = constraints
         self.terms = TERMS if debias else TERMS[:1]
         # Pinned, so that it is sent without waiting. `begin` may overwrite it: the `read` of the
         # batch before has waited for the device.
@@ -117,7 +120,7 @@ class PooledSolve:
         if debias:
             self._segments.append(self.pool.segments((tables[2 * count :],), own=True))
         self._iterations = [
-            segments.iterations(form)
+            segments.iterations(form._replace(constraints=constraints))
             for segments, form in zip(self._segments, (CROSS, SELF), strict=False)
         ]
         recordings = RecordingPool(device)
@@ -180,6 +183,7 @@ class PooledSolve:
             squares = [pool.masses[:, side].square().sum(1) for side in room.sides]
             highest = -epsilon * torch.stack(squares, 1).log()
             constants = torch.minimum(pool.own.mean, highest) / 2
+            constants = self._constraints.rows.constant(constants, epsilon)
             firsts = constants.float()[:, :1], constants.float()[:, 1:]
             parts = zip(started[1:], of_own, firsts, strict=True)
             first = torch.cat([torch.where(*part) for part in parts], 1).view(-1)
@@ -266,7 +270,7 @@ class PooledSolve:
         known = self._segments[0].evaluated(self._iterations[0].vectors, epsilon)
         f, g, updated = (part.view(room.problems, -1) for part in known)
         operator = self.pool.term("xy")
-        plan = lowered_plan(operator, f, g, updated, epsilon)
+        plan = lowered_plan(operator, f, g, updated, epsilon, self._constraints)
         return [cross_evidence(operator, plan, epsilon)]
 
     def _certify_own(self, term: str | None) -> list[PlanEvidence]:
@@ -281,7 +285,7 @@ class PooledSolve:
         else:
             operator = self.pool.term(term)
             f = f.view(room.problems, -1)[:, room.sides[TERMS.index(term) - 1]]
-        plan = self_plan(operator, f.double(), epsilon, accurate=True)
+        plan = self_plan(operator, f.double(), epsilon, self._constraints, accurate=True)
         evidence = self_evidence(operator, plan, epsilon)
         return [evidence] if term is not None else [evidence.every_other(k) for k in (0, 1)]
 
@@ -589,7 +593,10 @@ class Read(NamedTuple):
 # more than the time to make a few tensors.
 MOST_KEPT, MOST_BYTES, MOST_BYTES_CPU = 16, 1 << 32, 1 << 25
 
-_kept: OrderedDict[tuple[Room, bool], list[PooledSolve]] = OrderedDict()
+# What a solve is cached by: its room, whether there are self terms, and what marginals owe.
+Key = tuple[Room, bool, Constraints]
+
+_kept: OrderedDict[Key, list[PooledSolve]] = OrderedDict()
 _changing = Lock()
 
 # Of each device, an event that follows all launches of the last solve.
@@ -603,13 +610,13 @@ def _turn(device: torch.device) -> RLock:
 
 
 @contextmanager
-def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
+def kept(room: Room, debias: bool, constraints: Constraints = EXACT) -> Iterator[PooledSolve]:
     """Lend a solve to one caller; afterwards it is cached for the next problem of its size.
 
     On a GPU one solve runs at a time, whatever its thread and stream: recordings share the memory
     in which cuBLAS computes.
     """
-    key = room, debias
+    key = room, debias, constraints
     turn = nullcontext() if room.device.type == "cpu" else _turn(room.device)
     with turn, current(room.device):
         with _changing:
@@ -617,7 +624,7 @@ def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
         if room.device in _left:
             torch.cuda.current_stream(room.device).wait_event(_left[room.device])
         if solve is None:
-            solve = PooledSolve(room, debias=debias)
+            solve = PooledSolve(room, debias=debias, constraints=constraints)
         try:
             yield solve
         finally:
@@ -645,7 +652,7 @@ def forget() -> None:
         _kept.clear()
 
 
-def _taken(key: tuple[Room, bool]) -> PooledSolve | None:
+def _taken(key: Key) -> PooledSolve | None:
     """Take a solve out of the cache; None if there is none."""
     if key not in _kept:
         return None
@@ -655,7 +662,7 @@ def _taken(key: tuple[Room, bool]) -> PooledSolve | None:
     return solve
 
 
-def _kept_on(kind: str) -> list[tuple[Room, bool]]:
+def _kept_on(kind: str) -> list[Key]:
     """List the keys of the cache on a kind of device, the least recently used first."""
     return [key for key in _kept if key[0].device.type == kind]
 
@@ -664,7 +671,7 @@ def _too_many(kind: str) -> bool:
     """Return whether the solves cached on a kind of device exceed a limit."""
     keys = _kept_on(kind)
     counts = [len(_kept[key]) for key in keys]
-    taken = sum(room.bytes * count for (room, _), count in zip(keys, counts, strict=True))
+    taken = sum(room.bytes * count for (room, *_), count in zip(keys, counts, strict=True))
     # Triton's interpreter runs kernels on a processor: its solves have the limit of a GPU's.
-    most = MOST_BYTES if any(room.in_triton for room, _ in keys) else MOST_BYTES_CPU
+    most = MOST_BYTES if any(room.in_triton for room, *_ in keys) else MOST_BYTES_CPU
     return sum(counts) > MOST_KEPT or taken > most

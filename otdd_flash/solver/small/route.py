@@ -19,6 +19,7 @@ from otdd_flash.cost.class_table import ROUNDING
 from otdd_flash.cost.compute import ComputeOptions, uses_triton
 from otdd_flash.cost.facts import TERMS, CostFacts
 from otdd_flash.errors import InputError
+from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory
 from otdd_flash.operators.score_pool import UNIT, Room, ScorePool
 from otdd_flash.solver.certificate import PlanEvidence, conclude, conclude_many, shows_rounding
@@ -71,15 +72,15 @@ def is_small(compared: Compared, options: Converged) -> bool:
     """Whether a problem is one for a `PooledSolve`, with nothing that needs another way."""
     if options.bound_width is not None or options.max_seconds is not None:
         return False
-    # Recordings iterate on exact marginals alone.
-    if not compared.constraints.exact:
-        return False
     if isinstance(compared, MatrixComparison):
         return _is_swept(compared)
     compute, device = compared.compute, compared.device
     if compute.group is not None or compared.streaming is not None:
         return False
     in_triton = uses_triton(compute, device)
+    # Kernels iterate on exact marginals alone.
+    if in_triton and not compared.constraints.exact:
+        return False
     if device.type == "cuda":
         room = Batch.of_one(compared).room(1, in_triton=in_triton)
         return suits(room, compute) and _has_memory(room)
@@ -94,10 +95,12 @@ def is_small(compared: Compared, options: Converged) -> bool:
 def _is_swept(compared: MatrixComparison) -> bool:
     """Whether a matrix is solved in recordings that read it where it is, a row at a time.
 
-    Not with self costs or forbidden pairs, and not where a sweep cannot hold a row.
+    Not with self costs, forbidden pairs or relaxed marginals, nor where a sweep cannot hold a row.
     """
     on_gpu = compared.in_triton and compared.device.type == "cuda"
     if not on_gpu or compared.self_costs is not None or compared.facts.forbidden:
+        return False
+    if not compared.constraints.exact:
         return False
     return _kernel_operator(compared).fits_sweeps
 
@@ -161,7 +164,8 @@ def solve_small(
     if isinstance(compared, MatrixComparison):
         return _solve_swept(compared, options, start=start, progress=progress, solved=solved)
     batch, in_triton = Batch.of_one(compared), uses_triton(compared.compute, compared.device)
-    with kept(batch.room(1, in_triton=in_triton), compared.debias) as solve:
+    room = batch.room(1, in_triton=in_triton)
+    with kept(room, compared.debias, compared.constraints) as solve:
         small = solve_single(
             solve, batch, compared.epsilon, options, start=start, progress=progress
         )
@@ -360,6 +364,7 @@ def solve_batch(
     wanted: Sequence[int],
     in_triton: bool,
     budget: int | None = None,
+    constraints: Constraints = EXACT,
 ) -> BatchSolved:
     """Solve the divergences of a batch, as many problems at once as memory is meant to hold.
 
@@ -371,6 +376,7 @@ def solve_batch(
         wanted: sides, 0 for x and 1 for y, by whose points gradients are.
         in_triton: whether kernels solve it, on a GPU; else PyTorch on a processor.
         budget: bytes of the problems that a processor solves at once, if fewer are wanted.
+        constraints: what marginals owe; on a processor alone they may be relaxed.
     """
     problems = len(batch.points[0])
     one = batch.room(1, in_triton=in_triton)
@@ -386,6 +392,7 @@ def solve_batch(
             options,
             debias,
             wanted,
+            constraints,
         )
         for first in range(0, problems, size)
     ]
@@ -401,11 +408,12 @@ def _solve_part(
     options: Converged,
     debias: bool,
     wanted: Sequence[int],
+    constraints: Constraints,
 ) -> BatchSolved:
     problems = len(batch.points[0])
     # As for a single problem.
     goal = goal_of(options, epsilon, TOLERANCE_AIM)
-    with kept(room._replace(problems=problems), debias) as solve:
+    with kept(room._replace(problems=problems), debias, constraints) as solve:
         solve.begin(batch, goal, {})
         done = False
         while not done:
