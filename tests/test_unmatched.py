@@ -117,3 +117,21 @@ def test_parts_of_a_comparison_keep_the_penalties() -> None:
 CONSTRAINTS = otdd.dataset_distance(
     clusters(0.0), clusters(1.0), unbalanced=0.5, labels="none"
 ).constraints
+
+
+@pytest.mark.parametrize("mode", ["features", "attached", "joint"])
+def test_a_flow_leaves_particles_without_a_counterpart_where_they_are(mode: str) -> None:
+    source, target = clusters(0.0, 30.0), clusters(1.0, 1.5)
+    stepping = otdd.Stepping(step_size=0.2)
+    flow = otdd.Flow(mode=mode, steps=5, stepping=stepping, keep_moments=mode == "features")
+    cost = otdd.GroundCost(lambda_y=0.0)
+    given = {"epsilon": 0.1, "labels": "means", "cost": cost}
+    balanced = otdd.gradient_flow(source, target, flow, **given)
+    relaxed = otdd.gradient_flow(source, target, flow, unbalanced=1.0, **given)
+    moved = [(each.samples.features - source.features).squeeze(1) for each in (balanced, relaxed)]
+    assert moved[0][10:].max() < -1
+    assert moved[1][10:].abs().max() < 0.3
+    assert moved[1][:10].mean() > 0.3
+    assert relaxed.settings["unbalanced"] == [1.0, 1.0]
+    with pytest.raises(otdd.InputError, match=r"conditional plans|moves more"):
+        relaxed.map("entropic")

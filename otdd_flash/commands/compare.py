@@ -19,8 +19,6 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.console import RenderableType
 
-from otdd_flash.arguments import penalties
-from otdd_flash.checks import optional
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.results import track_distance, write_run
@@ -43,7 +41,7 @@ from otdd_flash.sampling import noise_floor, subsample_interval
 from otdd_flash.sampling.comparison import drawable
 from otdd_flash.sampling.halves import half_size
 from otdd_flash.sampling.subsampling import LEVEL, check_count, subsample_sizes
-from otdd_flash.solver.penalties import penalties_of, refuse_unbalanced
+from otdd_flash.solver.penalties import penalties_of
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 
@@ -55,19 +53,16 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
     """The settings of conf/distance.yaml."""
 
     debias: bool
-    unbalanced: Any
-    unbalanced_relative: Any
     contributions: bool
+
+    @property
+    def debiased(self) -> bool:
+        return self.debias
 
     def check(self) -> None:
         """Raise an `InputError` for settings that are invalid for any data."""
         super().check()
-        accepted = optional(penalties)
-        self.unbalanced = accepted("unbalanced", self.unbalanced)
-        self.unbalanced_relative = accepted("unbalanced_relative", self.unbalanced_relative)
-        given = self.unbalanced, self.unbalanced_relative
-        refuse_unbalanced(*given, debias=self.debias, ground=self.ground)
-        if given == (None, None):
+        if self.unbalanced is None and self.unbalanced_relative is None:
             return
         for key in ("subsample", "contributions"):
             if getattr(self, key):
@@ -101,8 +96,6 @@ def compare(config: DictConfig, directory: Path) -> None:
                 lambda_y=settings.lambda_y,
                 ground=settings.ground,
                 debias=settings.debias,
-                unbalanced=settings.unbalanced,
-                unbalanced_relative=settings.unbalanced_relative,
                 class_progress=class_progress,
                 progress=progress,
                 **arguments,

@@ -72,6 +72,7 @@ from otdd_flash.labels import (
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.samples import LabeledSamples, all_finite
+from otdd_flash.solver.penalties import refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
@@ -106,6 +107,8 @@ def gradient_flow(
     labels: Labels = "gaussian",
     min_class_size: Count | None = None,
     cost: GroundCost | None = None,
+    unbalanced: Positive | None = None,
+    unbalanced_relative: Positive | None = None,
     solver: Schedule | None = None,
     compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -128,6 +131,9 @@ def gradient_flow(
         min_class_size: drop classes with fewer samples, with a notice.
         cost: the ground cost and its weights, by default half the squared distances
             between features and between classes.
+        unbalanced: rho, the price of mass that is not matched, in units of the cost: particles that
+            have no counterpart stay nearly where they are.
+        unbalanced_relative: the same as a multiple of the mean cost at the start.
         solver: how a step is solved and when it stops, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
         cache_dir: the cache of class distances of the start; None uses none.
@@ -151,6 +157,7 @@ def gradient_flow(
     compute, solver = ComputeOptions.of(compute), solver or Converged()
     cost, metric = cost or GroundCost(), metric_of(labels)
     cost.check_labels(metric.name)
+    refuse_unbalanced(unbalanced, unbalanced_relative, debias=True, ground=cost.ground)
     if cost.ground == "cosine":
         flow = replace(flow, space=DirectionSpace(flow.space, cost))
     check_comparable(source, target)
@@ -187,6 +194,8 @@ def gradient_flow(
     named = partial(epsilon_of_datasets, key, given, used, lambda: mean, scale)
     with named():
         comparison = comparison.at(used)
+    constraints = resolve_constraints(unbalanced, unbalanced_relative, lambda: mean)
+    comparison = comparison.with_constraints(constraints)
     functionals = build_functionals(flow.functionals, points)
     setting = FlowSetting(comparison, metric, solver, flow, functionals, callbacks)
     settings = setting.settings(points, goal, table)
