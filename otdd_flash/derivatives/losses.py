@@ -158,11 +158,7 @@ def sinkhorn_losses(
     simple = simple and ground == "sqeuclidean" and not any(map(_asks_for_gradient, others))
     simple = simple and _fits(class_table, class_totals, labelled=labelled)
     simple = simple and _match(x, a, labels_x) and _match(y, b, labels_y)
-    if not (
-        simple
-        and isinstance(options, Converged)
-        and _small(x, y, epsilon, options, compute, exact=constraints.exact)
-    ):
+    if not (simple and isinstance(options, Converged) and _small(x, y, epsilon, options, compute)):
         return torch.stack([one(k) for k in range(count)])
     clouds = _padded(x), _padded(y)
     batch = Batch(
@@ -267,8 +263,6 @@ def _small(
     epsilon: float,
     options: Converged,
     compute: Compute | None,
-    *,
-    exact: bool,
 ) -> bool:
     """Return whether all pairs are small enough to be solved side by side on stored scores."""
     if options.bound_width is not None or options.max_seconds is not None:
@@ -295,9 +289,6 @@ def _small(
         in_triton = uses_triton(chosen, first.device)
     except InputError:
         # `sinkhorn_loss` raises it for the first pair, with the pair's number.
-        return False
-    # Kernels iterate on exact marginals alone.
-    if in_triton and not exact:
         return False
     n, m = (max(map(len, side)) for side in (x, y))
     room = Room(1, n, m, first.shape[1], 1, first.dtype, first.device, in_triton)

@@ -28,6 +28,7 @@ from otdd_flash.engine.quasi_newton_kernels import (
     Pace,
     QuasiNewtonKernels,
     SegmentLayout,
+    softness_of,
 )
 from otdd_flash.formulas.decision import Form
 from otdd_flash.kernels.segments.step import Sums
@@ -102,6 +103,7 @@ class PooledKernelSegments(PooledSegments):
 
     # `pooled_solve` records steps in its own graph and reads the device itself.
     pace: Pace = "ahead"
+    softness: Tensor | None = None
 
     def __init__(self, pool: Pool, tables: Sequence[Tensor], *, own: bool) -> None:
         super().__init__(pool, own=own)
@@ -126,6 +128,7 @@ class PooledKernelSegments(PooledSegments):
         """Return T'(f), or T(f) of self terms, or the sums that it is made of."""
 
     def iterations(self, form: Form) -> QuasiNewtonKernels:
+        self.softness = softness_of(form.constraints, len(self._tables[0]), self.device)
         nothing = torch.zeros(self._entries, dtype=torch.float32, device=self.device)
         vectors = KernelVectors(self, nothing, MEMORY)
         goal, start = self.placeholder

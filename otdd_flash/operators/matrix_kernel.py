@@ -224,7 +224,8 @@ class OneMatrix(OneKernelProblem):
 
     @property
     def _sweeps(self) -> bool:
-        return self.operator.sweeps and not self.symmetric
+        # A sweep sums columns by potentials of rows that are softmins.
+        return self.operator.sweeps and not self.symmetric and self.constraints.exact
 
     def softmin_rows(
         self, g: Tensor, before: Tensor, epsilon: Tensor, active: Tensor

@@ -123,12 +123,8 @@ class OneTorchProblem(OneProblem):
 
 
 def problem_of(operator: Operator, form: Form) -> OneProblem:
-    """Return an operator as the only problem of the engine, in PyTorch or in Triton.
-
-    Kernels iterate on exact marginals alone; those of others decide in PyTorch, by passes in
-    Triton.
-    """
-    if not operator.passes.in_triton or form.constraints.softness > 0:
+    """Return an operator as the only problem of the engine, in PyTorch or in Triton."""
+    if not operator.passes.in_triton:
         return OneTorchProblem(operator, form)
     # Triton may be missing where no kernel runs.
     from otdd_flash.operators.matrix_kernel import MatrixKernelOperator, OneMatrix

@@ -78,9 +78,6 @@ def is_small(compared: Compared, options: Converged) -> bool:
     if compute.group is not None or compared.streaming is not None:
         return False
     in_triton = uses_triton(compute, device)
-    # Kernels iterate on exact marginals alone.
-    if in_triton and not compared.constraints.exact:
-        return False
     if device.type == "cuda":
         room = Batch.of_one(compared).room(1, in_triton=in_triton)
         return suits(room, compute) and _has_memory(room)
@@ -100,6 +97,7 @@ def _is_swept(compared: MatrixComparison) -> bool:
     on_gpu = compared.in_triton and compared.device.type == "cuda"
     if not on_gpu or compared.self_costs is not None or compared.facts.forbidden:
         return False
+    # A sweep sums columns by potentials of rows that are softmins.
     if not compared.constraints.exact:
         return False
     return _kernel_operator(compared).fits_sweeps
@@ -376,7 +374,7 @@ def solve_batch(
         wanted: sides, 0 for x and 1 for y, by whose points gradients are.
         in_triton: whether kernels solve it, on a GPU; else PyTorch on a processor.
         budget: bytes of the problems that a processor solves at once, if fewer are wanted.
-        constraints: what marginals owe; on a processor alone they may be relaxed.
+        constraints: what marginals owe.
     """
     problems = len(batch.points[0])
     one = batch.room(1, in_triton=in_triton)
