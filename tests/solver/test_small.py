@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +18,7 @@ from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.engine.recording import Recorded
 from otdd_flash.errors import InputError
+from otdd_flash.formulas.marginals import Constraints, Exact, RelaxedByKL
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.samples import LabeledSamples
@@ -132,6 +134,62 @@ def test_terms_are_proved(
     for name in found.keys() - {"xy"}:
         assert found[name].iterations <= found[name].passes <= found[name].iterations + 2
     assert_proved(found, problem(x, y, epsilon, ComputeOptions("cpu"), ground=ground))
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize(
+    ("rho", "debias", "weights"),
+    [
+        ((0.5, 0.5), True, True),
+        ((1e-2, 1e-2), True, False),
+        ((1e3, 1e3), True, False),
+        ((0.3, math.inf), False, True),
+        ((math.inf, 2.0), False, False),
+    ],
+)
+def test_relaxed_terms_are_proved(rho: tuple[float, float], debias: bool, weights: bool) -> None:
+    """In recordings, with the gradients by points that they compute."""
+    x, y = side(18, 0, weights=weights), side(13, 1)
+    kinds = [Exact() if each == math.inf else RelaxedByKL(each) for each in rho]
+    given = problem(x, y, 0.3, debias=debias).with_constraints(Constraints(*kinds))
+    found = solved(given)
+    dense = problem(x, y, 0.3, ComputeOptions("cpu"))
+    for name, term in found.items():
+        sides, own = dense.sides(name), (rho[0], rho[0]) if name != "xy" else rho
+        points, labels = ([getattr(one, key) for one in sides] for key in ("features", "labels"))
+        cost = reference.dense_cost(*points, 0.5, 0.5 * dense.block(name), *labels)
+        a, b = (one.masses for one in sides)
+        rows, columns = a > 0, b > 0
+        cost, a, b = cost[rows][:, columns], a[rows], b[columns]
+        truth, *_ = reference.unbalanced_transport(cost, a, b, 0.3, own)
+        low, high = term.bounds
+        assert low <= truth <= high, name
+        assert term.converged
+        assert high - low < 3e-3 * abs(truth)
+        f, g = term.f[rows].double(), term.g[columns].double()
+        plan = reference.plan(cost, a, b, f, g, 0.3)
+        owed = a * (-f / own[0]).exp(), b * (-g / own[1]).exp()
+        errors = [float((plan.sum(1 - k) - owed[k]).abs().sum()) for k in (0, 1)]
+        assert max(errors) / float(plan.sum()) <= term.marginal_error + 1e-9
+        assert term.mass == pytest.approx(float(plan.sum()), rel=2e-3)
+    gradients: list[Tensor] = []
+    solved(given, gradient_callbacks={0: gradients.append, 1: gradients.append})
+    points = [one.features.double().requires_grad_() for one in (x, y)]
+    loss = otdd.sinkhorn_loss(
+        *points,
+        x.masses,
+        y.masses,
+        epsilon=0.3,
+        labels_x=x.labels,
+        labels_y=y.labels,
+        class_table=table(),
+        unbalanced=[None if each == math.inf else each for each in rho],
+        debias=debias,
+        options=Converged(tolerance=1e-9),
+    )
+    for part, expected in zip(gradients, torch.autograd.grad(loss, points), strict=True):
+        off = (part.double().cpu() - expected).abs().max()
+        assert float(off) < 2e-3 * float(expected.abs().max())
 
 
 @pytest.mark.slow
