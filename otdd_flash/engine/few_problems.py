@@ -263,8 +263,10 @@ class FewVectors:
             torch.bmm(weighted, self._by_newest).tolist(),
             torch.bmm(weighted, self._by_memory).tolist(),
         )
-        columns = constraints.columns
-        return [_evaluation(columns, *of_one) for of_one in zip(*parts, strict=True)]
+        columns, moved = constraints.columns, [0.0] * len(epsilon)
+        if translation is not None:
+            moved = translation.squeeze(1).tolist()
+        return [_evaluation(columns, *of_one) for of_one in zip(moved, *parts, strict=True)]
 
     def move(self, k: int, move: Move) -> None:
         """Choose the next candidate of a problem from the numbers of a move, which are floats."""
@@ -330,6 +332,7 @@ class _OneProblem(NamedTuple):
 
 def _evaluation(
     marginal: Marginal,
+    translation: float,
     of_rows: list[list[float]],
     of_columns: list[list[float]],
     lowest: float,
@@ -341,7 +344,7 @@ def _evaluation(
     """Put together the numbers of one problem."""
     (row_value,), (row_size,), *_ = of_rows
     of_terms = [total for (total,) in of_columns]
-    value, size, gap, mass, raised = marginal.numbers(of_terms, means[2])
+    value, size, gap, mass, raised = marginal.numbers(of_terms, means[2] + translation)
     (step_step, step_difference, step_residual), of_difference, _ = squares
     _, with_difference, with_residual = products
     return Evaluation(

@@ -212,7 +212,8 @@ class ManyVectors:
         weighted = torch.stack((difference, fresh), 1) * masses[:, None]
         remembered = totals(self._remembered[:, None] * weighted[:, :, None])
         of_columns, others = sums[: len(terms)].unbind(), sums[len(terms) :].unbind()
-        value, size, gap, mass, raised = constraints.columns.numbers(of_columns, others[2])
+        mean = others[2] if translation is None else others[2] + translation.squeeze(1)
+        value, size, gap, mass, raised = constraints.columns.numbers(of_columns, mean)
         of_rows = torch.stack((value, size))
         if self.rows is not None and row_masses is not None:
             f = self.rows.double()

@@ -134,7 +134,7 @@ class Marginal(ABC):
 
     @abstractmethod
     def numbers(self, totals: Sequence[Any], mean_step: Any) -> ColumnNumbers:
-        """Return an evaluation's numbers from the sums of `terms`, and of the step."""
+        """Return an evaluation's numbers from the sums of `terms`, and of that step."""
 
 
 @dataclass(frozen=True)

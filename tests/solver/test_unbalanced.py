@@ -13,10 +13,23 @@ from refusals import Refusals
 from torch import Tensor
 
 import otdd_flash as otdd
+from otdd_flash.engine.few_problems import FewVectors
 from otdd_flash.formulas.decision import CROSS, SELF
+from otdd_flash.formulas.evidence import CostNumbers, PassErrors, evaluate_cross
 from otdd_flash.formulas.marginals import Constraints, Exact, Marginal, RelaxedByKL
+from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.given_costs import matrix_operator
-from otdd_flash.solver.certificate import Certificate, certify, certify_self
+from otdd_flash.operators.one_problem import OneTorchProblem, problem_of
+from otdd_flash.solver.certificate import (
+    Certificate,
+    CrossNumbers,
+    _sizes,
+    certify,
+    certify_self,
+    cross_evidence,
+    cross_plan,
+)
+from otdd_flash.solver.evidence import Filling, filled_value
 from otdd_flash.solver.solve import solve_term
 from otdd_flash.solver.term import TransportTerm
 
@@ -331,3 +344,144 @@ def test_costs_that_are_off_widen_bounds_by_the_mass_that_moves() -> None:
     assert wide.bounds[0] <= low - 0.5
     assert wide.bounds[1] >= high + 0.5
     assert replace(term, mass=4.0).widened(0.5).bounds[1] == pytest.approx(high + 2)
+
+
+# What the iterations decide by, and what bounds are made of.
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_numbers_of_an_evaluation(seed: int) -> None:
+    """Dual value, gain of the columns' update and marginal error are those of dense plans."""
+    problem = Problem(seed)
+    operator = matrix_operator(problem.cost, problem.a, problem.b)
+    form = CROSS._replace(constraints=problem.constraints)
+    one = problem_of(operator, form)
+    assert isinstance(one, OneTorchProblem)
+    g = torch.randn(len(problem.b), generator=problem.draw).double() * problem.epsilon
+    vectors = FewVectors(one, g[None])
+    (found,) = vectors.evaluate([problem.epsilon], [True])
+    assert vectors.rows is not None
+    f, epsilon, rho = vectors.rows[0], problem.epsilon, problem.rho
+    masses = problem.cost, problem.a, problem.b
+    damping = [1 / (1 + epsilon / each) for each in rho]
+    expected = damping[0] * reference.softmin_rows(problem.cost, problem.b, g, epsilon)
+    torch.testing.assert_close(f, expected)
+    updated = damping[1] * reference.softmin_rows(problem.cost.T, problem.a, f, epsilon)
+    t = reference.translation(problem.a, problem.b, f, updated, rho)
+    torch.testing.assert_close(vectors._fresh[0], updated - t - g)
+    before, after = (
+        float(reference.unbalanced_dual(*masses, f, each, epsilon, rho)) for each in (g, updated)
+    )
+    zero = PassErrors(*[0.0] * 9)
+    evidence = evaluate_cross(CostNumbers(1.0, 1.0, 0.0, zero, 0.0, 0.0), found, epsilon)
+    assert evidence.dual == pytest.approx(before, rel=1e-10)
+    assert evidence.gain == pytest.approx(after - before, rel=1e-6, abs=1e-12 * abs(before))
+    columns = reference.plan(*masses, f, g, epsilon).sum(0)
+    owed = problem.b * (-g / rho[1]).exp()
+    assert found.gap == pytest.approx(float((columns - owed).abs().sum() / owed.sum()), rel=1e-9)
+    assert evidence.upper == INFINITY
+
+
+@pytest.mark.parametrize("mass", [1e-3, 0.4, 1.0, 3.0])
+def test_a_filled_plan_of_any_mass(mass: float) -> None:
+    """The bound is attained where what is filled in is in proportion to the plan."""
+    draw, epsilon, cost, share = torch.Generator().manual_seed(0), 0.3, 1.7, 0.6
+    a, b, p, q = (torch.rand(k, generator=draw).double() + 0.1 for k in (5, 4, 5, 4))
+    a, b, p, q = (each / each.sum() for each in (a, b, p, q))
+    f = epsilon * (share * mass * p / a).log()
+    g = epsilon * (q / b).log() + cost
+    filling = Filling(
+        (1 - share) * mass,
+        (1 - share) * mass,
+        cost * ((1 - share) * mass) ** 2,
+        float(torch.xlogy(p, (1 - share) * mass * p / a).sum() * (1 - share) * mass)
+        + float(torch.xlogy(q, (1 - share) * mass * q / b).sum() * (1 - share) * mass),
+    )
+    paid = float(share * mass * (p @ f + q @ g))
+    found = filled_value(filling, paid, share * mass, epsilon, mass)
+    whole = mass * p[:, None] * q
+    exact = INFINITY, INFINITY
+    costs = torch.full((5, 4), cost, dtype=torch.float64)
+    truth = reference.unbalanced_primal(costs, a, b, whole, epsilon, exact)
+    assert found == pytest.approx(float(truth), rel=1e-12)
+
+
+@pytest.mark.parametrize("rows", [0.3, INFINITY])
+def test_the_upper_bound_is_the_cost_of_a_plan(rows: float) -> None:
+    """Of the plan that is filled up, where moving mass anywhere would cost far more."""
+    draw, epsilon = torch.Generator().manual_seed(4), 0.5
+    a, b = (torch.rand(k, generator=draw).double() + 0.2 for k in (6, 5))
+    a, b = a / a.sum(), b / b.sum()
+    cost = torch.rand(6, 5, generator=draw).double()
+    cost[0, 0] = 1e7
+    rho = (rows, 0.4 if rows == INFINITY else INFINITY)
+    constraints = Constraints(*map(marginal, rho))
+    f, g = (0.3 * torch.randn(k, generator=draw).double() for k in (6, 5))
+    # So far off that what the relaxed side owes has to shrink to the other's mass.
+    g = g + (0.0 if rows == INFINITY else 1.5)
+    operator = matrix_operator(cost, a, b)
+    plan = cross_plan(operator, f, g, epsilon, constraints, accurate=True)
+    evidence = cross_evidence(operator, plan, epsilon)
+    numbers = CrossNumbers.of(evidence.numbers.tolist())
+    coupling = reference.plan(cost, a, b, f, g, epsilon)
+    p = a * (-evidence.f / rho[0]).exp()
+    q = b * (-evidence.g / rho[1]).exp()
+    assert float(p.sum()) == pytest.approx(float(q.sum()), rel=1e-12)
+    kept = numbers.kappa * numbers.penalties.fit * coupling
+    u, v = p - kept.sum(1), q - kept.sum(0)
+    assert min(float(u.min()), float(v.min())) > -1e-12
+    filled = kept + u[:, None] * v / u.sum()
+    truth = float(reference.unbalanced_primal(cost, a, b, filled, epsilon, rho))
+    upper = numbers.upper(operator.costs, evidence.sums, epsilon)
+    assert truth <= upper + 1e-9 * abs(truth)
+    assert float(numbers.penalties.fit) < 0.9
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("own", [False, True])
+def test_bounds_allow_for_errors_of_costs(sign: int, own: bool) -> None:
+    """Of a plan of other costs, as far off as they may be: so far that first orders do not do."""
+    draw, epsilon, rho = torch.Generator().manual_seed(7), 0.2, 0.5
+    x = torch.randn(9, 2, generator=draw).double()
+    y = x if own else torch.randn(7, 2, generator=draw).double()
+    a, b = (torch.full((len(each),), 1 / len(each)).double() for each in (x, y))
+    cost, off = torch.cdist(x, y).square(), 0.2 * epsilon
+    given = matrix_operator(cost + 2 * sign * off, a, b)
+
+    class OffBy:
+        """A cost whose sums are those of another."""
+
+        passes, costs, a, b = given.passes, given.costs, given.a, given.b
+        expected_costs = staticmethod(given.expected_costs)
+
+        def marginals(self, *at: object, **settings: object) -> Marginals:
+            sums = given.marginals(*at, **settings)  # type: ignore[arg-type]
+            rows, columns = sums.row_errors + off, sums.column_errors + off
+            return sums._replace(row_errors=rows, column_errors=columns)
+
+    same = Constraints(RelaxedByKL(rho), RelaxedByKL(rho))
+    truth, f, g = reference.unbalanced_transport(cost, a, b, epsilon, (rho, rho))
+    _, near_f, near_g = reference.unbalanced_transport(
+        cost + 2 * sign * off, a, b, epsilon, (rho, rho)
+    )
+    for one, other in ((f, g), (near_f, near_g)):
+        if own:
+            found = certify_self(OffBy(), (one + other) / 2, epsilon, same)  # type: ignore[arg-type]
+        else:
+            found = certify(OffBy(), one, other, epsilon, other, same)  # type: ignore[arg-type]
+        assert found.bounds[0] <= truth <= found.bounds[1]
+        # What is lost by the errors is not much more than they are.
+        assert found.bounds[1] - found.bounds[0] < 12 * off
+
+
+def test_costs_of_little_mass_are_bounded() -> None:
+    """Sizes bound <|C|, P> of plans that move 1e-9 and less, where all exponents are negative."""
+    for exponent in (-0.5, -3.0, -20.0, -200.0):
+        a, b = (torch.full((k,), 1 / k).double() for k in (3, 2))
+        cost = torch.full((3, 2), -exponent).double()
+        operator, zero = matrix_operator(cost, a, b), torch.zeros(3).double()
+        coupling = reference.plan(cost, a, b, zero, zero[:2], 1.0)
+        rows, columns = coupling.sum(1), coupling.sum(0)
+        tail = Constraints(RelaxedByKL(1.0), RelaxedByKL(1.0)).tail(rows)
+        x, y = _sizes(operator, zero, zero[:2], rows, 1.0, tail)
+        assert float((cost * coupling).sum()) <= float(rows @ x + columns @ y)
