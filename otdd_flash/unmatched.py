@@ -78,8 +78,7 @@ class Unmatched:
     def __str__(self) -> str:
         """Return the mass that moves, and a table of classes, those that stand out most first."""
         lines = [f"{self.moved:.4g} of the mass moves"]
-        head = "side", "class", "mass", "unmatched", "in its self term", "surplus"
-        rows = [head, *(_shown(each) for each in by_excess(self.classes))]
+        rows = [HEADS, *map(shown, by_excess(self.classes))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for side, name, *numbers in rows:
             cells = [side.ljust(widths[0]), name.ljust(widths[1])]
@@ -94,7 +93,11 @@ def by_excess(classes: tuple[UnmatchedClass, ...]) -> list[UnmatchedClass]:
     return sorted(classes, key=lambda each: (sides[each.side], (each.own or 0.0) - each.unmatched))
 
 
-def _shown(each: UnmatchedClass) -> tuple[str, ...]:
+HEADS = "side", "class", "mass", "unmatched", "in its self term", "surplus"
+
+
+def shown(each: UnmatchedClass) -> tuple[str, ...]:
+    """Return a class as texts under `HEADS`."""
     own = "" if each.own is None else f"{each.own:.1%}"
     surplus = f"{each.surplus:.3g}" if each.surplus > 0 else ""
     name = shorten(each.name, LONGEST_NAME)

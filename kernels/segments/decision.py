@@ -137,27 +137,14 @@ def translated(found, owed_rows, owed_columns, left, softness, raised, SELF: tl.
     squares = found.difference_difference + t * (2 * difference + t)
     of_difference = found.difference_residual + t * (residual - difference - t)
     infinite = tl.full(left.shape, float("inf"), tl.float64)
+    gap = found.gap / tl.maximum(owed_columns, 1e-300)
     return Evaluation(
-        found.row_value,
-        found.row_size,
-        found.value,
-        found.size,
-        -infinite,
-        infinite,
-        found.gap / tl.maximum(owed_columns, 1e-300),
-        found.mass,
-        step,
-        difference + t,
-        residual - t,
-        found.step_step,
-        found.step_difference + t * step,
-        squares,
-        found.step_residual - t * step,
-        of_difference,
-        found.remembered_differences,
-        found.remembered_residual,
-        raised,
-    ), t
+        found.row_value, found.row_size, found.value, found.size, -infinite, infinite,
+        gap, found.mass, step, difference + t, residual - t,
+        found.step_step, found.step_difference + t * step, squares,
+        found.step_residual - t * step, of_difference,
+        found.remembered_differences, found.remembered_residual, raised,
+    ), t  # fmt: skip
 
 
 # A number of segments that the kernel was compiled for would change their bits.

@@ -63,7 +63,7 @@ from otdd_flash.report.tables import facts_table, write_matrix_csv, write_table_
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import bounded, display, epsilon_shown, interval, shorten
-from otdd_flash.unmatched import Unmatched, UnmatchedClass, by_excess
+from otdd_flash.unmatched import HEADS, Unmatched, UnmatchedClass, by_excess, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -356,18 +356,15 @@ def unmatched_table(unmatched: Unmatched) -> Table:
 
     title = f"unmatched mass of classes; {unmatched.moved:.4g} of all mass moves"
     table = Table(title=title, title_justify="left")
-    for head in ("side", "class", "mass", "unmatched", "in its self term", "surplus"):
+    for head in HEADS:
         table.add_column(head, justify="left" if head in ("side", "class") else "right")
     every, left = by_excess(unmatched.classes), 0
     for side in ("source", "target"):
         rows = [each for each in every if each.side == side]
         left += max(0, len(rows) - MOST_ROWS)
         for each in rows[:MOST_ROWS]:
-            name = Text(shorten(each.name, LONGEST_NAME))
-            own = "" if each.own is None else f"{each.own:.1%}"
-            surplus = f"{each.surplus:.3g}" if each.surplus > 0 else ""
-            numbers = f"{each.mass:.4g}", f"{each.unmatched:.1%}", own, surplus
-            table.add_row(side, name, *numbers)
+            _, name, *numbers = shown(each)
+            table.add_row(side, Text(shorten(name, LONGEST_NAME)), *numbers)
     if left:
         table.caption = f"{left} more classes in {UNMATCHED_FILE}"
     return table
@@ -386,10 +383,10 @@ def draw_unmatched(unmatched: Unmatched, sides: tuple[str, str], path: str | Pat
         path: the PNG file.
     """
     every = by_excess(unmatched.classes)
-    shown = [
+    bars = [
         [each for each in every if each.side == side][:MOST_BARS] for side in ("source", "target")
     ]
-    count = sum(map(len, shown))
+    count = sum(map(len, bars))
     width = 2 * MARGIN + BAR_NAMES + BARS
     height = 2 * MARGIN + TITLE + BAR * (count + 3) + 0.3
     figure, top = new_figure(width, height), height - MARGIN
@@ -402,7 +399,7 @@ def draw_unmatched(unmatched: Unmatched, sides: tuple[str, str], path: str | Pat
     figure.text(MARGIN / width, top / height, title, fontsize=TITLE_POINTS, va="top")
     top -= TITLE - 0.5 * BAR
     colors = SOURCE_COLOR, TARGET_COLOR
-    for rows, role, color in zip(shown, _roles(sides), colors, strict=True):
+    for rows, role, color in zip(bars, _roles(sides), colors, strict=True):
         tall = BAR * max(1, len(rows))
         bottom = top - BAR - tall
         place = (MARGIN + BAR_NAMES) / width, bottom / height, BARS / width, tall / height
