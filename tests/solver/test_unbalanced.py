@@ -413,7 +413,7 @@ def test_the_upper_bound_is_the_cost_of_a_plan(rows: float) -> None:
     a, b = (torch.rand(k, generator=draw).double() + 0.2 for k in (6, 5))
     a, b = a / a.sum(), b / b.sum()
     cost = torch.rand(6, 5, generator=draw).double()
-    cost[0, 0] = 1e7
+    cost[0, 0] = 1e3
     rho = (rows, 0.4 if rows == INFINITY else INFINITY)
     constraints = Constraints(*map(marginal, rho))
     f, g = (0.3 * torch.randn(k, generator=draw).double() for k in (6, 5))
@@ -435,6 +435,20 @@ def test_the_upper_bound_is_the_cost_of_a_plan(rows: float) -> None:
     upper = numbers.upper(operator.costs, evidence.sums, epsilon)
     assert truth <= upper + 1e-9 * abs(truth)
     assert float(numbers.penalties.fit) < 0.9
+    # Each of both parts by itself, and what their mixture may cost beside.
+    parts = kept, u[:, None] * v / u.sum()
+    mixed = sum(float(part.sum() * (part.sum() / p.sum()).log()) for part in parts)
+    alone = sum(
+        float((part * cost + epsilon * torch.xlogy(part, part / (a[:, None] * b))).sum())
+        for part in parts
+    )
+    paid = sum(
+        float(each * (torch.xlogy(s, s / w) - s + w).sum())
+        for each, s, w in ((rho[0], p, a), (rho[1], q, b))
+        if each < INFINITY
+    )
+    expected = alone - epsilon * mixed + epsilon * (1 - float(p.sum())) + paid
+    assert upper == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
