@@ -202,14 +202,15 @@ def unbalanced_transport(
         step = scale * torch.linalg.lstsq(matrix, right[:, None], driver="gelsd").solution[:, 0]
         start = unbalanced_dual(cost, a, b, f, g, epsilon, rho)
         for _ in range(40):
-            one, other = f + step[:n], g + step[n:]
-            if unbalanced_dual(cost, a, b, one, other, epsilon, rho) >= start - 1e-14 * abs(start):
+            if unbalanced_dual(cost, a, b, f + step[:n], g + step[n:], epsilon, rho) > start:
+                f, g = f + step[:n], g + step[n:]
                 break
             step = step / 2
-        f, g = one, other
-        f = shares[0] * softmin_rows(cost, b, g, epsilon)
-        t = translation(a, b, f, g, rho)
-        f, g = f + t, g - t
+        for _ in range(5):
+            f = shares[0] * softmin_rows(cost, b, g, epsilon)
+            g = shares[1] * softmin_rows(cost.T, a, f, epsilon)
+            t = translation(a, b, f, g, rho)
+            f, g = f + t, g - t
     else:
         raise AssertionError("the reference did not converge")
     return float(unbalanced_dual(cost, a, b, f, g, epsilon, rho)), f, g

@@ -30,7 +30,13 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts, larger, lesser
 from otdd_flash.errors import EpsilonOutOfRange, InputError
-from otdd_flash.formulas.evidence import LEAST_MASS, at_least, dual_value, oscillation_bound
+from otdd_flash.formulas.evidence import (
+    LEAST_MASS,
+    at_least,
+    at_most,
+    dual_value,
+    oscillation_bound,
+)
 from otdd_flash.formulas.marginals import EXACT, LEAST_MOVING, Constraints, Translated
 from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator
 from otdd_flash.solver.evidence import (
@@ -323,7 +329,8 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
         row_error=plan.cost_errors[..., rows].amax(-1),
         column_error=plan.cost_errors[..., columns].amax(-1),
     )
-    more = _cross_penalties(plan, numbers, (both, before, owed, held), to, epsilon)
+    moved = updated_rows - sums.rows
+    more = _cross_penalties(plan, numbers, (both, before, owed, held, moved), to, epsilon)
     told = torch.stack((*numbers[:-1], *more), -1)
     return PlanEvidence(*returned, told, sums, plan.passes)
 
@@ -331,7 +338,7 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
 def _cross_penalties(
     plan: Plan,
     numbers: CrossNumbers,
-    vectors: tuple[Tensor, Tensor, Tensor, Tensor],
+    vectors: tuple[Tensor, ...],
     to: Translated,
     epsilon: Epsilon,
 ) -> tuple[Tensor, ...]:
@@ -341,7 +348,7 @@ def _cross_penalties(
         plan: as it was evaluated.
         numbers: of the plan.
         vectors: (n + m,) of both sides: sums, potentials, what they owe, potentials after the
-            update and the translation.
+            update and the translation; and (n,) by how much the update alone moves row sums.
         to: that translation.
         epsilon: regularisation.
     """
@@ -349,7 +356,7 @@ def _cross_penalties(
     if to.factors is None:
         return ()
     factors = to.factors
-    sums, before, owed, held = vectors
+    sums, before, owed, held, moved = vectors
     relative = plan.sums.relative_error
     primal = dot(plan.masses, constraints.dual(before, rows)) + epsilon * (1 - numbers.total)
     for side, marginal in ((rows, constraints.rows), (columns, constraints.columns)):
@@ -358,6 +365,7 @@ def _cross_penalties(
         owed=factors.mass,
         price=numbers.linear - dot(owed, held),
         shift=numbers.updated * torch.expm1(-factors.exponent).abs(),
+        moved=moved.abs().sum(-1),
         tilt=factors.mass * (torch.expm1(factors.exponent) - factors.exponent),
         fit=factors.fit,
         primal=primal,
@@ -409,6 +417,7 @@ def _self_penalties(plan: Plan, numbers: SelfNumbers, epsilon: Epsilon) -> tuple
         owed=owed,
         price=zero,
         shift=zero,
+        moved=zero,
         tilt=zero,
         fit=one,
         primal=dual_value(2 * numbers.linear, numbers.mass, epsilon) + 2 * excess,
@@ -431,6 +440,7 @@ class Penalties(NamedTuple):
         price: rho_x KL(p | a) + rho_y KL(q | b) + <p, f> + <q, g> - <a, f> - <b, g>, which is
             <a, phi(f)> + <b, phi(g)> - <p, f> - <q, g>.
         shift: by how much the row sums of the plan of these potentials are off p, all one way.
+        moved: by how much the update of rows, without the translation, moves their sums.
         tilt: mu (1 / s - 1 + log s) for the factor s that makes them p.
         fit: the factor that makes kappa P fit p and q.
         primal: primal value of the plan as it was evaluated; infinite if it is not admissible.
@@ -442,6 +452,7 @@ class Penalties(NamedTuple):
     owed: Any = 1.0
     price: Any = 0.0
     shift: Any = 0.0
+    moved: Any = math.inf
     tilt: Any = 0.0
     fit: Any = 1.0
     primal: Any = math.inf
@@ -533,7 +544,9 @@ class CrossNumbers(NamedTuple):
     def gap(self) -> Any:
         """A bound on the larger of the marginal errors after the update, but for `noise`."""
         shift, moving = self.penalties.shift, self.penalties.moving
-        return (larger(self.column_gap, self.row_gap) + shift) / moving
+        # Columns before the translation have moved by no more than rows by the update alone.
+        columns = at_most(self.column_gap + shift, self.missed + self.penalties.moved)
+        return larger(columns, self.row_gap + shift) / moving
 
     @property
     def noise(self) -> Any:
