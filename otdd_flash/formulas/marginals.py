@@ -95,12 +95,18 @@ class Marginal(ABC):
         """Return the marginal that a plan of this potential owes: a, or a e^(-f / rho)."""
 
     @abstractmethod
-    def factors(self, owed: Tensor, sums: Tensor, epsilon: float | Tensor) -> Tensor:
-        """Return the factors of an update in a plan with these sums: e^((f' - f) / epsilon)."""
+    def log_factors(
+        self, masses: Tensor, sums: Tensor, potential: Tensor, epsilon: float | Tensor
+    ) -> Tensor:
+        """Return (f' - f) / epsilon of the update f' of a potential, whose plan has these sums."""
 
     @abstractmethod
-    def excess(self, sums: Tensor, owed: Tensor, relative: float) -> Tensor:
-        """Bound rho KL(sums | owed), (...), for sums off by a share; infinite of an exact one."""
+    def charged(self, masses: Tensor, sums: Tensor, potential: Tensor, relative: float) -> Tensor:
+        """Bound D(sums | a), (...), for the primal value of the plan with these sums.
+
+        The primal value is this, beside <sums, potential> of both sides: the bound allows for sums
+        that are off by the share `relative`, in both.
+        """
 
     @abstractmethod
     def level(
@@ -157,10 +163,12 @@ class Exact(Marginal):
     def owed(self, masses: Tensor, potential: Tensor) -> Tensor:
         return masses
 
-    def factors(self, owed: Tensor, sums: Tensor, epsilon: float | Tensor) -> Tensor:
-        return owed / sums
+    def log_factors(
+        self, masses: Tensor, sums: Tensor, potential: Tensor, epsilon: float | Tensor
+    ) -> Tensor:
+        return (masses / sums).log_()
 
-    def excess(self, sums: Tensor, owed: Tensor, relative: float) -> Tensor:
+    def charged(self, masses: Tensor, sums: Tensor, potential: Tensor, relative: float) -> Tensor:
         return torch.full_like(sums[..., 0], math.inf)
 
     def level(
@@ -208,14 +216,17 @@ class RelaxedByKL(Marginal):
         exponent = (potential / -self.rho).clamp_min(LEAST_EXPONENT)
         return torch.where(masses > 0, masses * torch.exp(exponent), 0)
 
-    def factors(self, owed: Tensor, sums: Tensor, epsilon: float | Tensor) -> Tensor:
-        return (owed / sums) ** (self.rho / (self.rho + epsilon))
+    def log_factors(
+        self, masses: Tensor, sums: Tensor, potential: Tensor, epsilon: float | Tensor
+    ) -> Tensor:
+        return self.updated((masses / sums).log_() - potential / self.rho, epsilon)
 
-    def excess(self, sums: Tensor, owed: Tensor, relative: float) -> Tensor:
-        # r log(r / p) - r + p without its cancellation. It is convex in r, with slope log(r / p).
-        logs = torch.where(sums > 0, (sums / owed).log(), 0)
-        slack = relative * (logs.abs() + relative)
-        each = torch.where(sums > 0, sums * (logs + torch.expm1(-logs) + slack), owed)
+    def charged(self, masses: Tensor, sums: Tensor, potential: Tensor, relative: float) -> Tensor:
+        # r log(r / a) - r + a without its cancellation. With r f it is convex in r, and its slope
+        # is f + rho log(r / a): not computed from what f owes, which may be out of all proportion.
+        logs = torch.where(sums > 0, (sums / masses).log(), 0)
+        slack = relative * ((logs + potential / self.rho).abs() + relative)
+        each = torch.where(sums > 0, sums * (logs + torch.expm1(-logs) + slack), masses)
         return each.sum(-1) * self.rho
 
     def level(

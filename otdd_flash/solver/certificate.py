@@ -177,7 +177,7 @@ def conclude(
     dual, sums = numbers.dual(epsilon), evidence.sums
     check_mass(costs, dual, epsilon)
     ends = dual, numbers.upper(costs, sums, epsilon)
-    owed, error = numbers.penalties.owed, numbers.cost_error
+    owed, error = max(numbers.penalties.owed, float(moving)), numbers.cost_error
     bounds = widen_bounds(costs, sums, ends, error, numbers.size, epsilon, owed)
     if costs.forbidden:
         # Other upper bounds move mass between any two points, forbidden pairs too.
@@ -267,8 +267,8 @@ def polished_plan(operator: Certifiable, plan: Plan, epsilon: Epsilon, *, accura
     Unresolved points, whose factors are 1, get potentials so low that their errors are negligible.
     """
     constraints, (rows, columns) = plan.constraints, plan.sides
-    factors, _ = row_update(operator, plan, epsilon)
-    f = lowered(plan.f + epsilon * factors.log(), plan, rows, plan.sums.rows, epsilon)
+    logs, _ = row_update(operator, plan, epsilon)
+    f = lowered(plan.f + epsilon * logs, plan, rows, plan.sums.rows, epsilon)
     g = lowered(plan.g, plan, columns, plan.sums.columns, epsilon)
     scaled = cross_plan(operator, f, g, epsilon, constraints, accurate=accurate)
     above = excess(scaled.sums.columns, scaled.owed[..., columns])
@@ -280,8 +280,8 @@ def polished_plan(operator: Certifiable, plan: Plan, epsilon: Epsilon, *, accura
 def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
     """Compute the numbers of a cross term, with its rows updated but for the unresolved ones."""
     sums, constraints, (rows, columns) = plan.sums, plan.constraints, plan.sides
-    factors, unscaled = row_update(operator, plan, epsilon)
-    updated_f = plan.f + epsilon * factors.log()
+    logs, unscaled = row_update(operator, plan, epsilon)
+    updated_f = plan.f + epsilon * logs
     to = constraints.translated(operator.a, updated_f, operator.b, plan.g)
     returned = to.f.to(operator.passes.dtype), to.g.to(operator.passes.dtype)
     both = torch.cat((sums.rows, sums.columns), -1)
@@ -311,7 +311,7 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
         missed=distance(sums.columns, owed_columns),
         scaled_gap=updated_gap(both, updated, total_scaled),
         row_gap=distance(reached, owed_rows),
-        factor=factors.amax(-1),
+        factor=logs.amax(-1).exp_(),
         row_growth=dot(updated_rows, growth[..., rows]),
         column_growth=dot(sums.columns, growth[..., columns]),
         largest_growth=growth[..., columns].amax(-1),
@@ -356,16 +356,17 @@ def _cross_penalties(
     if to.factors is None:
         return ()
     factors = to.factors
-    sums, before, owed, held, moved = vectors
+    sums, before, owed, held, changed = vectors
     relative = plan.sums.relative_error
-    primal = dot(plan.masses, constraints.dual(before, rows)) + epsilon * (1 - numbers.total)
+    primal = numbers.linear_before + epsilon * (1 - numbers.total)
     for side, marginal in ((rows, constraints.rows), (columns, constraints.columns)):
-        primal = primal + marginal.excess(sums[..., side], plan.owed[..., side], relative)
+        masses, moved, potential = (part[..., side] for part in (plan.masses, sums, before))
+        primal = primal + marginal.charged(masses, moved, potential, relative)
     return Penalties(
         owed=factors.mass,
         price=numbers.linear - dot(owed, held),
         shift=numbers.updated * torch.expm1(-factors.exponent).abs(),
-        moved=moved.abs().sum(-1),
+        moved=changed.abs().sum(-1),
         tilt=factors.mass * (torch.expm1(factors.exponent) - factors.exponent),
         fit=factors.fit,
         primal=primal,
@@ -411,16 +412,13 @@ def _self_penalties(plan: Plan, numbers: SelfNumbers, epsilon: Epsilon) -> tuple
     if plan.constraints.exact:
         return ()
     rows, relative, owed = plan.sums.rows, plan.sums.relative_error, plan.owed.sum(-1)
-    excess = plan.constraints.rows.excess(rows, plan.owed, relative)
-    zero, one = torch.zeros_like(owed), torch.ones_like(owed)
+    held = plan.f.masked_fill(plan.absent, 0)
+    charged = plan.constraints.rows.charged(plan.masses, rows, held, relative)
+    unread = dict.fromkeys(("price", "shift", "moved", "tilt", "fit"), torch.zeros_like(owed))
     return Penalties(
         owed=owed,
-        price=zero,
-        shift=zero,
-        moved=zero,
-        tilt=zero,
-        fit=one,
-        primal=dual_value(2 * numbers.linear, numbers.mass, epsilon) + 2 * excess,
+        **unread,
+        primal=2 * (dot(rows, held) + charged) + epsilon * (1 - numbers.mass),
         open_error=2 * dot(rows, plan.cost_errors) + epsilon * numbers.noise,
         moving=numbers.mass,
         wanted=owed,
@@ -430,6 +428,11 @@ def _self_penalties(plan: Plan, numbers: SelfNumbers, epsilon: Epsilon) -> tuple
 def _growth(plan: Plan, sums: Tensor, errors: Tensor, rounding: Tensor, epsilon: Epsilon) -> Tensor:
     """Return `growth_of` (k,) with A plus the rounding of potentials; A is 0 if unresolved."""
     return growth_of(sums, errors.masked_fill(plan.unresolved, 0) + rounding.abs(), epsilon)
+
+
+def least(bounds: Sequence[float]) -> float:
+    """Return the least upper bound; what is NaN bounds nothing."""
+    return min((bound for bound in bounds if not math.isnan(bound)), default=math.inf)
 
 
 class Penalties(NamedTuple):
@@ -566,19 +569,19 @@ class CrossNumbers(NamedTuple):
         relative, penalties = sums.relative_error, self.penalties
         owed, fit = penalties.owed, self.kappa * penalties.fit
         spread = perturbed_spread(costs, sums, self.row_error + self.column_error)
-        upper: float = penalties.primal
+        found = [penalties.primal]
         if fit > 0:
             plan_cost = fit * (self.linear_before + epsilon * math.log(fit) * self.total)
             retained = fit * min(self.total, self.mass)
             filled: float = filled_value(self.filling, plan_cost, retained, epsilon, owed)
             filled += filled_slack(relative, self.size, spread * max(1.0, owed), epsilon)
-            upper = min(upper, filled + penalties.price)
+            found.append(filled + penalties.price)
         if self.row_gap == 0:
             dual, osc = self.dual(epsilon), self.column_oscillation
             slack = oscillation_slack(relative, self.row_oscillation + osc, spread) * max(1.0, owed)
             moved = oscillation_bound(dual, self.column_gap, osc, spread)
-            upper = min(upper, moved + epsilon * penalties.tilt + slack)
-        return upper
+            found.append(moved + epsilon * penalties.tilt + slack)
+        return least(found)
 
     @property
     def cost_error(self) -> Any:
@@ -664,13 +667,13 @@ class SelfNumbers(NamedTuple):
         """Return the lesser upper bound for the perturbed costs, on the host."""
         spread, owed = perturbed_spread(costs, sums, 2 * self.largest_error), self.penalties.owed
         # The primal value of the plan that is balanced on its diagonal.
-        upper: float = 2 * self.linear + epsilon * (self.balancing + (1 - owed))
+        found = [self.penalties.primal, 2 * self.linear + epsilon * (self.balancing + (1 - owed))]
         if self.mass > 0.5 * owed:
             # Both marginals have the same mass.
             dual, osc = self.dual(epsilon), self.oscillation
             slack = oscillation_slack(sums.relative_error, 2 * osc, spread) * max(1.0, owed)
-            upper = min(upper, oscillation_bound(dual, 2 * self.missed, osc, spread) + slack)
-        return float(min(upper, self.penalties.primal))
+            found.append(oscillation_bound(dual, 2 * self.missed, osc, spread) + slack)
+        return least(found)
 
     def needs_refinement(self, unit: float) -> Any:
         """Return whether to evaluate the plan once more: a point is unresolved."""
@@ -827,12 +830,12 @@ def row_update(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> tuple[Ten
     """Scale rows to what they owe, but unresolved ones and sums near the underflow bound.
 
     Returns:
-        The factors (n,), and which rows are not scaled (n,) bool.
+        The logarithms of factors (n,), and which rows are not scaled (n,) bool.
     """
     rows, place = plan.sums.rows, plan.sides[0]
     unscaled = (rows <= SCALABLE * plan.sums.underflow * operator.a) | plan.unresolved[..., place]
-    factors = plan.constraints.rows.factors(plan.owed[..., place], rows, epsilon)
-    return factors.masked_fill_(unscaled, 1), unscaled
+    logs = plan.constraints.rows.log_factors(operator.a, rows, plan.f, epsilon)
+    return logs.masked_fill_(unscaled, 0), unscaled
 
 
 def lowered(potential: Tensor, plan: Plan, side: slice, sums: Tensor, epsilon: Epsilon) -> Tensor:

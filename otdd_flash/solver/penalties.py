@@ -37,13 +37,14 @@ def refuse_unbalanced(
     if unbalanced is not None and relative is not None:
         raise InputError(
             "give unbalanced or unbalanced_relative, one of them; got both, "
-            f"unbalanced={_shown(unbalanced)} and unbalanced_relative={_shown(relative)}"
+            f"unbalanced={shown_penalties(unbalanced)} and unbalanced_relative="
+            f"{shown_penalties(relative)}"
         )
     one, other = sides = _sides(unbalanced if relative is None else relative)
     if debias and one != other:
         raise InputError(
             "debiased values with two different penalties are not known to be positive; give one "
-            f"number in the place of {_shown(sides)}, or set debias=false"
+            f"number in the place of {shown_penalties(sides)}, or set debias=false"
         )
     if ground == "inner" and (one is not None or other is not None):
         raise InputError(
@@ -98,7 +99,8 @@ def _marginal(penalty: float | None, unit: float) -> Marginal:
     return Exact() if penalty is None else RelaxedByKL(penalty * unit)
 
 
-def _shown(given: Unbalanced | tuple[float | None, float | None]) -> str:
+def shown_penalties(given: Unbalanced) -> str:
+    """Return penalties as text: one number, or both between brackets, null for exact."""
     if isinstance(given, int | float):
         return f"{given:g}"
     return f"[{', '.join('null' if each is None else f'{each:g}' for each in given)}]"
