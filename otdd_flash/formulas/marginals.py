@@ -232,8 +232,8 @@ class RelaxedByKL(Marginal):
     def level(
         self, mass: Tensor, masses: Tensor, potential: Tensor, epsilon: float | Tensor
     ) -> Tensor:
-        owed = self.owed(masses, potential).sum(-1, keepdim=True)
-        return (mass / owed) ** (self.rho / (self.rho + epsilon / 2))
+        apart = mass.log() - _log_mass(self, masses, potential)
+        return torch.exp(apart * (self.rho / (self.rho + epsilon / 2)))
 
     def constant(self, balanced: Tensor, epsilon: float | Tensor) -> Tensor:
         return balanced * (self.rho / (self.rho + epsilon / 2))

@@ -668,7 +668,7 @@ class SelfNumbers(NamedTuple):
         spread, owed = perturbed_spread(costs, sums, 2 * self.largest_error), self.penalties.owed
         # The primal value of the plan that is balanced on its diagonal.
         found = [self.penalties.primal, 2 * self.linear + epsilon * (self.balancing + (1 - owed))]
-        if self.mass > 0.5 * owed:
+        if 0.5 * owed < self.mass < 2 * owed:
             # Both marginals have the same mass.
             dual, osc = self.dual(epsilon), self.oscillation
             slack = oscillation_slack(sums.relative_error, 2 * osc, spread) * max(1.0, owed)
