@@ -129,6 +129,24 @@ class Marginal(ABC):
         """Return the best constant potential of a self term, from that of a plan of mass 1."""
 
     @abstractmethod
+    def swing(self, oscillation: Tensor, epsilon: float | Tensor) -> Tensor:
+        """Bound osc g + osc g* - R, (...), for potentials g* whose plan has what g owes.
+
+        R is the spread of the costs and `oscillation` osc g. Then g* is a softmin of costs plus
+        epsilon log(q / b).
+        """
+
+    @abstractmethod
+    def update_size(
+        self, owed: Tensor, before: Tensor, after: Tensor, epsilon: float | Tensor
+    ) -> Tensor | float:
+        """Return the size, (...), of numbers whose rounding moves the mass of an updated plan.
+
+        Its mass is taken from what the marginal owes after the update (..., n), times epsilon,
+        which potentials (..., n) have only as far as their rounding allows.
+        """
+
+    @abstractmethod
     def terms(self, potential: Tensor, step: Tensor, epsilon: float | Tensor) -> tuple[Tensor, ...]:
         """Return the vectors whose sums over masses `numbers` takes, from a potential and its step.
 
@@ -178,6 +196,14 @@ class Exact(Marginal):
 
     def constant(self, balanced: Tensor, epsilon: float | Tensor) -> Tensor:
         return balanced
+
+    def swing(self, oscillation: Tensor, epsilon: float | Tensor) -> Tensor:
+        return oscillation
+
+    def update_size(
+        self, owed: Tensor, before: Tensor, after: Tensor, epsilon: float | Tensor
+    ) -> Tensor | float:
+        return 0.0
 
     def terms(self, potential: Tensor, step: Tensor, epsilon: float | Tensor) -> tuple[Tensor, ...]:
         change = torch.exp(step / -epsilon)
@@ -237,6 +263,16 @@ class RelaxedByKL(Marginal):
 
     def constant(self, balanced: Tensor, epsilon: float | Tensor) -> Tensor:
         return balanced * (self.rho / (self.rho + epsilon / 2))
+
+    def swing(self, oscillation: Tensor, epsilon: float | Tensor) -> Tensor:
+        return oscillation * (1 + epsilon / self.rho)
+
+    def update_size(
+        self, owed: Tensor, before: Tensor, after: Tensor, epsilon: float | Tensor
+    ) -> Tensor | float:
+        # f' / rho is off by the rounding of f / rho, which may be far above it, and of log(a / r).
+        sizes: Tensor = torch.linalg.vecdot(owed, before.abs() + after.abs())
+        return sizes * (1 + epsilon / self.rho)
 
     def terms(self, potential: Tensor, step: Tensor, epsilon: float | Tensor) -> tuple[Tensor, ...]:
         after = potential + step

@@ -178,7 +178,10 @@ def conclude(
     check_mass(costs, dual, epsilon)
     ends = dual, numbers.upper(costs, sums, epsilon)
     owed, error = max(numbers.penalties.owed, float(moving)), numbers.cost_error
-    bounds = widen_bounds(costs, sums, ends, error, numbers.size, epsilon, owed)
+    size = numbers.size + numbers.penalties.size
+    low, high = widen_bounds(costs, sums, ends, error, size, epsilon, owed)
+    # Where numbers overflow nothing is known.
+    bounds = -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high
     if costs.forbidden:
         # Other upper bounds move mass between any two points, forbidden pairs too.
         bounds = bounds[0], float(numbers.penalties.primal + (bounds[1] - ends[1]))
@@ -324,13 +327,15 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
         filling_costs=filling.costs,
         filling_entropy=filling.entropy,
         row_oscillation=row_oscillation,
-        column_oscillation=column_oscillation,
+        column_oscillation=constraints.columns.swing(column_oscillation, epsilon),
         mean_error=dot(owed, plan.cost_errors),
         row_error=plan.cost_errors[..., rows].amax(-1),
         column_error=plan.cost_errors[..., columns].amax(-1),
     )
-    moved = updated_rows - sums.rows
-    more = _cross_penalties(plan, numbers, (both, before, owed, held, moved), to, epsilon)
+    vectors = both, before, owed, held, updated_rows - sums.rows
+    most = torch.maximum(own, owed_rows)
+    size = constraints.rows.update_size(most, plan.f, updated_f, epsilon)
+    more = _cross_penalties(plan, numbers, vectors, to, epsilon, size)
     told = torch.stack((*numbers[:-1], *more), -1)
     return PlanEvidence(*returned, told, sums, plan.passes)
 
@@ -341,6 +346,7 @@ def _cross_penalties(
     vectors: tuple[Tensor, ...],
     to: Translated,
     epsilon: Epsilon,
+    size: Tensor | float,
 ) -> tuple[Tensor, ...]:
     """Compute the `Penalties` of a cross term, which are constants of exact marginals.
 
@@ -351,6 +357,7 @@ def _cross_penalties(
             update and the translation; and (n,) by how much the update alone moves row sums.
         to: that translation.
         epsilon: regularisation.
+        size: `Marginal.update_size` of rows.
     """
     constraints, (rows, columns) = plan.constraints, plan.sides
     if to.factors is None:
@@ -362,18 +369,39 @@ def _cross_penalties(
     for side, marginal in ((rows, constraints.rows), (columns, constraints.columns)):
         masses, moved, potential = (part[..., side] for part in (plan.masses, sums, before))
         primal = primal + marginal.charged(masses, moved, potential, relative)
+    exponent = factors.exponent.abs()
+    tilt = factors.mass * (torch.expm1(factors.exponent) - factors.exponent)
+    # The mass after the translation is as exact as its exponents.
+    rounded = epsilon * (tilt + factors.mass * exponent) * (1 + exponent + factors.mass.log().abs())
     return Penalties(
         owed=factors.mass,
         price=numbers.linear - dot(owed, held),
         shift=numbers.updated * torch.expm1(-factors.exponent).abs(),
         moved=changed.abs().sum(-1),
-        tilt=factors.mass * (torch.expm1(factors.exponent) - factors.exponent),
+        tilt=tilt,
         fit=factors.fit,
         primal=primal,
         open_error=dot(sums, plan.cost_errors) + epsilon * numbers.noise,
         moving=numbers.updated,
         wanted=plan.owed[..., columns].sum(-1),
+        size=dot(sums, before.abs()) + size + rounded,
+        uneven=_uneven(numbers, factors.mass, epsilon),
     )
+
+
+def _uneven(numbers: CrossNumbers, mass: Tensor, epsilon: Epsilon) -> Tensor:
+    """Bound what a filling costs, (), whose rows miss another mass than its columns.
+
+    After the translation both owe the same `mass` (), as far as t / rho tells. A side that is
+    relaxed may get what the other misses: its mean cost, its penalty's slope and its logarithms.
+    """
+    u, v = (numbers.missing_rows.abs(), numbers.missing_columns.abs())
+    less = torch.minimum(u, v).clamp_min(TINY)
+    logs = numbers.filling_entropy.abs() / less - 2 * less.log() + 4
+    largest = numbers.size / mass + numbers.row_oscillation + numbers.column_oscillation
+    mean = numbers.filling_costs.abs() / less / torch.maximum(u, v).clamp_min(TINY)
+    most: Tensor = mean + largest + epsilon * logs
+    return most * (u - v).abs()
 
 
 def self_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
@@ -397,7 +425,7 @@ def self_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEv
         growth=dot(rows, growth),
         linear=dot(a, marginal.dual(held)),
         row_size=dot(plan.constraints.weights(a, plan.owed), held.abs()),
-        oscillation=oscillation,
+        oscillation=marginal.swing(oscillation, epsilon),
         balancing=balancing(plan.owed, plan.absent, diagonal, outside),
         row_error=dot(plan.owed, plan.cost_errors),
         largest_error=plan.cost_errors.amax(-1),
@@ -414,7 +442,8 @@ def _self_penalties(plan: Plan, numbers: SelfNumbers, epsilon: Epsilon) -> tuple
     rows, relative, owed = plan.sums.rows, plan.sums.relative_error, plan.owed.sum(-1)
     held = plan.f.masked_fill(plan.absent, 0)
     charged = plan.constraints.rows.charged(plan.masses, rows, held, relative)
-    unread = dict.fromkeys(("price", "shift", "moved", "tilt", "fit"), torch.zeros_like(owed))
+    names = "price", "shift", "moved", "tilt", "fit", "uneven"
+    unread = dict.fromkeys(names, torch.zeros_like(owed))
     return Penalties(
         owed=owed,
         **unread,
@@ -422,6 +451,7 @@ def _self_penalties(plan: Plan, numbers: SelfNumbers, epsilon: Epsilon) -> tuple
         open_error=2 * dot(rows, plan.cost_errors) + epsilon * numbers.noise,
         moving=numbers.mass,
         wanted=owed,
+        size=2 * dot(rows, held.abs()),
     )
 
 
@@ -450,6 +480,9 @@ class Penalties(NamedTuple):
         open_error: what errors of costs may do to it and to the dual value.
         moving: the mass that the plan moves, to which marginal errors are relative.
         wanted: the mass that columns owe, before the translation.
+        size: of potentials, whose rounding `CrossNumbers.size` does not know of.
+        uneven: what is added to the primal value of the filled plan, as the mass that its rows miss
+            is known to be that of its columns up to rounding.
     """
 
     owed: Any = 1.0
@@ -462,6 +495,8 @@ class Penalties(NamedTuple):
     open_error: Any = 0.0
     moving: Any = 1.0
     wanted: Any = 1.0
+    size: Any = 0.0
+    uneven: Any = 0.0
 
 
 class CrossNumbers(NamedTuple):
@@ -491,7 +526,7 @@ class CrossNumbers(NamedTuple):
         filling_costs: `Filling.costs`, likewise.
         filling_entropy: `Filling.entropy`, likewise.
         row_oscillation: max f - min f, after.
-        column_oscillation: max g - min g.
+        column_oscillation: max g - min g, and as much as `Marginal.swing` adds.
         mean_error: of costs, <p, A> + <q, B>.
         row_error: max A.
         column_error: max B.
@@ -575,7 +610,7 @@ class CrossNumbers(NamedTuple):
             retained = fit * min(self.total, self.mass)
             filled: float = filled_value(self.filling, plan_cost, retained, epsilon, owed)
             filled += filled_slack(relative, self.size, spread * max(1.0, owed), epsilon)
-            found.append(filled + penalties.price)
+            found.append(filled + penalties.price + penalties.uneven)
         if self.row_gap == 0:
             dual, osc = self.dual(epsilon), self.column_oscillation
             slack = oscillation_slack(relative, self.row_oscillation + osc, spread) * max(1.0, owed)
@@ -609,7 +644,7 @@ class SelfNumbers(NamedTuple):
         growth: <r, `solver.evidence.growth_of`>.
         linear: <a, phi(f)>.
         row_size: <a, |f|>.
-        oscillation: max f - min f.
+        oscillation: max f - min f, and as much as `Marginal.swing` adds.
         balancing: see `solver.evidence.balancing`.
         row_error: of costs, <p, A>.
         largest_error: max A.

@@ -364,4 +364,7 @@ def balancing(a: Tensor, absent: Tensor, diagonal: Tensor, sums: RowSums) -> Ten
 
 def _x_log(x: float, whole: float) -> float:
     """Return x log(x / whole) of a mass; 0 where there is none."""
-    return x * math.log(x / whole) if x > 0 else 0.0
+    if x <= 0:
+        return 0.0
+    share = x / whole
+    return x * (math.log(share) if share > 0 else math.log(x) - math.log(whole))
