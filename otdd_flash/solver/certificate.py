@@ -400,8 +400,8 @@ def _uneven(numbers: CrossNumbers, mass: Tensor, epsilon: Epsilon) -> Tensor:
     logs = numbers.filling_entropy.abs() / less - 2 * less.log() + 4
     largest = numbers.size / mass + numbers.row_oscillation + numbers.column_oscillation
     mean = numbers.filling_costs.abs() / less / torch.maximum(u, v).clamp_min(TINY)
-    most: Tensor = mean + largest + epsilon * logs
-    return most * (u - v).abs()
+    added: Tensor = (u - v).abs() * (mean + largest + epsilon * logs)
+    return added
 
 
 def self_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
