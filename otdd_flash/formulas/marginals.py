@@ -101,11 +101,23 @@ class Marginal(ABC):
         """Return (f' - f) / epsilon of the update f' of a potential, whose plan has these sums."""
 
     @abstractmethod
-    def charged(self, masses: Tensor, sums: Tensor, potential: Tensor, relative: float) -> Tensor:
-        """Bound D(sums | a), (...), for the primal value of the plan with these sums.
+    def missing(self, masses: Tensor, sums: Tensor, least: float) -> Tensor | None:
+        """Return the logarithms (..., k) of factors that make sums admissible; None if all are.
 
-        The primal value is this, beside <sums, potential> of both sides: the bound allows for sums
-        that are off by the share `relative`, in both.
+        They are infinite where a sum is at most the share `least` of its mass.
+        """
+
+    @abstractmethod
+    def charged(
+        self, masses: Tensor, sums: Tensor, potential: Tensor, ends: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Bound <r, f> + D(r | a), (...), this side's part of the primal value of a plan.
+
+        Args:
+            masses: a.
+            sums: of the plan as it was evaluated.
+            potential: f.
+            ends: logarithms (..., 1) between which r / sums is.
         """
 
     @abstractmethod
@@ -186,7 +198,13 @@ class Exact(Marginal):
     ) -> Tensor:
         return (masses / sums).log_()
 
-    def charged(self, masses: Tensor, sums: Tensor, potential: Tensor, relative: float) -> Tensor:
+    def missing(self, masses: Tensor, sums: Tensor, least: float) -> Tensor | None:
+        logs = (masses / sums).log_().masked_fill_(sums <= least * masses, math.inf)
+        return logs.masked_fill_(masses == 0, 0)
+
+    def charged(
+        self, masses: Tensor, sums: Tensor, potential: Tensor, ends: tuple[Tensor, Tensor]
+    ) -> Tensor:
         return torch.full_like(sums[..., 0], math.inf)
 
     def level(
@@ -247,13 +265,22 @@ class RelaxedByKL(Marginal):
     ) -> Tensor:
         return self.updated((masses / sums).log_() - potential / self.rho, epsilon)
 
-    def charged(self, masses: Tensor, sums: Tensor, potential: Tensor, relative: float) -> Tensor:
-        # r log(r / a) - r + a without its cancellation. With r f it is convex in r, and its slope
-        # is f + rho log(r / a): not computed from what f owes, which may be out of all proportion.
-        logs = torch.where(sums > 0, (sums / masses).log(), 0)
-        slack = relative * ((logs + potential / self.rho).abs() + relative)
-        each = torch.where(sums > 0, sums * (logs + torch.expm1(-logs) + slack), masses)
-        return each.sum(-1) * self.rho
+    def missing(self, masses: Tensor, sums: Tensor, least: float) -> Tensor | None:
+        return None
+
+    def charged(
+        self, masses: Tensor, sums: Tensor, potential: Tensor, ends: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        # r f + rho (r log(r / a) - r + a) is convex in r, so that it is largest at an end. Its last
+        # part is free of cancellation. It is not computed from what f owes, which may be out of all
+        # proportion.
+        shares = torch.where(sums > 0, (sums / masses).log(), 0)
+        found = []
+        for end in ends:
+            logs = shares + end
+            each = sums * torch.exp(end) * (potential + self.rho * (logs + torch.expm1(-logs)))
+            found.append(torch.where(sums > 0, each, masses * self.rho))
+        return torch.maximum(*found).sum(-1)
 
     def level(
         self, mass: Tensor, masses: Tensor, potential: Tensor, epsilon: float | Tensor
@@ -396,6 +423,45 @@ class Constraints:
         f, g = potentials[..., rows], potentials[..., rows.stop :]
         return torch.cat((self.rows.dual(f), self.columns.dual(g)), -1)
 
+    def primal(
+        self,
+        masses: Sequence[Tensor],
+        sums: Sequence[Tensor],
+        potentials: Sequence[Tensor],
+        epsilon: float | Tensor,
+        relative: float,
+        least: float,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Bound the primal value of a plan of which not both sides are exact.
+
+        An exact side is updated before, and then has its sums. Those of the other are known but
+        for a factor between the least and the largest of that update. It matters little, as the
+        slope of what they cost is 0 where they are what is owed.
+
+        Args:
+            masses: a (..., n) and b (..., m).
+            sums: of the plan, each off by the share `relative`.
+            potentials: f and g.
+            epsilon: regularisation.
+            relative: as said.
+            least: no sum of up to this share of its mass is scaled up: the bound is infinite.
+
+        Returns:
+            The bound, (...), and the most that sums of rows and columns may be after the update.
+        """
+        kinds, mass = (self.rows, self.columns), sums[0].sum(-1)
+        updates = [k.missing(a, r, least) for k, a, r in zip(kinds, masses, sums, strict=True)]
+        value, most = torch.zeros_like(mass), list(sums)
+        for i, update in enumerate(updates):
+            if update is None:
+                ends = _ends(updates[1 - i], masses[1 - i], 2 * relative)
+                most[i] = sums[i] * ends[1].exp()
+                value = value + kinds[i].charged(masses[i], sums[i], potentials[i], ends)
+            else:
+                most[i], mass = masses[i], torch.ones_like(mass)
+                value = value + torch.linalg.vecdot(masses[i], potentials[i] + epsilon * update)
+        return value + epsilon * (1 - mass), (most[0], most[1])
+
     def weights(self, masses: Tensor, owed: Tensor) -> Tensor:
         """Return the weights of potentials in the size of what is added up in a dual value.
 
@@ -420,6 +486,14 @@ def _log_mass(side: Marginal, masses: Tensor, potential: Tensor) -> Tensor:
     """Return the logarithm (..., 1) of the mass that is owed, also where that underflows."""
     exponents = masses.log() - side.softness * potential.double()
     return torch.logsumexp(exponents, -1, keepdim=True)
+
+
+def _ends(logs: Tensor | None, masses: Tensor, off: float) -> tuple[Tensor, Tensor]:
+    """Return the least and the largest (..., 1) of logarithms, 0 if None, lowered and raised."""
+    if logs is None:
+        logs = torch.zeros_like(masses)
+    low, high = (logs.masked_fill(masses == 0, end) for end in (math.inf, -math.inf))
+    return low.amin(-1, keepdim=True) - off, high.amax(-1, keepdim=True) + off
 
 
 EXACT = Constraints(Exact(), Exact())

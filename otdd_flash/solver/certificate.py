@@ -176,15 +176,16 @@ def conclude(
         )
     dual, sums = numbers.dual(epsilon), evidence.sums
     check_mass(costs, dual, epsilon)
-    ends = dual, numbers.upper(costs, sums, epsilon)
+    upper, primal = numbers.upper(costs, sums, epsilon), float(numbers.penalties.primal)
+    if costs.forbidden and math.isfinite(primal):
+        # Other upper bounds move mass between any two points, forbidden pairs too.
+        upper = primal
     owed, error = max(numbers.penalties.owed, float(moving)), numbers.cost_error
     size = numbers.size + numbers.penalties.size
-    low, high = widen_bounds(costs, sums, ends, error, size, epsilon, owed)
+    low, high = widen_bounds(costs, sums, (dual, upper), error, size, epsilon, owed)
     # Where numbers overflow nothing is known.
-    bounds = -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high
-    if costs.forbidden:
-        # Other upper bounds move mass between any two points, forbidden pairs too.
-        bounds = bounds[0], float(numbers.penalties.primal + (bounds[1] - ends[1]))
+    unknown = math.isnan(high) or (costs.forbidden and not math.isfinite(primal))
+    bounds = -math.inf if math.isnan(low) else low, math.inf if unknown else high
     undetectable = numbers.noise + 2 * sums.relative_error + sums.underflow / moving
     error = numbers.gap + undetectable
     passes, moving = evidence.passes, float(moving)
@@ -365,10 +366,12 @@ def _cross_penalties(
     factors = to.factors
     sums, before, owed, held, changed = vectors
     relative = plan.sums.relative_error
-    primal = numbers.linear_before + epsilon * (1 - numbers.total)
-    for side, marginal in ((rows, constraints.rows), (columns, constraints.columns)):
-        masses, moved, potential = (part[..., side] for part in (plan.masses, sums, before))
-        primal = primal + marginal.charged(masses, moved, potential, relative)
+    masses, reached, potentials = (
+        [each[..., side] for side in (rows, columns)] for each in (plan.masses, sums, before)
+    )
+    least = SCALABLE * plan.sums.underflow
+    primal, most = constraints.primal(masses, reached, potentials, epsilon, relative, least)
+    largest = torch.maximum(sums, torch.cat(most, -1))
     exponent = factors.exponent.abs()
     tilt = factors.mass * (torch.expm1(factors.exponent) - factors.exponent)
     # The mass after the translation is as exact as its exponents.
@@ -381,7 +384,7 @@ def _cross_penalties(
         tilt=tilt,
         fit=factors.fit,
         primal=primal,
-        open_error=dot(sums, plan.cost_errors) + epsilon * numbers.noise,
+        open_error=dot(largest, plan.cost_errors) + epsilon * numbers.noise,
         moving=numbers.updated,
         wanted=plan.owed[..., columns].sum(-1),
         size=dot(sums, before.abs()) + size + rounded,
@@ -441,13 +444,14 @@ def _self_penalties(plan: Plan, numbers: SelfNumbers, epsilon: Epsilon) -> tuple
         return ()
     rows, relative, owed = plan.sums.rows, plan.sums.relative_error, plan.owed.sum(-1)
     held = plan.f.masked_fill(plan.absent, 0)
-    charged = plan.constraints.rows.charged(plan.masses, rows, held, relative)
+    off = torch.full_like(rows[..., :1], 2 * relative)
+    charged = plan.constraints.rows.charged(plan.masses, rows, held, (-off, off))
     names = "price", "shift", "moved", "tilt", "fit", "uneven"
     unread = dict.fromkeys(names, torch.zeros_like(owed))
     return Penalties(
         owed=owed,
         **unread,
-        primal=2 * (dot(rows, held) + charged) + epsilon * (1 - numbers.mass),
+        primal=2 * charged + epsilon * (1 - numbers.mass),
         open_error=2 * dot(rows, plan.cost_errors) + epsilon * numbers.noise,
         moving=numbers.mass,
         wanted=owed,

@@ -138,7 +138,7 @@ class Precise:
 class Trial:
     """Up to three points a side, in float32 or float64, and epsilon of 0.01 to 100 mean costs."""
 
-    def __init__(self, seed: int, *, own: bool) -> None:
+    def __init__(self, seed: int, *, own: bool = False, forbidden: bool = False) -> None:
         self.draw = torch.Generator().manual_seed(seed)
         n, m = (1 + self.below(3) for _ in range(2))
         self.type = (torch.float32, torch.float64)[self.below(2)]
@@ -154,6 +154,8 @@ class Trial:
         if not own and self.below(3) == 0:
             rho[self.below(2)] = INFINITY
         self.rho = rho[0], rho[1]
+        if forbidden and min(self.cost.shape) > 1:
+            self.cost[0, self.below(self.cost.shape[1])] = INFINITY
         self.constraints = Constraints(*map(marginal, self.rho))
         self.operator = matrix_operator(self.cost, self.a, self.b)
 
@@ -180,10 +182,10 @@ class Trial:
                 assert bounds[1] >= truth[0]
 
 
-def check_all(seeds: Iterable[int], own: bool, solve: Callable[[Trial], Found]) -> None:
+def check_all(seeds: Iterable[int], solve: Callable[[Trial], Found], **given: bool) -> None:
     checked = 0
     for seed in seeds:
-        trial = Trial(seed, own=own)
+        trial = Trial(seed, **given)
         with naming(seed), suppress(otdd.InputError):
             trial.check(solve(trial).bounds)
             checked += 1
@@ -217,7 +219,13 @@ MANY = [range(50), pytest.param(range(50, 4000), marks=pytest.mark.slow)]
 def test_bounds_hold_to_the_last_digit(
     seeds: range, solve: Callable[[Trial], Found], own: bool
 ) -> None:
-    check_all(seeds, own, solve)
+    check_all(seeds, solve, own=own)
+
+
+@pytest.mark.parametrize("solve", [certified, solved])
+@pytest.mark.parametrize("seeds", MANY)
+def test_bounds_hold_with_forbidden_pairs(seeds: range, solve: Callable[[Trial], Found]) -> None:
+    check_all(seeds, solve, forbidden=True)
 
 
 # The oscillation of optimal potentials grows by epsilon / rho: 586, 999, 1246, 1480 and 1021.
@@ -227,7 +235,22 @@ CROSS_SEEDS = [14, 229, 312, 356, 378, 586, 710, 790, 999, 1036, 1088, 1246, 148
 
 @pytest.mark.parametrize(("own", "seeds"), [(False, CROSS_SEEDS), (True, [1021])])
 def test_bounds_of_the_worst_potentials(own: bool, seeds: list[int]) -> None:
-    check_all(seeds, own, certified)
+    check_all(seeds, certified, own=own)
+
+
+@pytest.mark.parametrize("unbalanced", [[1.0, None], [None, 1.0], 1.0])
+def test_forbidden_pairs_beside_an_exact_side_have_an_upper_bound(unbalanced: object) -> None:
+    cost = torch.rand(6, 6, generator=torch.Generator().manual_seed(0)).double()
+    cost[0, :5] = cost[1, :4] = INFINITY
+    found = otdd.matrix_transport(cost, epsilon=0.1, unbalanced=unbalanced)
+    precise = otdd.matrix_transport(
+        cost, epsilon=0.1, unbalanced=unbalanced, options=otdd.Converged(1e-9)
+    )
+    assert found.bounds[0] <= precise.value <= found.bounds[1] <= found.bounds[0] + 1e-3
+    options = otdd.Converged(bound_width=1e-6)
+    narrow = otdd.matrix_transport(cost, epsilon=0.1, unbalanced=unbalanced, options=options)
+    assert narrow.converged
+    assert narrow.bounds[1] - narrow.bounds[0] <= 1e-6 * narrow.value
 
 
 def test_two_points_of_any_penalty() -> None:
