@@ -432,7 +432,10 @@ def test_the_upper_bound_is_the_cost_of_a_plan(rows: float) -> None:
     assert min(float(u.min()), float(v.min())) > -1e-12
     filled = kept + u[:, None] * v / u.sum()
     truth = float(reference.unbalanced_primal(cost, a, b, filled, epsilon, rho))
-    upper = numbers.upper(operator.costs, evidence.sums, epsilon)
+    # Without the bound by the plan whose exact side alone is updated.
+    others = numbers._replace(penalties=numbers.penalties._replace(primal=INFINITY))
+    upper = others.upper(operator.costs, evidence.sums, epsilon)
+    assert numbers.upper(operator.costs, evidence.sums, epsilon) == numbers.penalties.primal < upper
     assert truth <= upper + 1e-9 * abs(truth)
     assert float(numbers.penalties.fit) < 0.9
     # Each of both parts by itself, and what their mixture may cost beside.
@@ -449,6 +452,31 @@ def test_the_upper_bound_is_the_cost_of_a_plan(rows: float) -> None:
     )
     expected = alone - epsilon * mixed + epsilon * (1 - float(p.sum())) + paid
     assert upper == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("rows", [0.3, INFINITY])
+def test_beside_an_exact_side_the_primal_value_bounds_that_of_the_updated_plan(rows: float) -> None:
+    draw, epsilon = torch.Generator().manual_seed(4), 0.5
+    a, b = (torch.rand(k, generator=draw).double() + 0.2 for k in (6, 5))
+    a, b = a / a.sum(), b / b.sum()
+    cost = torch.rand(6, 5, generator=draw).double()
+    rho = (rows, 0.4 if rows == INFINITY else INFINITY)
+    f, g = (0.3 * torch.randn(k, generator=draw).double() for k in (6, 5))
+    for step in range(4):
+        plan = reference.plan(cost, a, b, f, g, epsilon)
+        both, potentials = [plan.sum(1), plan.sum(0)], [f, g]
+        given = [a, b], both, potentials, epsilon, 1e-15, 0.0
+        bound, _ = Constraints(*map(marginal, rho)).primal(*given)
+        exact = int(rows < INFINITY)
+        factors = ((a, b)[exact] / both[exact]).unsqueeze(1 - exact)
+        truth = reference.unbalanced_primal(cost, a, b, plan * factors, epsilon, rho)
+        assert float(truth) <= float(bound) * (1 + 1e-12)
+        if step > 2:
+            assert float(bound) == pytest.approx(float(truth), rel=1e-4)
+        f = -epsilon * (b.log() + (g - cost) / epsilon).logsumexp(1)
+        f = f * (1 if rows == INFINITY else rows / (rows + epsilon))
+        g = -epsilon * (a.log()[:, None] + (f[:, None] - cost) / epsilon).logsumexp(0)
+        g = g * (1 if rho[1] == INFINITY else rho[1] / (rho[1] + epsilon))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
