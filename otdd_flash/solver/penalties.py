@@ -14,6 +14,10 @@ from otdd_flash.formulas.marginals import EXACT, Constraints, Exact, Marginal, R
 # One penalty of both sides, or one of each; None is an exact marginal.
 Unbalanced = float | Sequence[float | None]
 
+# Penalties in units of the cost. Potentials are of the size of a small one, in float32 too; a large
+# one is taken as a float64 times epsilon.
+LEAST_PENALTY, MOST_PENALTY = 1e-30, 1e100
+
 
 def refuse_unbalanced(
     unbalanced: Unbalanced | None,
@@ -64,7 +68,8 @@ def resolve_constraints(
         mean_cost: computes the mean cost; called for `relative` alone.
 
     Raises:
-        InputError: as `refuse_unbalanced`, or `relative` with a mean cost that is not positive.
+        InputError: as `refuse_unbalanced`, `relative` with a mean cost that is not positive, or a
+            penalty out of the range of numbers.
     """
     refuse_unbalanced(unbalanced, relative)
     sides, unit = _sides(unbalanced if relative is None else relative), 1.0
@@ -77,7 +82,13 @@ def resolve_constraints(
                 f"unbalanced_relative needs a positive mean cost; here it is {unit:g}: set "
                 "unbalanced"
             )
-    return Constraints(*(_marginal(penalty, unit) for penalty in sides))
+    name = "unbalanced" if relative is None else "unbalanced_relative"
+    return Constraints(*(_marginal(penalty, unit, name) for penalty in sides))
+
+
+def has_penalty(unbalanced: Unbalanced | None, relative: Unbalanced | None = None) -> bool:
+    """Return whether a side is not exact."""
+    return any(given is not None for given in (*_sides(unbalanced), *_sides(relative)))
 
 
 def penalties_of(constraints: Constraints) -> list[float | None] | None:
@@ -95,8 +106,27 @@ def _sides(given: Unbalanced | None) -> tuple[float | None, float | None]:
     return one, other
 
 
-def _marginal(penalty: float | None, unit: float) -> Marginal:
-    return Exact() if penalty is None else RelaxedByKL(penalty * unit)
+def _marginal(penalty: float | None, unit: float, name: str) -> Marginal:
+    """Return the marginal of a penalty in some unit.
+
+    Raises:
+        InputError: potentials, which are of the size of a small penalty, would vanish in the least
+            precise type, or the penalty is too large for a number.
+    """
+    if penalty is None:
+        return Exact()
+    rho = penalty * unit
+    if rho < LEAST_PENALTY:
+        raise InputError(
+            f"{name}={penalty:g} is a penalty of {rho:g}, and potentials as small as this vanish; "
+            f"it has to be at least {LEAST_PENALTY:g}: raise {name}, or multiply all costs"
+        )
+    if rho > MOST_PENALTY:
+        raise InputError(
+            f"{name}={penalty:g} is a penalty of {rho:g}, which is out of range; leave it out, as "
+            "marginals are exact without it"
+        )
+    return RelaxedByKL(rho)
 
 
 def shown_penalties(given: Unbalanced) -> str:

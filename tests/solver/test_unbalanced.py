@@ -301,6 +301,9 @@ def test_it_is_positive_without_labels(seed: int) -> None:
         ({"unbalanced": 0.0}, "positive"),
         ({"unbalanced": [1.0]}, "list of 2"),
         ({"unbalanced": "1"}, "number"),
+        ({"unbalanced": 1e-300}, r"unbalanced=1e-300 .* vanish"),
+        ({"unbalanced": 1e300}, r"unbalanced=1e.300 .* leave it out"),
+        ({"unbalanced_relative": 1e-40}, r"unbalanced_relative=1e-40 .* vanish"),
         ({"unbalanced": 1.0, "ground": "inner", "labels": "none"}, "ground=inner"),
         ({"unbalanced": 1.0, "solver": otdd.GeomlossSchedule()}, "exact marginals"),
     ],
@@ -310,6 +313,36 @@ def test_refusals(given: dict[str, object], words: str) -> None:
     sides = (x, torch.arange(9) % 2), (y, torch.arange(8) % 2)
     with pytest.raises(otdd.InputError, match=words):
         otdd.dataset_distance(*sides, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rho", [1e-30, 1e100])
+def test_the_least_and_the_largest_penalty(rho: float) -> None:
+    cost = torch.rand(9, 8, generator=torch.Generator().manual_seed(3))
+    found = otdd.matrix_transport(cost, epsilon=0.5, unbalanced=rho)
+    assert found.converged
+    whole = 0.5 * (1 - float((cost.double() / -0.5).exp().mean()))
+    balanced = otdd.matrix_transport(cost, epsilon=0.5, options=otdd.Converged(1e-5)).value
+    assert found.value == pytest.approx(whole if rho < 1 else balanced, rel=1e-6)
+
+
+def test_a_row_without_a_partner_costs_its_penalty() -> None:
+    """It is refused; a finite cost far above all others says the same."""
+    cost = torch.rand(5, 4, generator=torch.Generator().manual_seed(3)).double()
+    cost[0] = INFINITY
+    with pytest.raises(otdd.InputError, match=r"row 0.* finite cost far above"):
+        otdd.matrix_transport(cost, epsilon=0.1, unbalanced=1.0)
+    a = torch.tensor([0.3, 0.2, 0.2, 0.2, 0.1]).double()
+    found = []
+    for far in (1e3, 1e6):
+        cost[0] = far
+        found.append(otdd.matrix_transport(cost, a, epsilon=0.1, unbalanced=1.0))
+    assert found[0].value == pytest.approx(found[1].value, rel=1e-9)
+    # The row costs rho a_0, and epsilon a_0 in the KL of the plan; the others are as without it.
+    f, g = found[1].f[1:], found[1].g
+    b = torch.full((4,), 0.25).double()
+    plan = reference.plan(cost[1:], a[1:], b, f, g, 0.1)
+    others = a[1:] @ -torch.expm1(-f) + b @ -torch.expm1(-g) + 0.1 * (0.7 - plan.sum())
+    assert found[1].value == pytest.approx(0.3 * 1.1 + float(others), rel=1e-6)
 
 
 def test_where_no_mass_moves_is_said() -> None:
@@ -527,3 +560,13 @@ def test_costs_of_little_mass_are_bounded() -> None:
         tail = Constraints(RelaxedByKL(1.0), RelaxedByKL(1.0)).tail(rows)
         x, y = _sizes(operator, zero, zero[:2], rows, 1.0, tail)
         assert float((cost * coupling).sum()) <= float(rows @ x + columns @ y)
+
+
+def test_intervals_of_no_penalty_are_those_of_exact_marginals() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(60, 2, generator=draw), torch.randn(60, 2, generator=draw)
+    given = {"count": 39, "size": 12, "epsilon": 0.5, "seed": 1, "labels": "none"}
+    exact = otdd.subsample_interval(x, y, 1.0, **given)
+    assert otdd.subsample_interval(x, y, 1.0, unbalanced=[None, None], **given) == exact
+    with pytest.raises(otdd.InputError, match="exact marginals alone"):
+        otdd.subsample_interval(x, y, 1.0, unbalanced=[None, 1.0], debias=False, **given)
