@@ -131,8 +131,10 @@ def gradient_flow(
         min_class_size: drop classes with fewer samples, with a notice.
         cost: the ground cost and its weights, by default half the squared distances
             between features and between classes.
-        unbalanced: rho, the price of mass that is not matched, in units of the cost: particles that
-            have no counterpart stay nearly where they are.
+        unbalanced: rho, the price of mass that is not matched, in units of the cost. Particles
+            that have no counterpart are not drawn to the target, but the self term pushes them
+            apart, until they are several sqrt(epsilon) from one another; leave them out to keep
+            them, by `DistanceResult.unmatched().source_rows`.
         unbalanced_relative: the same as a multiple of the mean cost at the start.
         solver: how a step is solved and when it stops, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.

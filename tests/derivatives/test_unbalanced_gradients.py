@@ -141,3 +141,25 @@ def test_second_derivatives_are_refused() -> None:
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(otdd.InputError, match="exact marginals"):
         gradient.sum().backward()
+
+
+def test_rows_without_a_counterpart_are_moved_by_the_self_term_alone() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(n, 2, generator=draw).double() for n in (25, 20))
+    x[15:, 0] += 40
+    x.requires_grad_()
+    given = {"epsilon": 2.0, "unbalanced": 2.0, "options": TIGHT}
+
+    def gradient(other: Tensor, *, debias: bool) -> Tensor:
+        (found,) = torch.autograd.grad(otdd.sinkhorn_loss(x, other, debias=debias, **given), x)
+        return found[15:]
+
+    assert float(gradient(y, debias=False).abs().max()) < 1e-30
+    # OT(x, x) / 2 moves with both of its sides.
+    own = gradient(x.detach().clone(), debias=False)
+    whole = gradient(y, debias=True)
+    torch.testing.assert_close(whole, -own, rtol=1e-5, atol=1e-9)
+    # A step against the gradient is outwards, and leaves the centre.
+    away = x[15:].detach() - x[15:].detach().mean(0)
+    assert float((whole * away).sum()) < -1e-3
+    assert float(whole.sum(0).norm()) < 1e-6
