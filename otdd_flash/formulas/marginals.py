@@ -403,6 +403,27 @@ class Constraints:
         fit = torch.exp(falls.clamp_max(0))
         return Translated(f + t, g - t, Factors(mass[..., 0], exponent[..., 0], fit))
 
+    def untranslated(
+        self,
+        a: Tensor,
+        f: Tensor,
+        b: Tensor,
+        g: Tensor,
+        updated: Tensor,
+        epsilon: float | Tensor,
+    ) -> Tensor:
+        """Return T'(f) (..., m) of an f that is T(g), from T'(f) less any t: `updated`.
+
+        Iterations keep it with the translation. The mass of the plan of f and g tells that, as its
+        rows are what they owe and its columns are b e^((g - softmin) / epsilon).
+        """
+        if self.exact:
+            return updated
+        apart = (g.double() - self.columns.softmin_of(updated.double(), epsilon)) / epsilon
+        mass = torch.logsumexp(b.log() + apart, -1, keepdim=True)
+        t = (mass - _log_mass(self.rows, a, f)) * epsilon / (1 + epsilon * self.columns.softness)
+        return updated + t.nan_to_num(0, 0, 0).to(updated.dtype)
+
     def ends(self, lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ends of potentials for `evidence.oscillation_bound`, which takes a and b."""
         if self.exact:

@@ -257,8 +257,9 @@ def lowered_plan(
 ) -> Plan:
     """Evaluate the plan of f (n,) and min(g, T'(f)) (m,): no column exceeds what it owes.
 
-    `updated` is T'(f); columns without mass take it.
+    `updated` is T'(f), which may be translated; columns without mass take it.
     """
+    updated = constraints.untranslated(operator.a, f, operator.b, g, updated, epsilon)
     unit = torch.finfo(operator.passes.dtype).eps / 2
     g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
     g = torch.sub(g, g.abs(), alpha=MARGIN * unit).double()

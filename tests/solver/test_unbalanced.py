@@ -589,3 +589,31 @@ def test_penalties_take_few_more_iterations(relative: float) -> None:
                 given = {"epsilon_relative": epsilon, "unbalanced_relative": penalty}
                 taken[penalty] += otdd.matrix_transport(cost, **given).term.iterations
     assert taken[relative] <= 1.5 * taken[None], taken
+
+
+@pytest.mark.parametrize("rho", [(0.3, 0.3), (0.3, INFINITY), (INFINITY, 0.3), (2.0, 0.1)])
+@pytest.mark.parametrize("t", [-0.2, 0.0, 0.4])
+def test_a_translated_update_is_taken_back(rho: tuple[float, float], t: float) -> None:
+    draw, epsilon = torch.Generator().manual_seed(4), 0.5
+    a, b = (torch.rand(k, generator=draw).double() for k in (6, 5))
+    a, b, constraints = a / a.sum(), b / b.sum(), Constraints(*map(marginal, rho))
+    b[2], b[3] = 0, b[2] + b[3]
+    operator = matrix_operator(torch.rand(6, 5, generator=draw).double(), a, b)
+    g = 0.3 * torch.randn(5, generator=draw).double()
+    f = constraints.rows.updated(operator.softmin_rows(g, epsilon), epsilon)
+    updated = constraints.columns.updated(operator.softmin_columns(f, epsilon), epsilon)
+    found = constraints.untranslated(a, f, b, g, updated - t, epsilon)
+    torch.testing.assert_close(found, updated, rtol=1e-6, atol=1e-6)
+    # So no column has too much mass, and one evaluation is enough.
+    assert certify(operator, f, g, epsilon, updated - t, constraints).passes == 1
+
+
+def test_small_relaxed_problems_are_solved_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    def solve_again(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("otdd_flash.solver.solving.solve_divergence", solve_again)
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(k, 8, generator=draw) for k in (20, 25))
+    for rho in (0.3, 1.0, 8.0):
+        assert float(otdd.sinkhorn_loss(x, y, epsilon=0.5, unbalanced=rho)) > 0
