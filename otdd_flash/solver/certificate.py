@@ -334,10 +334,8 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
         row_error=plan.cost_errors[..., rows].amax(-1),
         column_error=plan.cost_errors[..., columns].amax(-1),
     )
-    vectors = both, before, owed, held, updated_rows - sums.rows
-    most = torch.maximum(own, owed_rows)
-    size = constraints.rows.update_size(most, plan.f, updated_f, epsilon)
-    more = _cross_penalties(plan, numbers, vectors, to, epsilon, size)
+    vectors = both, before, owed, held, updated_f, updated_rows - sums.rows
+    more = _cross_penalties(plan, numbers, vectors, to, epsilon)
     told = torch.stack((*numbers[:-1], *more), -1)
     return PlanEvidence(*returned, told, sums, plan.passes)
 
@@ -348,7 +346,6 @@ def _cross_penalties(
     vectors: tuple[Tensor, ...],
     to: Translated,
     epsilon: Epsilon,
-    size: Tensor | float,
 ) -> tuple[Tensor, ...]:
     """Compute the `Penalties` of a cross term, which are constants of exact marginals.
 
@@ -356,16 +353,16 @@ def _cross_penalties(
         plan: as it was evaluated.
         numbers: of the plan.
         vectors: (n + m,) of both sides: sums, potentials, what they owe, potentials after the
-            update and the translation; and (n,) by how much the update alone moves row sums.
+            update and the translation; and (n,) potentials of rows after the update alone, and by
+            how much it moves row sums.
         to: that translation.
         epsilon: regularisation.
-        size: `Marginal.update_size` of rows.
     """
     constraints, (rows, columns) = plan.constraints, plan.sides
     if to.factors is None:
         return ()
     factors = to.factors
-    sums, before, owed, held, changed = vectors
+    sums, before, owed, held, updated, changed = vectors
     relative = plan.sums.relative_error
     masses, reached, potentials = (
         [each[..., side] for side in (rows, columns)] for each in (plan.masses, sums, before)
@@ -373,6 +370,9 @@ def _cross_penalties(
     least = SCALABLE * plan.sums.underflow
     primal, most = constraints.primal(masses, reached, potentials, epsilon, relative, least)
     largest = torch.maximum(sums, torch.cat(most, -1))
+    # What rows owe before or after the translation, whichever is more.
+    own = owed[..., rows] * torch.exp(factors.exponent.clamp_min(0))[..., None]
+    size = constraints.rows.update_size(own, before[..., rows], updated, epsilon)
     exponent = factors.exponent.abs()
     tilt = factors.mass * (torch.expm1(factors.exponent) - factors.exponent)
     # The mass after the translation is as exact as its exponents.
