@@ -7,6 +7,9 @@ Started by `bench_scale` alone, in one process or by torchrun in several:
 SETTINGS.json names the workload, its sizes, the device, where potentials are kept and where the
 row goes. Clouds are random: Gaussian classes around random means, drawn on rank 0. Rank 0 leads, as
 in `otdd.led`; a process that is alone computes without a group.
+
+Seconds are of a run in which exchanges are not timed, since to time them a GPU is waited for before
+and after each. The share of exchanges is that of a run apart, and so are a flow's iterations.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from __future__ import annotations
 import json
 import os
 import resource
+import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +32,8 @@ from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import measure_all
+from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.term import TransportTerm
 
 
 class Sizes(NamedTuple):
@@ -115,19 +122,28 @@ def solved(
 
     # Classes of as many points, and samples of so many that all kernels are compiled.
     solve(Sizes(sizes.points // 8, sizes.dimension, max(sizes.classes // 8, 1)))()
-    seconds, result, moved = timed(solve(sizes), ranks)
+    work = solve(sizes)
+    seconds, result, moved = timed(work, ranks)
     terms = result.divergence
     return {
         **moved,
         "seconds": seconds,
+        **exchanging(settings, work, ranks),
         "value": result.value,
         "bounds": result.bounds,
         "converged": result.converged,
-        "passes": sum(term.passes for term in (terms.xy, terms.xx, terms.yy) if term is not None),
+        "iterations": {name: term.iterations for name, term in solved_terms(terms).items()},
+        "passes": sum(term.passes for term in solved_terms(terms).values()),
         "layout": result.shared.layout,
         **({} if result.streamed is None else {"streamed": result.streamed}),
         **compared(settings, {"f": terms.xy.f, "g": terms.xy.g}, ranks),
     }
+
+
+def solved_terms(divergence: Divergence) -> dict[str, TransportTerm]:
+    """The terms of a divergence by name."""
+    terms = {"xy": divergence.xy, "xx": divergence.xx, "yy": divergence.yy}
+    return {name: term for name, term in terms.items() if term is not None}
 
 
 def class_table(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[str, Any]:
@@ -148,6 +164,7 @@ def class_table(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> 
     return {
         **moved,
         "seconds": seconds,
+        **exchanging(settings, lambda: measure_all(named, shared), ranks),
         "value": float(found.full.mean()),
         **compared(settings, {"W": found.full}, ranks),
     }
@@ -161,19 +178,39 @@ def flow(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[st
     metric, sides = otdd.labels.Given(given_table(sizes, device)), clouds(sizes, device)
     epsilon = settings["epsilon_relative"] * 2 * sizes.dimension
 
-    def move(steps: int) -> Callable[[], otdd.FlowResult]:
+    def move(steps: int, callbacks: otdd.Callbacks | None = None) -> Callable[[], otdd.FlowResult]:
         return lambda: otdd.gradient_flow(
-            *sides, otdd.Flow(steps), labels=metric, epsilon=epsilon, compute=compute
+            *sides,
+            otdd.Flow(steps),
+            labels=metric,
+            epsilon=epsilon,
+            compute=compute,
+            callbacks=callbacks,
         )
 
     # Of all points: one process solves few of them by other kernels.
     move(1)()
     seconds, result, moved = timed(move(settings["steps"]), ranks)
     value = result.to_dict()["value"]
+    iterations = Counter[str]()
+
+    def count(term: str, iteration: int, error: float) -> None:
+        iterations[term] += 1
+
+    few = min(settings["steps"], COUNTED_STEPS)
+    counted = move(few, otdd.Callbacks(solver_progress=count))
+    told = exchanging(settings, counted, ranks)
+    if ranks is None:
+        counted()
     return {
         **moved,
         "seconds": seconds,
+        **told,
         "steps": settings["steps"],
+        # Start and end of a flow are in its seconds alone.
+        "seconds_of_a_step": statistics.median(step.seconds for step in result.history[1:]),
+        "iterations_of_cross_terms": [step.iterations for step in result.history],
+        "iterations_of_first_steps": {"steps": few, **iterations},
         "value": value,
         **compared(settings, {"points": result.samples.features}, ranks),
     }
@@ -190,11 +227,13 @@ WORKLOADS = {
 }
 
 
+# Steps of a flow in which exchanges are timed and iterations of all terms counted.
+COUNTED_STEPS = 4
+
+
 def timed(run: Callable[[], Any], ranks: Ranks | None) -> tuple[float, Any, dict[str, Any]]:
-    """Seconds and result of a call, with what the ranks moved meanwhile."""
-    before, inputs = 0, {}
-    if ranks is not None:
-        before, ranks.seconds = ranks.shared.bytes_moved, 0.0
+    """Seconds and result of a call, with the bytes that the ranks moved meanwhile."""
+    before, inputs = 0 if ranks is None else ranks.shared.bytes_moved, {}
     _wait()
     if torch.cuda.is_available():
         # Of what the clouds were drawn with, nothing.
@@ -204,15 +243,29 @@ def timed(run: Callable[[], Any], ranks: Ranks | None) -> tuple[float, Any, dict
     result = run()
     _wait()
     seconds = time.perf_counter() - started
-    if ranks is None or ranks.seconds is None:
-        return seconds, result, {"bytes_moved": 0, "communication_share": 0.0, **inputs}
-    moved = {
-        **inputs,
-        "bytes_moved": ranks.shared.bytes_moved - before,
-        "communication_share": ranks.seconds / seconds,
-    }
+    moved = 0 if ranks is None else ranks.shared.bytes_moved - before
+    return seconds, result, {"bytes_moved": moved, **inputs}
+
+
+def exchanging(
+    settings: dict[str, Any], run: Callable[[], Any], ranks: Ranks | None
+) -> dict[str, Any]:
+    """The share of a call's time that goes into exchanges, waits for the slowest rank included.
+
+    None where it is not asked for. This call is longer than one in which exchanges are not timed.
+    """
+    if not settings["shares"]:
+        return {"communication_share": None}
+    if ranks is None:
+        return {"communication_share": 0.0}
+    ranks.seconds = 0.0
+    _wait()
+    started = time.perf_counter()
+    run()
+    _wait()
+    share = ranks.seconds / (time.perf_counter() - started)
     ranks.seconds = None
-    return seconds, result, moved
+    return {"communication_share": share}
 
 
 def compared(

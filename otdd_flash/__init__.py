@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from otdd_flash.solver.matrix.result import MatrixTransport
     from otdd_flash.solver.matrix.transport import matrix_transport
     from otdd_flash.solver.schedules.converged import Converged
+    from otdd_flash.solver.schedules.exact import Exact
     from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
     from otdd_flash.study.networks import Transfer
     from otdd_flash.study.result import StudyResult
@@ -105,6 +106,7 @@ __all__ = [
     "CostBlocks",
     "DataNotice",
     "DistanceResult",
+    "Exact",
     "Flow",
     "FlowResult",
     "GeomlossSchedule",
@@ -165,6 +167,7 @@ _HOMES = {
     "ConvergenceError": "otdd_flash.errors",
     "DataNotice": "otdd_flash.errors",
     "DistanceResult": "otdd_flash.result",
+    "Exact": "otdd_flash.solver.schedules.exact",
     "Flow": "otdd_flash.flows.flow",
     "FlowResult": "otdd_flash.flows.result",
     "GeomlossSchedule": "otdd_flash.solver.schedules.geomloss",

@@ -129,7 +129,31 @@ OBJECTS = {
     "Ranks": ("be what otdd.led gives", RANKS_CLASS),
 }
 
-positive = number("be positive and finite", lambda value: 0 < value < math.inf)
+_positive = number("be positive and finite", lambda value: 0 < value < math.inf)
+_zero = number("be 0", lambda value: value == 0)
+
+
+def positive(name: str, value: Any) -> Any:
+    """Accept a positive number; for an epsilon of 0 the message names the least that is of use."""
+    try:
+        return _positive(name, value)
+    except InputError as error:
+        if name.rpartition(".")[2] not in ("epsilon", "epsilon_relative") or not _is_zero(value):
+            raise
+        raise InputError(
+            f"{error}; distances alone take 0, which otdd.Exact() solves: set about 0.001 of the "
+            "mean cost, below which solves get slow and derivatives say little"
+        ) from None
+
+
+def _is_zero(value: Any) -> bool:
+    try:
+        _zero("", value)
+    except InputError:
+        return False
+    return True
+
+
 not_negative = number("be finite and not negative", lambda value: 0 <= value < math.inf)
 finite = number("be finite", math.isfinite)
 any_number = number("be a number", lambda value: True)

@@ -21,7 +21,7 @@ masses must be treated here, or its contributions count W as fixed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -29,15 +29,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.ground import NO_OFFSET
 from otdd_flash.cost.points import mass_per_class
 from otdd_flash.derivatives.gradient import DivergenceGradient, Needs
 from otdd_flash.derivatives.groups import Groups
+from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table, mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.exact.term import ExactTerm
 
 # Largest difference, relative to the largest entry, between the given class distances and those of
 # these rows: they may have been measured elsewhere, or read from a file.
@@ -51,11 +54,15 @@ class Contributions(NamedTuple):
     """The contributions of the source's rows to a distance.
 
     Attributes:
-        values: s (n,) float64 on the CPU, in units of the cost; NaN for rows without mass.
+        values: s (n,) float64 on the CPU, in units of the cost; NaN for rows without mass. At
+            epsilon 0, which has no gradient, the mean cost of each row under the plan, NaN for rows
+            of which it has nothing: those of less than about 1e-16 of the mass.
         through_classes: whether class distances moved with the masses; False if they were fixed.
         slopes: (2, V) float64 on the CPU, least and most s_c of each source class for epsilon to 0,
-            with the potentials of each group as they are. Both are equal if the masses determine
-            the potentials, NaN for classes with all or none of the mass.
+            with the potentials of each group as they are: of all offsets that are equally good in
+            the cross term and in the source's self term. Both are equal if the masses determine
+            the potentials, NaN for classes with all or none of the mass, at epsilon 0 but for
+            rounding, and for a slope that was not found there, which a warning says.
     """
 
     values: Tensor
@@ -97,38 +104,91 @@ def contributions_of(
     found = torch.where(masses > 0, found, 0.0)
     values = (found - masses @ found) / (1 - masses)
     values[masses == 0] = torch.nan
-    slopes = _slopes(comparison.given[0], found.cpu(), gradient.groups.get("xy"))
+    slopes = _slopes(comparison.given[0], found.cpu(), gradient.groups)
     return Contributions(values.cpu(), through is not None, slopes)
 
 
-def _slopes(source: LabeledSamples, gradient: Tensor, groups: Groups | None) -> Tensor:
+def exact_contributions(
+    comparison: Comparison, divergence: Divergence, term: ExactTerm
+) -> Contributions:
+    """Compute what the rows of the source pay, and the slopes of its classes, at epsilon 0.
+
+    Args:
+        comparison: of the distance.
+        divergence: its terms.
+        term: the cross term among them.
+
+    Raises:
+        InputError: the term is not proven optimal, or the distance has other terms than it.
+    """
+    others = [each for name, each in divergence.terms.items() if name != "xy"]
+    if any(each.bounds != (0.0, 0.0) for each in others) or (
+        not others and divergence.offset != NO_OFFSET
+    ):
+        raise InputError(
+            "contributions at epsilon 0 are those of the cross term, and this distance has other "
+            "terms that move with the masses, of ground=inner or of class distances within a class "
+            "or below 0; take ground=sqeuclidean or cosine, and debias=false, or a positive epsilon"
+        )
+    # It imports SciPy's graphs and POT's simplex.
+    from otdd_flash.solver.exact.slopes import mass_rounding, slopes_of
+
+    source = comparison.given[0]
+    of_classes, labels = _class_masses(source)
+    masses, count = source.masses.cpu(), len(of_classes)
+    least = mass_rounding(len(term.f) + len(term.g))
+    rest = torch.where((of_classes > least) & (of_classes < ALL), 1 - of_classes, torch.nan)
+    within = torch.nn.functional.one_hot(labels, count).double()
+    directions = masses[:, None] * (within / of_classes - 1) / rest
+    found = slopes_of(comparison, term, directions)
+    return Contributions(found.row_costs, False, found.slopes)
+
+
+def _class_masses(source: LabeledSamples) -> tuple[Tensor, Tensor]:
+    """Return the masses (V,) of the classes, and the labels (n,), on the CPU."""
+    masses, count = source.masses.cpu(), max(1, source.class_total)
+    labels = torch.zeros(len(masses), dtype=torch.int64)
+    if source.labels is not None:
+        labels = source.labels.cpu()
+    return mass_per_class(masses, labels, count), labels
+
+
+def _slopes(
+    source: LabeledSamples, gradient: Tensor, groups: Mapping[str, Groups | None]
+) -> Tensor:
     """Return the least and the most s_c of each class, (2, V).
 
     A class c as a whole has s_c = (sum of a_i g_i / a_c over its rows - sum_j a_j g_j) / (1 - a_c),
     at the class's mass a_c: the slope of S as c grows and all other classes shrink in proportion.
     If groups of points exchange almost no mass, f_xy is determined within groups alone
-    (`derivatives.groups`). As epsilon falls S then has a kink there as a function of the masses:
-    its slopes to both sides are the least and the most s_c over all equally good offsets between
-    groups.
+    (`derivatives.groups`), and f_xx in a self term whose points leave themselves. As epsilon falls
+    S then has a kink there as a function of the masses. Its slopes to both sides are the ends where
+    one of the terms has groups: OT(x, y) is convex, and -OT(x, x) / 2 concave. Where both have,
+    they lie between the least and the most s_c over all equally good offsets, which are returned.
     """
-    masses = source.masses.cpu()
-    count = max(1, source.class_total)
-    labels = torch.zeros(len(masses), dtype=torch.int64)
-    if source.labels is not None:
-        labels = source.labels.cpu()
-    of_classes = mass_per_class(masses, labels, count)
+    of_classes, labels = _class_masses(source)
+    masses, count = source.masses.cpu(), len(of_classes)
     rest = torch.where((of_classes > 0) & (of_classes < ALL), 1 - of_classes, torch.nan)
     sums = mass_per_class(masses * gradient, labels, count)
     slopes = ((sums / of_classes - masses @ gradient) / rest).repeat(2, 1)
-    if groups is None:
-        return slopes
-    # Masses (V, K) of each class in each group.
-    within, total = groups.rows.cpu() >= 0, len(groups.gaps)
-    place = (labels * total + groups.rows.cpu())[within]
-    shared = mass_per_class(masses[within], place, count * total).reshape(count, total)
-    directions = (shared / of_classes[:, None] - shared.sum(0)) / rest[:, None]
-    for c in rest.isfinite().nonzero().squeeze(1).tolist():
-        slopes[:, c] += torch.tensor(groups.spread(directions[c].numpy()), dtype=slopes.dtype)
+
+    def per_offset(of_points: Tensor, total: int) -> Tensor:
+        """Return the derivatives (V, K) of s_c by the offsets of potentials of groups (n,)."""
+        within = of_points >= 0
+        place = (labels * total + of_points)[within]
+        shared = mass_per_class(masses[within], place, count * total).reshape(count, total)
+        return (shared / of_classes[:, None] - shared.sum(0)) / rest[:, None]
+
+    for name in ("xy", "xx"):
+        if (found := groups.get(name)) is None:
+            continue
+        total = len(found.gaps)
+        directions = per_offset(found.rows.cpu(), total)
+        if name == "xx":
+            # g has -f_xx, the mean of both sides' potentials, of which columns move by -t.
+            directions = (per_offset(found.columns.cpu(), total) - directions) / 2
+        for c in rest.isfinite().nonzero().squeeze(1).tolist():
+            slopes[:, c] += torch.tensor(found.spread(directions[c].numpy()), dtype=slopes.dtype)
     return slopes
 
 

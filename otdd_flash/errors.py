@@ -80,6 +80,12 @@ class EpsilonOutOfRange(InputError):
 
 def prefixed(where: str, error: InputError) -> InputError:
     """Return the error with a place before its sentence, to be raised from the error."""
+    if isinstance(error, EpsilonOutOfRange):
+        # Whoever knows the user's setting and unit may still name these.
+        words = f"{where.replace('{', '{{').replace('}', '}}')}: {error.words}"
+        return EpsilonOutOfRange(
+            words, error.epsilon, error.advised, name=error.name, given=error.given
+        )
     kind = UserCodeError if isinstance(error, UserCodeError) else InputError
     return kind(f"{where}: {error}")
 

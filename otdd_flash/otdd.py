@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
+from otdd_flash.arguments import Count, Ground, NotNegative, Progress, takes
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
@@ -45,9 +45,9 @@ from otdd_flash.shards import takes_shards
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import schedule_of
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term import SolverProgress, epsilon_of_datasets, refuse_both, resolve_epsilon
+from otdd_flash.solver.term import SolverProgress, epsilon_of_datasets, resolve_epsilon
 
 
 # `computes` keeps PyTorch's surrounding modes (autocast, inference, compilation) out,
@@ -60,8 +60,8 @@ def dataset_distance(
     source: Samples,
     target: Samples,
     *,
-    epsilon: Positive | None = None,
-    epsilon_relative: Positive | None = None,
+    epsilon: NotNegative | None = None,
+    epsilon_relative: NotNegative | None = None,
     labels: Labels = "gaussian",
     class_distances: ClassDistances | None = None,
     class_statistics: tuple[LabeledSamples, LabeledSamples] | None = None,
@@ -87,7 +87,8 @@ def dataset_distance(
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, instead of `epsilon`. With
             `ground="inner"`, whose costs may have any sign, the mean is that of
-            lambda_x ||x|| ||y|| + lambda_y W. Neither given means 0.01 of the mean cost.
+            lambda_x ||x|| ||y|| + lambda_y W. Neither given means 0.01 of the mean cost; 0 is the
+            unregularised cost, by `otdd.Exact()`.
         labels: how distances between classes are measured, a name such as "gaussian", a metric such
             as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points (n, d) and
             (m, d) of two classes that returns their squared distance.
@@ -120,11 +121,11 @@ def dataset_distance(
         InputError: the request cannot be met; the message says what to change.
         ConvergenceError: `solver.require_convergence` is set and a term stopped early.
     """
-    refuse_both(epsilon, epsilon_relative)
-    refuse_unbalanced(unbalanced, unbalanced_relative, debias=debias, ground=ground)
     source, target = as_samples(source, "source"), as_samples(target, "target")
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
-    options, metric = solver or Converged(), metric_of(labels)
+    metric = metric_of(labels)
+    options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias, ground=ground)
     if class_distances is not None:
         metric = Given(class_distances)
     check_squares(*(class_statistics or ()))

@@ -69,12 +69,12 @@ from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.penalties import penalties_of, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import Exact, schedule_of
 from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import (
     epsilon_of_datasets,
     largest_tolerance,
-    refuse_both,
     resolve_epsilon,
 )
 
@@ -88,8 +88,8 @@ if TYPE_CHECKING:
 def pairwise_distances(
     datasets: Sequence[Samples],
     *,
-    epsilon: Positive | None = None,
-    epsilon_relative: Positive | None = None,
+    epsilon: NotNegative | None = None,
+    epsilon_relative: NotNegative | None = None,
     labels: Labels = "gaussian",
     class_distances: JointClassDistances | None = None,
     min_class_size: Count | None = None,
@@ -114,7 +114,8 @@ def pairwise_distances(
             (features, labels) or as any datasets of vectors that `otdd.embed` takes.
         epsilon: entropic regularisation of all pairs, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, the mean over all pairs of
-            different datasets; instead of `epsilon`. Neither given means 0.01 of that mean.
+            different datasets; instead of `epsilon`. Neither given means 0.01 of that mean; 0 is
+            the unregularised cost, by `otdd.Exact()`.
         labels: how distances between classes are measured, a name such as "gaussian", a metric such
             as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points (n, d) and
             (m, d) of two classes that returns their squared distance.
@@ -141,11 +142,13 @@ def pairwise_distances(
     Warns:
         NotConvergedWarning: a term stopped early.
     """
-    refuse_both(epsilon, epsilon_relative)
-    refuse_unbalanced(unbalanced, unbalanced_relative, debias=True, ground=ground)
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
-    options, metric = solver or Converged(), metric_of(labels)
-    if not isinstance(options, Converged) or options.bound_width or options.max_seconds:
+    metric = metric_of(labels)
+    options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=True, ground=ground)
+    if not isinstance(options, Exact) and (
+        not isinstance(options, Converged) or options.bound_width or options.max_seconds
+    ):
         raise InputError(
             "pairwise_distances solves every term once, to solver.tolerance; solver.bound_width, "
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
@@ -334,7 +337,7 @@ class PairwiseResult:
         converged: (K, K) bool, whether all terms of a pair reached their tolerance.
         epsilon: the regularisation of all pairs, in units of the cost.
         tolerance: the largest marginal error accepted for a term, as asked for or as rounding
-            allows.
+            allows; None at epsilon 0, where the width of the bounds decides.
         details: the other content of result.json.
     """
 
@@ -345,7 +348,7 @@ class PairwiseResult:
     converged: Tensor = field(kw_only=True)
     class_distances: JointClassDistances = field(kw_only=True)
     epsilon: float = field(kw_only=True)
-    tolerance: float = field(kw_only=True)
+    tolerance: float | None = field(kw_only=True)
     details: Mapping[str, Any] = field(kw_only=True)
 
     def __repr__(self) -> str:
@@ -467,12 +470,13 @@ class PairwiseResult:
             versions = dict(content.get("versions", {}))
             check_format(path / SUMMARY_FILE, {**versions, FORMAT_KEY: content.pop(FORMAT_KEY, 0)})
             del content["datasets"]
+            tolerance = content.pop("tolerance")
             return cls(
                 *(_matrix(content.pop(key), UNKNOWN[key]) for key in MATRICES),
                 converged=torch.tensor(content.pop("converged"), dtype=torch.bool),
                 class_distances=JointClassDistances.load(path / TABLE_FILE),
                 epsilon=float(content.pop("epsilon")),
-                tolerance=float(content.pop("tolerance")),
+                tolerance=None if tolerance is None else float(tolerance),
                 details=content,
             )
         except DamagedFileError as error:
@@ -512,8 +516,6 @@ def _gathered(
         numbers[:, i, j] = numbers[:, j, i] = row
         converged[i, j] = converged[j, i] = one.converged
     tolerance = largest_tolerance(divergence.tolerance for divergence in found.values())
-    # Pairs are solved to a tolerance, never to a width of the bounds.
-    assert tolerance is not None
     return PairwiseResult(
         *numbers,
         converged=converged,

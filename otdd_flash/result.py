@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import takes
-from otdd_flash.contributions import Contributions, contributions_of
+from otdd_flash.contributions import Contributions, contributions_of, exact_contributions
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import SIDES
 from otdd_flash.cost.ground import GroundCost
@@ -46,6 +46,7 @@ from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
 from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
 from otdd_flash.solver.penalties import penalties_of, resolve_constraints, shown_penalties
 from otdd_flash.solver.term import TransportTerm
 from otdd_flash.unmatched import Unmatched, unmatched_of
@@ -194,6 +195,21 @@ class DistanceResult:
         return self._settled.f, self._settled.g
 
     @computes
+    def plan(self) -> Tensor:
+        """Return the plan P (n, m) at epsilon 0: sparse COO, coalesced, float64.
+
+        Raises:
+            InputError: epsilon is positive, and the plan has n x m entries.
+        """
+        term = self.divergence.xy
+        if not isinstance(term, ExactTerm):
+            raise InputError(
+                f"the plan at epsilon={term.epsilon:g} has {len(term.f):,} x {len(term.g):,} "
+                "entries, which are never stored; apply_plan(values) multiplies by it"
+            )
+        return term.plan()
+
+    @computes
     def apply_plan(self, values: Any) -> Tensor:
         """Return P V for V (m,) or (m, k), streamed: the n x m plan is never stored.
 
@@ -228,7 +244,9 @@ class DistanceResult:
     def barycentric_map(self) -> Tensor:
         """Return where the plan sends each source point on average: (P y)_i / r_i, shape (n, d).
 
-        Points without mass are mapped too, by the conditional plan that their potential defines.
+        Points without mass are mapped too, by the conditional plan that their potential defines; at
+        epsilon 0 they have none, and are mapped to NaN, as are rows of less than about 1e-16 of the
+        mass.
 
         Raises:
             InputError: there is not enough memory.
@@ -239,6 +257,9 @@ class DistanceResult:
             NotConvergedWarning: the same, if not required.
         """
         self._check_unchanged()
+        if isinstance(self.divergence.xy, ExactTerm):
+            found = self.divergence.xy.applied(self._prepared.given_points(1))
+            return found.values / found.masses[:, None]
         with self._prepared.within_memory():
             return self._conditional_means()
 
@@ -247,10 +268,13 @@ class DistanceResult:
         """Compute how much of the distance each source row contributes: s (n,), in cost units.
 
         Without row i the distance changes by -a_i s_i to first order. Class distances by `gaussian`
-        and `means` move with the masses; others are fixed, as the result says.
+        and `means` move with the masses; others are fixed, as the result says. At epsilon 0, where
+        the distance has kinks, they are fixed, s_i is what row i pays under the plan, and `slopes`
+        are those of both sides of each kink.
 
         Raises:
-            InputError: there is not enough memory.
+            InputError: there is not enough memory, or at epsilon 0 the plan is not proven optimal
+                or self terms are not 0.
             ConvergenceError: `required`, and the masses leave potentials of groups of points
                 undetermined against each other.
 
@@ -263,6 +287,9 @@ class DistanceResult:
                 "contributions are those of exact marginals; with unbalanced, result.unmatched() "
                 "says which rows the other dataset does not have"
             )
+        term = self.divergence.xy
+        if isinstance(term, ExactTerm):
+            return exact_contributions(self._prepared, self.divergence, term)
         with self._prepared.within_memory():
             return contributions_of(
                 self._prepared, self.divergence, self.method, required=self.required
@@ -402,6 +429,8 @@ class DistanceResult:
     def _applied(self, values: Tensor) -> Applied:
         """Return the plan applied to values (m, k), wherever they are."""
         self._check_unchanged()
+        if isinstance(self.divergence.xy, ExactTerm):
+            return self.divergence.xy.applied(values)
         with self._prepared.within_memory():
             f, g = self._potentials_on_device()
             return self._operator.plan(f, g, self.epsilon).applied(values.to(f.device))
@@ -437,6 +466,8 @@ class DistanceResult:
     def _settled(self) -> TransportTerm:
         """The cross term with potentials balanced between groups, on its original device."""
         self._check_unchanged()
+        if isinstance(self.divergence.xy, ExactTerm):
+            return self.divergence.xy
         term, device = self.divergence.xy, self.divergence.xy.f.device
         with self._prepared.within_memory():
             found = settle(self._prepared, term, "potentials", required=self.required)
@@ -489,7 +520,7 @@ class DistanceResult:
             if (table := getattr(self.class_distances, key)) is not None
         }
         for name, term in self.divergence.terms.items():
-            tensors |= {f"{name}.f": term.f, f"{name}.g": term.g}
+            tensors |= {f"{name}.f": term.f, f"{name}.g": term.g, **plan_tensors(name, term)}
         for side in ("source", "target"):
             samples: LabeledSamples = getattr(self, side)
             for key in ("features", "labels", "weights"):
@@ -522,6 +553,8 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
             feature_names=summary.get("feature_names", {}).get(side),
         )
     potentials = {name: (tensors[f"{name}.f"], tensors[f"{name}.g"]) for name in summary["terms"]}
+    solved = Divergence.from_dict(summary, potentials)
+    plans = {name: with_plan(name, term, tensors) for name, term in solved.terms.items()}
     # Earlier versions stored two of the options.
     asked = summary.get("compute") or {key: summary[key] for key in ("precision", "memory_budget")}
     return DistanceResult(
@@ -536,7 +569,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
             lower=tensors.get("W.lower"),
             upper=tensors.get("W.upper"),
         ),
-        Divergence.from_dict(summary, potentials),
+        replace(solved, xy=plans["xy"], xx=plans.get("xx"), yy=plans.get("yy")),
         GroundCost(**{f.name: summary[f.name] for f in fields(GroundCost) if f.name in summary}),
         ComputeOptions(**asked),
         method=summary["labels"],

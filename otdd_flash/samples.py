@@ -295,18 +295,31 @@ class LabeledSamples:
         )
 
 
-def displaced(samples: LabeledSamples, features: Tensor) -> LabeledSamples:
+def displaced(
+    samples: LabeledSamples, features: Tensor, *, subset_hash: str | None = None
+) -> LabeledSamples:
     """Return the samples with other features, without their link to rows of a dataset.
 
     Args:
         samples: n points.
         features: (n, d), of the same type and on the same device. Nothing is checked: the caller
             must know that they are finite.
+        subset_hash: the link that the result has.
     """
     found = copy(samples)
     found.__dict__.pop("_fingerprint", None)
     # Past the frozen dataclass and its checks.
-    for name, part in (("features", features), ("subset_hash", None)):
+    for name, part in (("features", features), ("subset_hash", subset_hash)):
+        object.__setattr__(found, name, part)
+    return found
+
+
+def unchecked(
+    class_names: tuple[str, ...], features: Tensor, labels: Tensor | None, weights: Tensor | None
+) -> LabeledSamples:
+    """Return samples of the tensors of others on one device, which were checked and normalised."""
+    found = displaced(LabeledSamples(torch.zeros(1, 1), None, ()), features)
+    for name, part in (("labels", labels), ("class_names", class_names), ("weights", weights)):
         object.__setattr__(found, name, part)
     return found
 

@@ -199,8 +199,8 @@ def test_stopping_early_is_said_and_still_brackets_the_truth():
 @pytest.mark.parametrize(
     ("pair", "arguments", "message"),
     [
-        (PAIR, {"epsilon": 0.0}, "epsilon must be positive and finite, got 0"),
-        (PAIR, {"epsilon_relative": -1.0}, "epsilon_relative must be positive and finite, got -1"),
+        (PAIR, {"epsilon": -0.1}, "epsilon must be finite and not negative, got -0.1"),
+        (PAIR, {"epsilon_relative": -1.0}, "epsilon_relative must be finite and not neg.*, got -1"),
         (PAIR, {"lambda_x": -1.0}, "lambda_x must be finite and not negative, got -1"),
         (PAIR, {"lambda_x": 0.0, "lambda_y": 0.0}, "both 0"),
         (PAIR, {"labels": "mean"}, "unknown labels.method 'mean'; choose one of: gaussian"),

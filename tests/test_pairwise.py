@@ -177,7 +177,7 @@ TABLE = otdd.class_distances(DATASETS, "means")
 @pytest.mark.parametrize(
     ("datasets", "options", "message"),
     [
-        (DATASETS, {"epsilon": -1.0}, "epsilon must be positive and finite, got -1"),
+        (DATASETS, {"epsilon": -1.0}, "epsilon must be finite and not negative, got -1"),
         (DATASETS, {"labels": "given"}, "labels=given needs a table"),
         (DATASETS, {"solver": Converged(tolerance=1e-12)}, "too tight for float32"),
         (DATASETS, {"solver": Converged(bound_width=0.1)}, "every term once, to solver.tolerance"),

@@ -20,6 +20,7 @@ CHUNK_BYTES = 32 << 20
 def chunk_sizes(row_bytes: int) -> tuple[int, int]:
     """Rows and columns whose digits are held at a time, for so many bytes of digits per row.
 
+    Rows are cut evenly, into pieces that may be up to half as high again.
     The first is a multiple of the second, and both are multiples of the widest tile.
     """
     width = CHUNK_COLUMNS

@@ -38,7 +38,7 @@ from otdd_flash.kernels.passes.marginal_tiles import chunk_sizes, marginal_tile
 from otdd_flash.kernels.passes.plan_entries import halve_columns, join_columns, sum_piece
 from otdd_flash.kernels.points.digits import base_of, keeps_fractions, pack_digits, padded_dim
 from otdd_flash.kernels.points.packed_points import Layout
-from otdd_flash.kernels.tiling import load_tile, operand, pipeline_stages
+from otdd_flash.kernels.tiling import BLOCK_ROWS, load_tile, operand, pipeline_stages
 
 # Column blocks of a program, fewer if that would leave less than so many programs.
 BLOCKS_PER_PROGRAM = 8
@@ -247,9 +247,7 @@ def plan_marginals(
     launch = _Launch(rows, columns, costs, product_scale, digits, symmetric)
     height, width = chunk_sizes(padded_dim(rows.points.shape[1]) * digits)
     parts = [(0, n)] if stripes is None else stripes
-    tops = ((top, end) for first, end in parts for top in range(first, end, height))
-    for top, end in tops:
-        bottom = min(top + height, end)
+    for top, bottom in (piece for part in parts for piece in pieces(*part, height)):
         x = _packed(rows, digits, top, bottom)
         left = top if symmetric else 0
         while left < m:
@@ -266,6 +264,17 @@ def plan_marginals(
             of_columns[left:right].add_(column_sums)
             left = right
     return of_rows, of_columns
+
+
+def pieces(first: int, end: int, height: int) -> list[tuple[int, int]]:
+    """Cut rows [first, end) into even pieces of about a height, multiples of `BLOCK_ROWS`.
+
+    A short one at the end would leave multiprocessors idle, for every chunk of columns anew.
+    """
+    count = max(1, round((end - first) / height))
+    blocks = -(-(end - first) // BLOCK_ROWS)
+    borders = [first + BLOCK_ROWS * (place * blocks // count) for place in range(count)]
+    return [*zip(borders, [*borders[1:], end], strict=True)] if end > first else []
 
 
 def _packed(side: DigitSide, digits: int, first: int, end: int) -> Tensor:

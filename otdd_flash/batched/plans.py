@@ -81,6 +81,10 @@ def sinkhorn_plans(
         InputError: shapes or types that do not fit, masses that are negative or do not sum to 1,
             costs that are NaN or -inf, a row or column all of whose pairs are forbidden; in a
             backward pass, a second derivative.
+
+    Warns:
+        NotConvergedWarning: masses require an implicit gradient, which is undetermined, as
+            potentials are (`SmallPlans.f`); told with the first result that is read.
     """
     checking.check_matrices("costs", costs)
     if costs.ndim != 3:
@@ -120,7 +124,12 @@ def sinkhorn_plans(
     flaws = _flaws(matrices.detach(), rows.detach(), columns.detach(), sizes, eps.detach())
     home = costs.device, costs.dtype
     given = masses[0].detach().double(), masses[1].detach().double(), eps.detach()
-    result = SmallPlans(matrices, (rows, columns), sizes, tolerance, given, found, flaws, home)
+    by_masses = rows.requires_grad or columns.requires_grad
+    # Not so in `no_grad`.
+    by_masses = by_masses and gradient == "implicit" and found.rows.requires_grad
+    result = SmallPlans(
+        matrices, (rows, columns), sizes, tolerance, given, found, flaws, home, by_masses
+    )
     if device.type == "cpu":
         result.check()
     return result
@@ -214,6 +223,8 @@ class SmallPlans:
     _flaws: Tensor = field(repr=False)
     # Device and type of the costs.
     _home: tuple[torch.device, torch.dtype] = field(repr=False)
+    # Whether gradients by masses, which are potentials, may be asked for.
+    _by_masses: bool = field(repr=False)
 
     def check(self) -> None:
         """Raise the `InputError` of problems that have no solution, waiting for the device."""
@@ -227,12 +238,23 @@ class SmallPlans:
 
     @property
     def f(self) -> Tensor:
-        """Potentials (B, n) of rows, in units of the cost, float32, or float64 of such costs."""
+        """Potentials (B, n) of rows, in units of the cost, float32, or float64 of such costs.
+
+        As the iterations left them. Where groups of points of a problem exchange less mass than its
+        rounding, each group's are determined but for a constant, which is said once, when f or g is
+        read first. Groups that exchange more, but less than the marginal error, are balanced only
+        as far as the iterations got. `matrix_transport` balances both.
+
+        Warns:
+            NotConvergedWarning: potentials of a problem are undetermined, the first of these.
+        """
+        _ = self._reported
         return self._at_home(self._shifted[0])
 
     @property
     def g(self) -> Tensor:
         """Potentials (B, m) of columns, as `f`, with <b, g> = 0."""
+        _ = self._reported
         return self._at_home(self._shifted[1])
 
     @property
@@ -296,7 +318,26 @@ class SmallPlans:
         for flaw, sentence in zip(self._flaws.tolist(), FLAWS, strict=True):
             if flaw:
                 raise InputError(sentence)
+        if self._by_masses:
+            self._report("gradients by masses")
         return self._found
+
+    @cached_property
+    def _reported(self) -> None:
+        """Report undetermined potentials, once for both sides."""
+        _ = self._checked
+        self._report("potentials")
+
+    @computes
+    def _report(self, what: str) -> None:
+        """Report what undetermined offsets between groups of a problem leave undetermined."""
+        # Not at the top: it imports solvers, which most calls do not need.
+        from otdd_flash.batched.open_offsets import report_open
+
+        found, (a, b) = self._found, self._masses
+        tensors = (self._costs, found.matrices, a, b, found.rows, found.columns)
+        costs, plans, a, b, rows, columns = (each.detach() for each in tensors)
+        report_open(what, costs, plans, (a, b), (rows, columns), self._given[2], self._sizes)
 
     @cached_property
     def _value(self) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from otdd_flash.arguments import positive
 from otdd_flash.commands.messages import Terminal
 from otdd_flash.commands.progress import Phases, interrupts_noted
 from otdd_flash.commands.results import track_flow, write_run
@@ -32,6 +33,7 @@ from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.report.flow.writing import flow_table, write_flow_report
+from otdd_flash.solver.schedules.exact import Exact, needs_zero
 
 logger = logging.getLogger("otdd_flash.flow")
 
@@ -44,6 +46,15 @@ class FlowSettings(DatasetPairSettings):
     """The settings of conf/flow.yaml."""
 
     flow: FlowNode
+
+    def check(self) -> None:
+        """Raise an `InputError` for numbers that are invalid for any data, as an epsilon of 0."""
+        for name in ("epsilon", "epsilon_relative"):
+            if (value := getattr(self, name)) is not None:
+                positive(name, value)
+        if isinstance(self.schedule(), Exact):
+            raise needs_zero()
+        super().check()
 
 
 def adapt(config: DictConfig, directory: Path) -> None:

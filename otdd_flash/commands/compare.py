@@ -44,6 +44,7 @@ from otdd_flash.sampling.subsampling import LEVEL, check_count, subsample_sizes
 from otdd_flash.solver.penalties import penalties_of
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import Exact
 
 logger = logging.getLogger("otdd_flash.distance")
 
@@ -62,6 +63,12 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
     def check(self) -> None:
         """Raise an `InputError` for settings that are invalid for any data."""
         super().check()
+        schedule = self.schedule()
+        if self.contributions and isinstance(schedule, Exact) and schedule.bound_width > 0:
+            raise InputError(
+                "contributions=true at epsilon=0 is of a plan that is proven optimal; add "
+                "solver=exact solver.bound_width=0"
+            )
         if self.unbalanced is None and self.unbalanced_relative is None:
             return
         for key in ("subsample", "contributions"):
@@ -254,9 +261,11 @@ def measure_sampling(
     if result.labels_epsilon is not None:
         # Class distances of subsamples use the whole datasets' epsilon.
         metric = Sinkhorn(result.labels_epsilon, solver.asked_tolerance)
+    # The distance of two halves is nearly 0, so no relative width can be reached.
     if isinstance(solver, Converged):
-        # The distance of two halves is nearly 0, so no relative width can be reached.
         solver = replace(solver, bound_width=None)
+    if isinstance(solver, Exact):
+        solver = replace(solver, bound_width=0.0)
     fixed_classes = full or isinstance(metric, Given)
     arguments: dict[str, Any] = {
         "epsilon": result.epsilon,

@@ -134,11 +134,14 @@ class Phases:
 
     @contextmanager
     def solving(self, title: str, options: Schedule) -> Iterator[Callable[[str, int, float], None]]:
-        """Show the solver's progress: term, iteration and marginal error."""
+        """Show the solver's progress: term, iteration and marginal error, or round and width."""
         from otdd_flash.solver.schedules.converged import Converged
+        from otdd_flash.solver.schedules.exact import Exact
 
         alone = not self._bars.tasks
-        to_width = isinstance(options, Converged) and options.bound_width is not None
+        exact = isinstance(options, Exact)
+        to_width = exact or (isinstance(options, Converged) and options.bound_width is not None)
+        shown = "width" if exact else "marginal error"
         goal = "" if to_width else f" (to {options.asked_tolerance:.0e})"
         solved = ""
         errors: list[tuple[float, float]] = []
@@ -149,7 +152,7 @@ class Phases:
                 solved, errors = term, []
             errors.append((time.perf_counter(), error))
             self._rest[task] = math.nan if to_width else _rest(errors, options.asked_tolerance)
-            self._update(task, note=f"{term} {iteration:,}: marginal error {error:.1e}{goal}")
+            self._update(task, note=f"{term} {iteration:,}: {shown} {error:.1e}{goal}")
 
         with self._task(title) as task:
             if alone:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast, get_origin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from otdd_flash.arguments import Count, Positive, check_fields, penalties
+from otdd_flash.arguments import Count, NotNegative, check_fields, penalties
 from otdd_flash.checks import LONGEST_SHOWN, optional
 from otdd_flash.commands.choices import leaves
 from otdd_flash.commands.hydra_errors import check_references, given_at, unknown_key
@@ -38,6 +38,8 @@ from otdd_flash.shown import display, hidden
 from otdd_flash.solver.divergence import SCHEDULES
 from otdd_flash.solver.penalties import refuse_unbalanced
 from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import Exact, schedule_of
 from otdd_flash.solver.term import refuse_both
 
 Schema = TypeVar("Schema")
@@ -132,6 +134,9 @@ class LabelSettings:
                     stacklevel=2,
                 )
         parameters = {**asdict(self), "tolerance": tolerance, "table": self.path}
+        if self.epsilon == epsilon == 0:
+            # Exact transport between the datasets, which leaves that between classes to choose.
+            parameters["epsilon"] = None
         parameters |= self.parameters
         return metric_named(self.method, parameters)
 
@@ -144,8 +149,8 @@ class SolverSettings:
     """
 
     schedule: str
-    tolerance: float | None
     require_convergence: bool
+    tolerance: float | None = None
     bound_width: float | None = None
     max_seconds: float | None = None
     max_iterations: int = 100_000
@@ -160,7 +165,7 @@ class SolverSettings:
                 not have.
         """
         kind = SCHEDULES[choose("solver.schedule", self.schedule, tuple(SCHEDULES))]
-        own = {field.name for field in fields(kind)}
+        own = {field.name for field in fields(kind) if field.init}
         for key in fields(self):
             foreign = key.name not in {*own, "schedule"}
             if foreign and getattr(self, key.name) != key.default:
@@ -170,12 +175,12 @@ class SolverSettings:
                 )
         return kind(**taken(self, kind))
 
-    def deferred(self) -> Schedule:
-        """Build the schedule without `require_convergence`.
-
-        Commands write their results first and raise for missing convergence afterwards.
-        """
-        return replace(self.options(), require_convergence=False)
+    def at_zero(self) -> SolverSettings:
+        """Return the settings for epsilon 0, which selects `exact` in place of the default."""
+        if self.schedule != Converged.name:
+            return self
+        width = Exact.bound_width if self.bound_width is None else self.bound_width
+        return replace(self, schedule=Exact.name, bound_width=width)
 
 
 @dataclass
@@ -186,8 +191,8 @@ class ComparisonSettings:
     lambda_x: float
     lambda_y: float
     ground: str
-    epsilon: Positive | None
-    epsilon_relative: Positive | None
+    epsilon: NotNegative | None
+    epsilon_relative: NotNegative | None
     min_class_size: Count | None
     solver: SolverSettings
 
@@ -195,12 +200,29 @@ class ComparisonSettings:
         """Raise an `InputError` for numbers that are invalid for any data."""
         check_fields(self)
         refuse_both(self.epsilon, self.epsilon_relative)
+        schedule_of(self.schedule(), self.epsilon, self.epsilon_relative)
 
     def cost(self) -> GroundCost:
         return GroundCost(self.lambda_x, self.lambda_y, self.ground)
 
+    def schedule(self) -> Schedule:
+        """Build the schedule of the solver; an epsilon of 0 selects `exact`.
+
+        Raises:
+            InputError: as `SolverSettings.options`.
+        """
+        at_zero = 0 in (self.epsilon, self.epsilon_relative)
+        return (self.solver.at_zero() if at_zero else self.solver).options()
+
+    def deferred(self) -> Schedule:
+        """Build the schedule without `require_convergence`.
+
+        Commands write their results first and raise for missing convergence afterwards.
+        """
+        return replace(self.schedule(), require_convergence=False)
+
     def metric(self) -> LabelMetric:
-        return self.labels.metric(self.solver.options().asked_tolerance, self.epsilon)
+        return self.labels.metric(self.schedule().asked_tolerance, self.epsilon)
 
 
 @dataclass
@@ -272,7 +294,7 @@ class DatasetPairSettings(ComparisonSettings, RuntimeSettings):
         self.unbalanced = accepted("unbalanced", self.unbalanced)
         self.unbalanced_relative = accepted("unbalanced_relative", self.unbalanced_relative)
         given = self.unbalanced, self.unbalanced_relative
-        refuse_unbalanced(*given, debias=self.debiased, ground=self.ground)
+        refuse_unbalanced(*given, self.schedule(), debias=self.debiased, ground=self.ground)
 
     def arguments(self) -> dict[str, Any]:
         """Return the keywords that `dataset_distance` and `gradient_flow` share.
@@ -294,7 +316,7 @@ class DatasetPairSettings(ComparisonSettings, RuntimeSettings):
             "unbalanced_relative": self.unbalanced_relative,
             "labels": metric,
             "min_class_size": self.min_class_size,
-            "solver": self.solver.deferred(),
+            "solver": self.deferred(),
             "compute": self.compute_options(),
             "cache_dir": self.cache_dir,
         }
@@ -302,7 +324,7 @@ class DatasetPairSettings(ComparisonSettings, RuntimeSettings):
 
 def taken(settings: Any, kind: type) -> dict[str, Any]:
     """Return the settings that are fields of a dataclass of options, by name."""
-    names = [field.name for field in fields(kind)]
+    names = [field.name for field in fields(kind) if field.init]
     return {name: getattr(settings, name) for name in names if hasattr(settings, name)}
 
 

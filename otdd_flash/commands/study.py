@@ -171,7 +171,7 @@ def _check(settings: StudySettings, directory: Path) -> None:
 
 def study_of(settings: StudySettings, tasks: LoadedTasks) -> Study:
     """Return the study that the settings describe, for loaded tasks."""
-    options = settings.solver.options()
+    options = settings.schedule()
     return Study(
         tasks.samples,
         settings.measures,

@@ -9,6 +9,7 @@ or a tensor, of many, alike.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -31,17 +32,17 @@ def below_zero(value: Number) -> Number:
 
 
 def lesser(one: Number, other: Number) -> Number:
-    """Return the minimum of two numbers, elementwise."""
+    """Return the minimum of two numbers, elementwise; NaN if one of both is."""
     if isinstance(one, Tensor):
         return torch.minimum(one, other)
-    return min(one, other)
+    return other if math.isnan(other) else min(one, other)
 
 
 def larger(one: Number, other: Number) -> Number:
-    """Return the maximum of two numbers, elementwise."""
+    """Return the maximum of two numbers, elementwise; NaN if one of both is."""
     if isinstance(one, Tensor):
         return torch.maximum(one, other)
-    return max(one, other)
+    return other if math.isnan(other) else max(one, other)
 
 
 class CostRange(NamedTuple):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Ground, NotNegative, check_fields
-from otdd_flash.cost.points import DOUBLE_UNIT, in_float64, squared_norms
+from otdd_flash.cost.points import DOUBLE_UNIT, UNDERFLOW, in_float64, squared_norms
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
 
@@ -106,7 +106,8 @@ class GroundCost:
         """Return the separable terms p (n,), float64, of points (n, d); None without any."""
         if self.ground != "inner":
             return None
-        return squared_norms(points) * (-self.lambda_x / 2)
+        # Half of lambda_x may underflow.
+        return squared_norms(points) / 2 * -self.lambda_x
 
     def offset(self, source: LabeledSamples, target: LabeledSamples) -> Offset:
         """Return <a, p> + <b, q>, which OT_epsilon contains, with a bound on its rounding error."""
@@ -117,9 +118,10 @@ class GroundCost:
             source.masses.to(of_rows.device) @ of_rows
             + target.masses.to(of_columns.device) @ of_columns
         )
-        # All summands have one sign.
+        # All summands have one sign. Some products of each may underflow.
         additions = len(source) + len(target) + source.dim + 8
-        return Offset(value, additions * DOUBLE_UNIT * abs(value))
+        lost = additions * UNDERFLOW * max(1.0, self.lambda_x)
+        return Offset(value, additions * DOUBLE_UNIT * abs(value) + lost)
 
     def error(self, dim: int) -> float:
         """Bound the float64 error of the cost between transformed points, in units of the cost.

@@ -160,21 +160,14 @@ class Distances(NamedTuple):
     """Squared distances of a cloud from a centre c.
 
     Attributes:
-        squares: ||x_i - c||^2 (n,), float64.
         farthest: the largest square, ().
         highest: the largest square of a point with mass, ().
         mean: sum_i a_i ||x_i - c||^2, ().
     """
 
-    squares: Tensor
     farthest: Tensor
     highest: Tensor
     mean: Tensor
-
-    @property
-    def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`farthest`, `highest` and `mean`, which the host reads."""
-        return self.farthest, self.highest, self.mean
 
 
 class Cloud:
@@ -207,13 +200,12 @@ class Cloud:
     def extent(self) -> Extent:
         return extent(self.points, self.masses)
 
-    def distances(self, centre: Tensor) -> Distances:
-        """Compute squared distances from a centre (d,) float64."""
-        squares = self._squares(centre)
+    def distances(self, squares: Tensor) -> Distances:
+        """Summarize squared distances (n,) from a centre."""
         farthest = highest = squares.max()
         if not self._equal:
             highest = squares.masked_fill(self._absent, 0.0).max()
-        return Distances(squares, farthest, highest, self.masses @ squares)
+        return Distances(farthest, highest, self.masses @ squares)
 
     def class_masses(self, classes: int) -> Tensor:
         """Return the mass of each class (V,)."""
@@ -239,7 +231,8 @@ class Cloud:
         """Which points have no mass (n,)."""
         return self.masses <= 0
 
-    def _squares(self, centre: Tensor) -> Tensor:
+    def squares(self, centre: Tensor) -> Tensor:
+        """Compute ||x_i - c||^2 (n,), float64, for a centre c (d,) float64."""
         points = self.points
         if not isinstance(points, HostPoints):
             return squared_distances(points, centre)
@@ -298,6 +291,16 @@ def normalised(masses: Tensor) -> tuple[Tensor, float]:
     return masses / mass, mass
 
 
+def inverse(masses: Tensor) -> Tensor:
+    """Return 1 / a_i, and 0 where a_i is 0."""
+    return torch.where(masses > 0, 1 / masses, 0)
+
+
+def per_mass_(gradient: Tensor, masses: Tensor) -> Tensor:
+    """Divide the rows of a gradient (n, ...) by masses (n,) in place; by 0 gives 0."""
+    return gradient.mul_(inverse(masses).to(gradient).reshape(-1, *(1,) * (gradient.ndim - 1)))
+
+
 # A selection of points of a cloud: a range, or indices (k,) int64.
 Cut = slice | Tensor
 
@@ -306,6 +309,9 @@ Masses = tuple[Tensor, Tensor]
 
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53
+
+# The least number above 0 of float64: a product that underflows loses up to half of it.
+UNDERFLOW = 2.0**-1074
 
 # In place of log 0: far below any other logarithm, and finite, as 0 times infinity is NaN.
 LOG_NOTHING = -1e200
@@ -330,8 +336,6 @@ class Moments(NamedTuple):
 class _Measured(NamedTuple):
     """Statistics of a cost's points; each is a property of `LabelledCost`."""
 
-    centre: Tensor
-    squares: tuple[Tensor, Tensor]
     largest: float
     farthest: float
     cost_range: CostRange
@@ -396,16 +400,13 @@ class LabelledCost:
     def _measured(self) -> _Measured:
         """Statistics of the points, computed when they are first asked for."""
         (x, y), symmetric = self.clouds, self.symmetric
-        mean_x, mean_y = x.extent.mean, y.extent.mean
-        centre = mean_x if symmetric else (mean_x + mean_y) / 2
+        centre, (squares_x, squares_y) = self._own_centre, self.squares
         ends = torch.stack(x.extent.ends if symmetric else (*x.extent.ends, *y.extent.ends))
-        from_x = x.distances(centre)
-        from_y = from_x if symmetric else y.distances(centre)
         numbers = [*self._class_numbers(), torch.linalg.vector_norm(ends - centre, ord=math.inf)]
-        numbers += from_x.numbers
+        numbers += x.distances(squares_x)
         if not symmetric:
-            apart = mean_x - mean_y
-            numbers += (*from_y.numbers, apart @ apart)
+            apart = x.extent.mean - y.extent.mean
+            numbers += (*y.distances(squares_y), apart @ apart)
         # One tensor, so that the host waits once.
         low, high, classes, largest, *told = torch.stack(numbers).tolist()
         (far_x, high_x, spread_x), (far_y, high_y, spread_y) = told[:3], told[:3]
@@ -415,8 +416,6 @@ class LabelledCost:
         # 0 <= ||x - y||^2 <= (max ||x|| + max ||y||)^2 over points with mass.
         reach = self.lambda_x * (math.sqrt(high_x) + math.sqrt(high_y)) ** 2
         return _Measured(
-            centre,
-            (from_x.squares, from_y.squares),
             largest,
             max(far_x, far_y),
             CostRange(low, reach + high),
@@ -448,7 +447,13 @@ class LabelledCost:
     @property
     def centre(self) -> Tensor:
         """The mean (d,), float64, of both clouds' means."""
-        return self.whole._measured.centre
+        return self.whole._own_centre
+
+    @cached_property
+    def _own_centre(self) -> Tensor:
+        """The centre of a cost that is no part of another."""
+        (x, y), symmetric = self.clouds, self.symmetric
+        return x.extent.mean if symmetric else (x.extent.mean + y.extent.mean) / 2
 
     @property
     def largest(self) -> float:
@@ -472,8 +477,13 @@ class LabelledCost:
 
     @cached_property
     def squares(self) -> tuple[Tensor, Tensor]:
-        """||x_i||^2 (n,) and ||y_j||^2 (m,) after centring, float64."""
-        return self._measured.squares
+        """||x_i||^2 (n,) and ||y_j||^2 (m,) after centring, float64.
+
+        Processes that all have the points may set these before statistics are asked for.
+        """
+        (x, y), centre = self.clouds, self._own_centre
+        of_x = x.squares(centre)
+        return of_x, of_x if self.symmetric else y.squares(centre)
 
     @property
     def whole(self) -> LabelledCost:
@@ -512,6 +522,19 @@ class LabelledCost:
     def cost_error_share(self) -> float:
         """Error of float64 costs over `magnitudes`: d products and some sums, in any order."""
         return (2 * self.points[0].shape[1] + 16) * DOUBLE_UNIT
+
+    @property
+    def lost_errors(self) -> tuple[Tensor, Tensor]:
+        """Bounds on what products that underflow take from C_ij, (n,) + (m,) float64.
+
+        Of lambda_x (||x||^2 + ||y||^2 - 2 <x, y>) each of 4 d products loses 2^-1075 before it is
+        multiplied by lambda_x, or by y where x was multiplied first; some sums and products follow.
+        A lambda_x that was halved lost as much itself.
+        """
+        most = max(1.0, self.lambda_x, math.sqrt(self.farthest))
+        each = (self.points[0].shape[1] + 8) * UNDERFLOW * most
+        x, y = self.squares
+        return each + UNDERFLOW * x, each + UNDERFLOW * y
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Compute sum_j C_ij q_j (n,), float64, for masses q (m,): O((n + m) d), by q's moments."""
@@ -610,7 +633,8 @@ class LabelledCost:
 
     def without_points(self) -> LabelledCost:
         """Return the cost without its points, with the statistics that were computed before."""
-        magnitudes, (x, y) = self.magnitudes, self.points
+        # All statistics are computed, those that come with the mean cost too.
+        magnitudes, _, (x, y) = self.magnitudes, self.mean_cost, self.points
         found = copy(self)
         found.magnitudes, found.points = magnitudes, (x[:0], y[:0])
         # Statistics that were not computed cannot be computed from here on.

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -228,9 +228,22 @@ class _Plan:
 
     def _pull(self, points: Tensor, masses: Tensor, image: Tensor, sides: int = 1) -> Tensor:
         """Return 2 lambda_x (r x - P y) of some points (k, d), in their type, times `sides`."""
-        pulled = less_origin(points, self.origin)
-        pulled.mul_(masses.to(pulled.dtype).unsqueeze(1)).sub_(image)
-        return pulled.mul_(2 * sides * self.weights.lambda_x).to(points.dtype)
+        return pulled(points, masses, image, self.origin, 2 * sides * self.weights.lambda_x)
+
+
+def pulled(points: Tensor, masses: Tensor, image: Tensor, origin: Tensor, weight: float) -> Tensor:
+    """Return weight * (r x - P y), in the type of the points.
+
+    Args:
+        points: x (k, d).
+        masses: r (k,), the sums of the plan's rows.
+        image: P (y - o) (k, d), in the type of the operator.
+        origin: o (d,), in that type.
+        weight: 2 lambda_x, times the sides of the cost on which the points stand.
+    """
+    found = less_origin(points, origin)
+    found.mul_(masses.to(found.dtype).unsqueeze(1)).sub_(image)
+    return found.mul_(weight).to(points.dtype)
 
 
 def mass_gradient(
@@ -294,11 +307,9 @@ class DivergenceGradient:
         """Add the derivatives of the term "xy", "xx" or "yy"."""
         comparison = self._comparison
         if name == "xy":
-            # Between a cloud and itself f = g, so that no group has an offset: it would be added
-            # and subtracted at once.
-            if self._needs & {*MASSES} and not (comparison.debias and comparison.identical):
+            if self._needs & {*MASSES}:
                 # Other derivatives depend on the plan alone, which offsets do not change.
-                term, self.groups[name] = settled(comparison, term)
+                term, self.groups[name] = settled(comparison, term, "xx" if self._one else "xy")
             gradient = cross_gradient(operator, term, comparison, self._needs)
             self._add(name, self._by_given(gradient, name), 1.0)
             return
@@ -322,8 +333,14 @@ class DivergenceGradient:
             ConvergenceError: they are undetermined, and `required`.
         """
         for name, groups in self.groups.items():
-            rows = self._comparison.given[SIDES[name][0]]
-            report_groups(groups, what, rows, required=required)
+            if name == "xy" or not self._one:
+                rows = self._comparison.given[SIDES[name][0]]
+                report_groups(groups, what, rows, required=required)
+
+    @cached_property
+    def _one(self) -> bool:
+        """Whether all terms are that of one cloud with itself, and so have its potential f = g."""
+        return self._comparison.debias and self._comparison.identical
 
     @property
     def callbacks(self) -> GradientCallbacks | None:

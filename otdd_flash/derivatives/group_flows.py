@@ -42,8 +42,8 @@ Labels = npt.NDArray[np.int64]
 # a marginal error of 1e-3 does not determine the offset between them.
 TIED = 0.05
 
-# Relative rounding of a sum of masses, which were divided by their sum; an offset is undetermined
-# if this rounding changes it by more than OPEN times epsilon.
+# Relative rounding of a sum of float64 masses, which were divided by their sum; an offset is
+# undetermined if the rounding of masses changes it by more than OPEN times epsilon.
 MASS_ROUNDING, OPEN = 2.0**-51, 1e-3
 
 # Most sweeps over all cuts, the step in units of epsilon that ends them, and sweeps before the
@@ -63,12 +63,14 @@ class Flows(NamedTuple):
             shifted so that it is 0 at the row's largest entry.
         masses: (K, 2), of rows and of columns.
         excess: (K,), mass of rows minus mass of columns; 0 if it may be only rounding.
+        rounding: relative rounding of a sum of masses.
     """
 
     logs: Array
     gaps: Array
     masses: Array
     excess: Array
+    rounding: float
 
     def joined(self, labels: Labels) -> Flows:
         """Return the flows between unions of groups, given by labels (K,)."""
@@ -81,7 +83,8 @@ class Flows(NamedTuple):
         masses, excess = np.zeros((count, 2)), np.zeros(count)
         np.add.at(masses, labels, self.masses)
         np.add.at(excess, labels, self.excess)
-        return Flows(logs, gaps, masses, above_rounding(excess, masses.sum(1)))
+        excess = above_rounding(excess, masses.sum(1), self.rounding)
+        return Flows(logs, gaps, masses, excess, self.rounding)
 
     def moved(self, t: Array) -> Flows:
         """Return the flows after offsets t (K,) in units of epsilon."""
@@ -107,19 +110,24 @@ def well_tied(masses: Array, ends: Labels, others: Labels, weights: Array) -> La
     while True:
         mass = np.bincount(labels, masses)
         shape = len(mass), len(mass)
-        both = coo_array((weights, (labels[ends], labels[others])), shape=shape).tocsr()
+        both = coo_array((weights, (ends, others)), shape=shape).tocsr()
         ties = (both + both.T).tocoo()
-        order = np.argsort(ties.data, kind="stable")
-        lighter, heavier, shared = ties.row[order], ties.col[order], ties.data[order]
         place = np.empty(len(mass), dtype=np.int64)
         place[np.argsort(mass, kind="stable")] = np.arange(len(mass))
-        enough = (place[lighter] < place[heavier]) & (shared >= TIED * mass[lighter])
-        chosen = np.arange(len(mass))
-        # Of repeated assignments the last counts, which is the strongest link.
-        chosen[lighter[enough]] = heavier[enough]
+        enough = (place[ties.row] < place[ties.col]) & (ties.data >= TIED * mass[ties.row])
         if not enough.any():
             return labels
-        labels = _components(len(mass), np.arange(len(mass)), chosen)[labels]
+        lighter, heavier = ties.row[enough], ties.col[enough]
+        order = np.argsort(ties.data[enough], kind="stable")
+        chosen = np.arange(len(mass))
+        # Of repeated assignments the last counts, which is the strongest link.
+        chosen[lighter[order]] = heavier[order]
+        joined = _components(len(mass), np.arange(len(mass)), chosen)
+        labels = joined[labels]
+        # Links between groups, once each, in place of those between their nodes.
+        ends, others = joined[ties.row], joined[ties.col]
+        between = (ties.row < ties.col) & (ends != others)
+        ends, others, weights = ends[between], others[between], ties.data[between]
 
 
 def _components(count: int, ends: Labels, others: Labels) -> Labels:
@@ -129,9 +137,9 @@ def _components(count: int, ends: Labels, others: Labels) -> Labels:
     return labels.astype(np.int64)
 
 
-def above_rounding(excess: Array, masses: Array) -> Array:
+def above_rounding(excess: Array, masses: Array, rounding: float) -> Array:
     """Replace differences of sums of masses that are only rounding by 0."""
-    return np.where(np.abs(excess) <= MASS_ROUNDING * masses, 0.0, excess)
+    return np.where(np.abs(excess) <= rounding * masses, 0.0, excess)
 
 
 def mean_logs(flows: Flows) -> Array:
@@ -175,6 +183,7 @@ def balanced(flows: Flows) -> Array:
     excesses = above_rounding(
         np.array([flows.excess[cut].sum() for cut in cuts]),
         np.array([flows.masses[cut].sum() for cut in cuts]),
+        flows.rounding,
     ).tolist()
     sets = [(cut.nonzero()[0], (~cut).nonzero()[0]) for cut in cuts]
     for sweep in range(SWEEPS):
@@ -239,7 +248,7 @@ def undetermined(flows: Flows) -> Labels:
         found = flows.joined(labels)
         # The offset of a cut changes by epsilon times the rounding of its masses over its flow.
         held = found.masses.sum(1)
-        least = np.log(np.minimum(held[:, None], held)) + math.log(MASS_ROUNDING / OPEN)
+        least = np.log(np.minimum(held[:, None], held)) + math.log(found.rounding / OPEN)
         tied = np.logaddexp(found.logs, found.logs.T) >= least
         # A flow one way alone must be 0 without an excess, which an infinite offset achieves.
         needed = (found.excess != 0)[:, None] & (found.excess != 0)

@@ -21,8 +21,10 @@ are asked for, and not in a solve for a value alone,
 In plans that are not small, slow modes within a group stay as the solve left them. A self term has
 one potential, and so offsets only between groups that send all of their mass to each other.
 
-`settle` does this for results and for functions of potentials, `settle_images` for maps; gradients
-by masses (`gradient`, `solver.matrix.loss`) are `settled` during the solve, and reported after it.
+`settle` does this for results and for functions of potentials, `settle_images` for maps, and
+`settled_columns` for maps of new points (`flows.maps`); gradients by masses (`gradient`,
+`solver.matrix.loss`) are `settled` during the solve, and reported after it. `batched.open_offsets`
+reports groups of small plans, as `groups_of_matrix` finds them, and balances none.
 What depends on offsets must call one of them: nothing else says that they are undetermined.
 """
 
@@ -73,6 +75,13 @@ Compared = Comparison | MatrixComparison
 
 # Of more groups than these, those with the largest flows are joined.
 MOST_BALANCED = 128
+
+# Offsets that the solve left off by no more, in units of epsilon, count as determined by it.
+AS_SOLVED = 0.1
+
+# A new row depends on offsets if it may send another group this many times what it sends its own.
+# The gaps are those at which a row of the plan ties.
+ABOVE_TIES = 2.0
 
 # Groups and rows that a message names.
 NAMED_GROUPS, NAMED_CLASSES, NAMED_ROWS, NAME_LENGTH = 4, 6, 5, 40
@@ -149,13 +158,80 @@ def settled(
         return term, None
     entries, a, b = _entries(comparison, name)
     term = replace(term, f=term.f.to(a.device), g=term.g.to(a.device))
-    found, groups = _settled(entries, term, a, b)
+    f, g = (potential.double() / term.epsilon for potential in (term.f, term.g))
+    plan = ScaledPlan(entries, f, g, a, b, term.epsilon)
+    if math.prod(entries.shape) <= MOST_POLISHED:
+        plan = polished(plan)
+    plan, groups = _settled(plan)
+    found = _moved(term, plan)
     if name == "xy":
         return found, groups
     mean = (found.f + found.g) / 2
-    if groups is not None and not torch.equal(groups.rows, groups.columns):
-        return replace(found, f=mean, g=mean), replace(groups, own=True)
-    return replace(found, f=mean, g=mean), None
+    return replace(found, f=mean, g=mean), _of_one_potential(groups)
+
+
+def settled_columns(
+    comparison: Comparison, name: str, potential: Tensor, epsilon: float
+) -> tuple[Tensor, Groups | None]:
+    """Balance the column potential (m,) of a term, which gives new rows their conditional plans.
+
+    Potentials stay as they are but for offsets between groups, and these too where the solve has
+    determined them: rows of the plan then get the plan that it ended with. For most plans a sample
+    of the rows shows one group, and nothing else is computed, see `plan_links.connected`.
+
+    Args:
+        comparison: the clouds.
+        name: of the term.
+        potential: g, or of a self term f, in units of the cost.
+        epsilon: regularisation, in units of the cost.
+    """
+    if name != "xy" and not _may_leave_itself(comparison, name):
+        return potential, None
+    entries, a, b = _entries(comparison, name)
+    given = potential.to(a.device)
+    g = given.double() / epsilon
+    plan = ScaledPlan(entries, torch.zeros_like(a), g, a, b, epsilon)
+    # Groups do not depend on potentials of rows, which cost a pass over all pairs.
+    if connected(plan) is None:
+        return potential, None
+    f = g
+    if name == "xy":
+        operator = comparison.operator(name, keep_scores=False).refined
+        f = operator.softmin_rows(given, epsilon).double() / epsilon
+    plan, groups = _settled(plan._replace(f=f))
+    if name != "xy":
+        plan, groups = plan._replace(g=(plan.f + plan.g) / 2), _of_one_potential(groups)
+    if float((plan.g - g).abs().max()) <= AS_SOLVED:
+        return potential, groups
+    return torch.where(plan.g == g, given, (epsilon * plan.g).to(given)), groups
+
+
+def groups_of_matrix(
+    costs: Tensor,
+    masses: tuple[Tensor, Tensor],
+    potentials: tuple[Tensor, Tensor],
+    epsilon: float,
+    rounding: float,
+) -> Groups | None:
+    """Find the groups between which the offsets of a small plan are undetermined; None if none.
+
+    Args:
+        costs: C (n, m) float64.
+        masses: a (n,) and b (m,) float64.
+        potentials: f (n,) and g (m,) float64, in units of the cost.
+        epsilon: regularisation, in units of the cost.
+        rounding: relative rounding of a sum of masses, that of the type that these had.
+    """
+    entries = MatrixEntries(HeldCosts(costs), torch.float64)
+    f, g = (potential / epsilon for potential in potentials)
+    return _settled(ScaledPlan(entries, f, g, *masses, epsilon, rounding))[1]
+
+
+def _of_one_potential(groups: Groups | None) -> Groups | None:
+    """Return the groups of a self term that have offsets: rows that are columns of another."""
+    if groups is None or torch.equal(groups.rows, groups.columns):
+        return None
+    return replace(groups, own=True)
 
 
 def _may_leave_itself(comparison: Compared, name: str) -> bool:
@@ -174,17 +250,11 @@ def _may_leave_itself(comparison: Compared, name: str) -> bool:
     return any(bool((own[rows, None] + own > 2 * costs.double()).any()) for rows, costs in blocks)
 
 
-def _settled(
-    entries: Entries, term: TransportTerm, a: Tensor, b: Tensor
-) -> tuple[TransportTerm, Groups | None]:
-    f, g = (potential.double() / term.epsilon for potential in (term.f, term.g))
-    plan = ScaledPlan(entries, f, g, a, b, term.epsilon)
-    if math.prod(entries.shape) <= MOST_POLISHED:
-        plan = polished(plan)
+def _settled(plan: ScaledPlan) -> tuple[ScaledPlan, Groups | None]:
+    """Balance the offsets between groups of a plan; return those that are undetermined."""
     linked = connected(plan)
     if linked is None:
-        return _moved(term, plan, plan.f, plan.g), None
-    f, g = plan.f, plan.g
+        return plan, None
     rows, columns, _ = linked
     flows = contracted(plan, linked)
     strongest = joined_to(flows, MOST_BALANCED)
@@ -199,13 +269,12 @@ def _settled(
         return torch.where(of >= 0, table[of], -1)
 
     if t.any():
-        offsets = torch.from_numpy(np.append(t, 0.0)).to(f.device)
+        offsets = torch.from_numpy(np.append(t, 0.0)).to(plan.f.device)
         place = np.arange(len(t))
-        f = f + offsets[of_points(place, rows)]
-        g = g - offsets[of_points(place, columns)]
-    term = _moved(term, plan, f, g)
+        f = plan.f + offsets[of_points(place, rows)]
+        plan = plan._replace(f=f, g=plan.g - offsets[of_points(place, columns)])
     if alike.max() == 0:
-        return term, None
+        return plan, None
     flows = flows.joined(alike)
     most = float(mean_logs(flows).max()) + math.log(2)
     # scipy takes a gap of 0 for no edge; the entropic spread may even make it negative.
@@ -213,22 +282,22 @@ def _settled(
     groups = Groups(
         of_points(alike, rows),
         of_points(alike, columns),
-        term.epsilon * gaps,
+        plan.epsilon * gaps,
         most,
-        term.epsilon * most / math.log(MASS_ROUNDING / OPEN),
+        plan.epsilon * most / math.log(plan.rounding / OPEN),
     )
-    return term, groups
+    return plan, groups
 
 
-def _moved(term: TransportTerm, plan: ScaledPlan, f: Tensor, g: Tensor) -> TransportTerm:
-    """Replace the term's potentials by f, g in units of epsilon; equal ones keep their bits."""
+def _moved(term: TransportTerm, plan: ScaledPlan) -> TransportTerm:
+    """Replace the term's potentials by those of the plan; equal ones keep their bits."""
     stay_f, stay_g = (
-        (old.double() / term.epsilon == new) for old, new in ((term.f, f), (term.g, g))
+        (old.double() / term.epsilon == new) for old, new in ((term.f, plan.f), (term.g, plan.g))
     )
     if bool((stay_f | (plan.a == 0)).all() & (stay_g | (plan.b == 0)).all()):
         return term
     stay_f, stay_g = stay_f & (plan.a > 0), stay_g & (plan.b > 0)
-    f, g = with_softmins(plan._replace(f=f, g=g))
+    f, g = with_softmins(plan)
     return replace(
         term,
         f=torch.where(stay_f, term.f, (term.epsilon * f).to(term.f)),
@@ -278,19 +347,50 @@ def settle_images(comparison: Comparison, term: TransportTerm, *, required: bool
         return term
     entries, a, b = _entries(comparison, "xy")
     f, g = (potential.double() / term.epsilon for potential in (term.f, term.g))
-    plan, gaps = ScaledPlan(entries, f, g, a, b, term.epsilon), groups.gaps / term.epsilon
+    plan = ScaledPlan(entries, f, g, a, b, term.epsilon)
+    if straddle(plan, absent, groups, MASS_ROUNDING):
+        what, rows = "images of points without mass", comparison.given[0]
+        report_groups(groups, what, rows, required=required)
+    return term
+
+
+def new_rows_straddle(
+    comparison: Comparison, f: Tensor, g: Tensor, epsilon: float, groups: Groups
+) -> bool:
+    """Return whether new points (n, d) send mass to columns of several groups at some offsets.
+
+    A point at the place of a row of the plan, which at no offset sends another group more than its
+    own, does not.
+
+    Args:
+        comparison: the new points, and the columns that the groups are of.
+        f: (n,) softmins of g, in units of the cost.
+        g: (m,) column potential.
+        epsilon: regularisation, in units of the cost.
+        groups: of the columns.
+    """
+    entries, a, b = _entries(comparison, "xy")
+    plan = ScaledPlan(entries, f.double() / epsilon, g.double() / epsilon, a, b, epsilon)
+    return straddle(plan, torch.arange(len(a), device=a.device), groups, ABOVE_TIES)
+
+
+def straddle(plan: ScaledPlan, rows: Tensor, groups: Groups, share: float) -> bool:
+    """Return whether some rows (k,) send mass to columns of several groups at some offsets.
+
+    It is so if at an offset that `groups` allow the largest entry of another group is more than
+    this share of the largest of its own.
+    """
+    gaps = groups.gaps / plan.epsilon
     every = (groups.columns >= 0).nonzero().squeeze(1)
-    for part in blocks_of_rows(absent, len(every)):
+    for part in blocks_of_rows(rows, len(every)):
         top, _ = by_group(plan, part, every, groups.columns[every], len(gaps))
         nearest = top.argmax(1)
         # Offsets raise the others against the nearest group by their gaps, at the most.
         others = top - top.max(1, keepdims=True) + gaps[nearest]
         np.put_along_axis(others, nearest[:, None], -np.inf, 1)
-        if others.max() > math.log(MASS_ROUNDING):
-            what, rows = "images of points without mass", comparison.given[0]
-            report_groups(groups, what, rows, required=required)
-            break
-    return term
+        if others.max() > math.log(share):
+            return True
+    return False
 
 
 def report_groups(

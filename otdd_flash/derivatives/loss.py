@@ -150,7 +150,8 @@ def sinkhorn_loss(
             options=options,
             compute=compute,
         )
-    refuse_unbalanced(unbalanced, unbalanced_relative, debias=debias, ground=ground)
+    options = options or Converged()
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias, ground=ground)
     comparison = compared_tensors(
         (x, a, labels_x),
         (y, b, labels_y),
@@ -164,7 +165,7 @@ def sinkhorn_loss(
     )
     mean = comparison.mean_cost
     constraints = resolve_constraints(unbalanced, unbalanced_relative, mean)
-    comparison, options = comparison.with_constraints(constraints), options or Converged()
+    comparison = comparison.with_constraints(constraints)
     inputs: dict[Input, Any] = {
         **{"x": x, "y": y, "a": a, "b": b},
         **{"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y},

@@ -151,7 +151,7 @@ def sinkhorn_losses(
         return x.flatten(1).sum(1) + y.flatten(1).sum(1)
     others = (a, b, class_table, lambda_x, lambda_y)
     options, labelled = options or Converged(), not (labels_x is None and labels_y is None)
-    refuse_unbalanced(unbalanced, unbalanced_relative, debias=debias, ground=ground)
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias, ground=ground)
     # Mean costs are those of each pair.
     simple = unbalanced_relative is None
     constraints = resolve_constraints(unbalanced, None, lambda: 1.0)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from otdd_flash.cost.points import LabelledCost
 from otdd_flash.derivatives.group_flows import (
+    MASS_ROUNDING,
     SETTLED,
     TIED,
     Array,
@@ -135,7 +136,10 @@ class MatrixEntries:
 
 
 class ScaledPlan(NamedTuple):
-    """A plan: its cost, potentials f (n,) and g (m,) in units of epsilon, and masses."""
+    """A plan: its cost, potentials f (n,) and g (m,) in units of epsilon, and masses.
+
+    The relative rounding of a sum of masses is that of float64, unless these were rounded to less.
+    """
 
     entries: Entries
     f: Tensor
@@ -143,6 +147,7 @@ class ScaledPlan(NamedTuple):
     a: Tensor
     b: Tensor
     epsilon: float
+    rounding: float = MASS_ROUNDING
 
 
 class Linked(NamedTuple):
@@ -214,27 +219,42 @@ def _without_constants(system: Tensor, sums: Tensor, right: Tensor) -> Tensor:
 
 def connected(plan: ScaledPlan) -> Linked | None:
     """Find the groups that links of enough mass connect; None if all points are one group."""
+    m = plan.entries.shape[1]
+    # Groups of columns so far; m is that of columns without mass.
+    groups = torch.where(plan.b > 0, torch.arange(m, device=plan.b.device), m)
     for share in LINKS:
-        found = _linked(plan, -math.log(share))
-        if found is None or int(found.columns.max()) < MOST_CONTRACTED:
+        strong = _linked(plan, -math.log(share), groups)
+        if strong is None:
+            return None
+        groups = strong[0]
+        found = _of_all_points(plan, *strong)
+        if int(found.columns.max()) < MOST_CONTRACTED:
             return found
-    assert found is not None
     # Even the weakest links leave too many groups. The last ones count as one, and are reported.
     rows, columns = (part.clamp_max(MOST_CONTRACTED - 1) for part in found[:2])
     return Linked(rows, columns, found.peaks)
 
 
-def _linked(plan: ScaledPlan, threshold: float) -> Linked | None:
-    """Connect points by entries of at least exp(-threshold) times their row's largest.
+def _linked(
+    plan: ScaledPlan, threshold: float, groups: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Connect groups by entries of at least exp(-threshold) times their row's largest.
 
     Whether links make one group is asked of the device after 1, 2, 4, ... parts of the rows, which
     are a sample of all. Groups are looked for on the host, once all rows were read or when there
     are too many links to hold.
+
+    Args:
+        plan: what is connected.
+        threshold: of links, in units of epsilon.
+        groups: (m,) of columns, as stronger links connect them; m without mass.
+
+    Returns:
+        groups (m,); the column to which each row sends most (n,); and the logarithm of that entry
+        without the row's potential (n,). None if all points are one group.
     """
     (n, m), device = plan.entries.shape, plan.g.device
     present, with_mass = plan.b > 0, plan.a > 0
-    # Groups of columns so far; m is that of columns without mass.
-    groups = torch.where(present, torch.arange(m, device=device), m)
     best, peaks = torch.zeros(n, dtype=torch.int64, device=device), torch.zeros_like(plan.f)
     term = torch.where(present, plan.g + plan.b.log(), -torch.inf)
     parts, gathered, merged = _even_parts(n, m, device), _Links(device), False
@@ -248,6 +268,8 @@ def _linked(plan: ScaledPlan, threshold: float) -> Linked | None:
         beside = groups != groups[present].mode().values
         linked &= ((linked & beside).any(1) & with_mass[rows])[:, None]
         row, column = linked.nonzero(as_tuple=True)
+        across = groups[best[rows][row]] != groups[column]
+        row, column = row[across], column[across]
         shares = (logs[row, column] - most[row]).exp().double()
         gathered.add(best[rows][row], column, plan.a[rows][row] * shares, plan.a[rows].sum())
         last = number == len(parts)
@@ -260,7 +282,7 @@ def _linked(plan: ScaledPlan, threshold: float) -> Linked | None:
         if last and not merged:
             # A column that no row links to joins the group of a row, below.
             alone = torch.ones_like(masses).index_fill_(0, others, 0)
-            alone.index_fill_(0, best[with_mass], 0)
+            alone.index_fill_(0, groups[best[with_mass]], 0)
             nodes = torch.where(alone > 0, 0, masses)
         if spreads(nodes, ends, others, weights):
             return None
@@ -272,7 +294,13 @@ def _linked(plan: ScaledPlan, threshold: float) -> Linked | None:
                 return None
         if of_sample or gathered.too_many:
             gathered = _Links(device)
-    of_rows = torch.where(with_mass, groups[best], m)
+    return groups, best, peaks
+
+
+def _of_all_points(plan: ScaledPlan, groups: Tensor, best: Tensor, peaks: Tensor) -> Linked:
+    """Number the groups of rows and columns from what `_linked` returns."""
+    (n, m), present, with_mass = plan.entries.shape, plan.b > 0, plan.a > 0
+    of_rows, groups = torch.where(with_mass, groups[best], m), groups.clone()
     # A column that no row links to joins the group of the row from which it gets most.
     lonely = (present & ~torch.isin(groups, of_rows)).nonzero().squeeze(1)
     if len(lonely):
@@ -329,7 +357,8 @@ def spreads(masses: Tensor, ends: Tensor, others: Tensor, weights: Tensor) -> bo
     """
     none = torch.zeros_like(masses)
     group = none.clone()
-    group[none.index_add(0, ends, weights).argmax()] = 1
+    # The node with the most links, of those with mass: there may be no links.
+    group[torch.where(masses > 0, none.index_add(0, ends, weights), -1).argmax()] = 1
     for _ in range(SPREAD_ROUNDS):
         ties = none.index_add(0, others, weights * group[ends])
         ties.index_add_(0, ends, weights * group[others])
@@ -402,8 +431,8 @@ def contracted(plan: ScaledPlan, linked: Linked) -> Flows:
         held, where = mass.cpu().numpy(), part.cpu().numpy()
         for group in range(count):
             masses[group, side] = math.fsum(held[where == group].tolist())
-    excess = above_rounding(masses[:, 0] - masses[:, 1], masses.sum(1))
-    return Flows(logs, gaps, masses, excess)
+    excess = above_rounding(masses[:, 0] - masses[:, 1], masses.sum(1), plan.rounding)
+    return Flows(logs, gaps, masses, excess, plan.rounding)
 
 
 def by_group(

@@ -5,7 +5,7 @@
 
 tells how potentials and plan answer to a change of costs or masses. Hessians (`curvature`), maps
 and potentials (`adjoint`), given matrices (`solver.matrix.plan`) and the upper bound of matrices
-with forbidden pairs (`solver.matrix.forbidden`) solve it. Eliminating u = (s - P v) / r leaves the
+with forbidden pairs (`solver.matrix.transport`) solve it. Eliminating u = (s - P v) / r leaves the
 Schur complement
 
     S v = t - P^T (s / r),      S = diag(c) - P^T diag(1 / r) P.

@@ -7,6 +7,7 @@ nothing is added in the order in which it arrives.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -136,6 +137,16 @@ class Exchange:
             [every[rank, : share.stop - share.start] for rank, share in enumerate(shares)]
         )
 
+    def from_leader(self, tensor: Tensor) -> Tensor:
+        """What rank 0 has of a tensor of the same shape and type on every rank."""
+        there = self._movable(tensor)
+        if self.rank > 0:
+            there = torch.empty_like(there)
+        with self.moving():
+            torch.distributed.broadcast(there, self._leader, group=self._group)
+        self._moved += there.nbytes
+        return there.to(tensor.device)
+
     def deal(self, whole: Tensor) -> None:
         """Send every other rank its share of a tensor (count, ...): rank 0 alone.
 
@@ -166,6 +177,24 @@ class Exchange:
             torch.distributed.all_to_all_single(found, sent, group=self._group)
         self._moved += 2 * (self.size - 1) * sent[0].nbytes
         return found.to(parts.device)
+
+    def exchanged_rows(self, rows: Tensor, sent: Sequence[int], coming: Sequence[int]) -> Tensor:
+        """Send every rank so many of the rows (k, ...) in turn; return what comes, in their order.
+
+        Args:
+            rows: those for rank 0 first.
+            sent: how many of them each rank gets, this one included.
+            coming: how many rows each rank has for this one.
+        """
+        here, own = self._movable(rows), coming[self.rank]
+        found = here.new_empty((sum(coming), *rows.shape[1:]))
+        with self.moving():
+            torch.distributed.all_to_all_single(
+                found, here, list(coming), list(sent), group=self._group
+            )
+        row = rows.element_size() * math.prod(rows.shape[1:])
+        self._moved += (len(rows) + len(found) - 2 * own) * row
+        return found.to(rows.device)
 
     def circulated(
         self,

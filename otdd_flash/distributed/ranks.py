@@ -20,6 +20,13 @@ from torch import Tensor
 
 from otdd_flash.arguments import Progress, takes
 from otdd_flash.distributed.exchange import Exchange, others_heard
+from otdd_flash.distributed.messages import (
+    Described,
+    empty_message,
+    messages,
+    packed,
+    unpacked,
+)
 from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
 from otdd_flash.fingerprint import Mark
 from otdd_flash.version import __version__
@@ -46,12 +53,15 @@ class Dealt(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """In place of a tensor in an order, which follows it; each its own share if it is `dealt`."""
+    """In place of a tensor in an order, which follows it: its place among those that follow."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    dealt: bool
+    place: int
+
+
+class _DealtTo(NamedTuple):
+    """In place of a `Dealt` tensor in an order, of which each rank is given its own share."""
+
+    of: Described
 
 
 class Ranks(Exchange):
@@ -201,20 +211,20 @@ class Ranks(Exchange):
         self._dropped.append(number)
 
     def _send(self, function: Callable[..., Any] | None, arguments: tuple[Any, ...]) -> None:
-        sent = tuple(_in_place_of(each) for each in arguments)
+        sent, carried = _taken_out(arguments)
+        described = [*map(Described.of, carried)]
         # Taken first: what ends meanwhile is for the next order.
         dropped, self._dropped = self._dropped, []
-        content = pickle.dumps((dropped, function, sent))
+        content = pickle.dumps((dropped, function, sent, described))
         with self.moving():
             for part in _pages(content):
                 torch.distributed.broadcast(part, self._leader, group=self._orders)
+            for places in messages(described):
+                message = packed([self._movable(carried[place]) for place in places])
+                torch.distributed.broadcast(message, self._leader, group=self._group)
+                self._moved += message.nbytes
             for each in arguments:
-                if isinstance(each, Tensor):
-                    whole = self._movable(each)
-                    if whole.numel() > 0:
-                        torch.distributed.broadcast(whole, self._leader, group=self._group)
-                    self._moved += each.nbytes
-                elif isinstance(each, Dealt):
+                if isinstance(each, Dealt):
                     self.deal(each.tensor)
         self._moved += len(content)
         self._forget(dropped)
@@ -229,22 +239,38 @@ class Ranks(Exchange):
                 rest = torch.empty(length - len(content), dtype=torch.uint8)
                 torch.distributed.broadcast(rest, self._leader, group=self._orders)
                 content += rest.numpy().tobytes()
-        dropped, function, arguments = pickle.loads(content[:length])
+        dropped, function, arguments, described = pickle.loads(content[:length])
         self._forget(dropped)
-        return function, tuple(map(self._received, arguments))
+        carried = self._received(described)
 
-    def _received(self, argument: Any) -> Any:
-        match argument:
-            case _Sent(shape, dtype, device, dealt):
-                own = self.device_of(device)
-                if dealt:
-                    return self.own_of_dealt(torch.empty(0, dtype=dtype, device=own), shape)
-                there = self._movable(torch.empty(shape, dtype=dtype, device=own))
-                if there.numel() > 0:
-                    with others_heard():
-                        torch.distributed.broadcast(there, self._leader, group=self._group)
-                return there.to(own)
-        return argument
+        def received(argument: Any) -> Any:
+            match argument:
+                case _Sent(place):
+                    return carried[place]
+                case _DealtTo(of):
+                    like = torch.empty(0, dtype=of.dtype, device=self.device_of(of.device))
+                    return self.own_of_dealt(like, of.shape)
+            return argument
+
+        return function, tuple(map(received, arguments))
+
+    def _received(self, described: Sequence[Described]) -> list[Tensor]:
+        """Receive the tensors that follow an order."""
+        devices = [self.device_of(each.device) for each in described]
+        found = [
+            torch.empty(each.shape, dtype=each.dtype, device=device)
+            if each.nbytes == 0
+            else torch.empty(0)
+            for each, device in zip(described, devices, strict=True)
+        ]
+        for places in messages(described):
+            some, device = [described[place] for place in places], devices[places[0]]
+            message = self._movable(empty_message(some, device))
+            with others_heard():
+                torch.distributed.broadcast(message, self._leader, group=self._group)
+            for place, each in zip(places, unpacked(message, some), strict=True):
+                found[place] = each.to(device)
+        return found
 
     def _forget(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -259,12 +285,22 @@ def _pages(content: bytes) -> list[Tensor]:
     return [torch.frombuffer(bytearray(page), dtype=torch.uint8) for page in pages]
 
 
-def _in_place_of(argument: Any) -> Any:
-    """What of an argument of an order is pickled."""
-    tensor = argument.tensor if isinstance(argument, Dealt) else argument
-    if not isinstance(tensor, Tensor):
-        return argument
-    return _Sent(tensor.shape, tensor.dtype, tensor.device, isinstance(argument, Dealt))
+def _taken_out(arguments: Sequence[Any]) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """Return what of an order's arguments is pickled, and the tensors that follow, each once."""
+    carried: list[Tensor] = []
+    places: dict[int, int] = {}
+
+    def pickled(argument: Any) -> Any:
+        if isinstance(argument, Dealt):
+            return _DealtTo(Described.of(argument.tensor))
+        if not isinstance(argument, Tensor):
+            return argument
+        if id(argument) not in places:
+            places[id(argument)] = len(carried)
+            carried.append(argument)
+        return _Sent(places[id(argument)])
+
+    return tuple(map(pickled, arguments)), carried
 
 
 def check_versions(ranks: Ranks) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import cycle
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -106,9 +107,10 @@ class RecordingPool:
 def run_branches(device: torch.device, *launches: Callable[[], T]) -> list[T]:
     """Return what each of some launches returns.
 
-    In a recording each has a stream of its own, at most `STREAMS` of them, and the first one's
-    waits for all others. Outside of one they run one after another: those streams are for
-    recordings only, and another thread's may use them now.
+    In a recording they run side by side on `STREAMS` streams: the first has one of its own, which
+    waits for all others, and of more launches than streams the others take turns. Outside of one
+    they run one after another: those streams are for recordings only, and another thread's may use
+    them now.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return [launch() for launch in launches]
@@ -120,8 +122,9 @@ def _run_on_streams(  # pragma: gpu
 ) -> list[T]:
     current, found = torch.cuda.current_stream(device), []
     streams = _streams(device)[1 : len(launches)]
-    for stream, launch in zip(streams, launches[1:], strict=True):
+    for stream in streams:
         stream.wait_stream(current)
+    for launch, stream in zip(launches[1:], cycle(streams), strict=False):
         with torch.cuda.stream(stream):
             found.append(launch())
     found.insert(0, launches[0]())

@@ -165,8 +165,9 @@ def content_hash(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name}\0{tensor.dtype}{tuple(tensor.shape)}\0".encode())
-        # Through bytes: NumPy has no bfloat16.
-        digest.update(tensor.reshape(-1).view(uint8).numpy().data)
+        if tensor.numel() > 0:
+            # Through bytes: NumPy has no bfloat16. Empty arrays of NumPy may have strides of 0.
+            digest.update(tensor.reshape(-1).view(uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -8,7 +8,10 @@ a network, and shares the checks and the matching of classes by name. `FlowResul
 
 Particles without mass are never nearest, because the objective of the flow did not move them. The
 particles, potentials and table of a `VelocityField` must be those of one step: with those of
-another step, it is not the velocity at which that step moved.
+another step, it is not the velocity at which that step moved. Where the plan of a step falls apart
+into groups that exchange almost no mass, particles do not depend on the offsets between these, but
+new points between groups do: offsets are balanced, and undetermined ones reported, by
+`derivatives.groups`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -25,6 +29,12 @@ from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.cost.points import less_origin
 from otdd_flash.derivatives.centred import conditional_means, origin_near
+from otdd_flash.derivatives.groups import (
+    Groups,
+    new_rows_straddle,
+    report_groups,
+    settled_columns,
+)
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
@@ -255,10 +265,30 @@ class VelocityField:
 
         Raises:
             InputError: another dimension, an unknown class, or too little memory.
+
+        Warns:
+            NotConvergedWarning: a point lies between groups of the field whose potentials the
+                masses do not determine against each other, so that its velocity is not unique.
+        """
+        velocities, groups = self.velocities_and_groups(samples, mass=mass)
+        self.report(groups)
+        return velocities
+
+    def report(self, groups: Groups | None) -> None:
+        """Warn if velocities are undetermined because of groups of points."""
+        report_groups(groups, "velocities of new points", self.particles, required=False)
+
+    def velocities_and_groups(
+        self, samples: LabeledSamples, *, mass: float
+    ) -> tuple[Tensor, Groups | None]:
+        """Return the velocities (k, d), and groups between which they are undetermined, or None.
+
+        Arguments and errors as for `velocity`.
         """
         check_dimension(samples, self.particles.dim)
         device = resolve_device(self.compute.device)
         labelled = in_classes_of(samples, self.particles)
+        (f, own_groups), (g, groups) = self._potentials
         # Equal masses: a conditional plan does not depend on them, but a mass of 0 has no plan.
         points = LabeledSamples(
             labelled.features, labelled.labels, labelled.class_names, name=samples.name
@@ -274,22 +304,49 @@ class VelocityField:
         first = self.particles.class_total
         # New points are of the particles' classes.
         own = self.table[:first, :first].repeat(2, 2)
-        softmin, stay = self._conditional(whole.of(*OWN).with_classes(own), self.f, origin)
+        among = whole.of(*OWN).with_classes(own)
+        softmin, stay, of_stay = self._conditional(among, f, own_groups, origin)
         if mass > 0:
             share = _own_share(softmin, self.epsilon, mass).to(stay.dtype).unsqueeze(1)
             stay.lerp_(less_origin(points.features, origin), share)
-        _, go = self._conditional(whole.of(*THEIRS).with_classes(self.table), self.g, origin)
-        return stay.sub_(go).mul_(2 * self.cost.lambda_x).to(samples.features)
+        towards = whole.of(*THEIRS).with_classes(self.table)
+        _, go, of_go = self._conditional(towards, g, groups, origin)
+        velocities = stay.sub_(go).mul_(2 * self.cost.lambda_x).to(samples.features)
+        return velocities, of_go or of_stay
+
+    @cached_property
+    def _potentials(self) -> list[tuple[Tensor, Groups | None]]:
+        """f (n,) and g (m,), balanced between groups, each with undetermined groups.
+
+        For a plan that is one group it costs one sample of 64 particles against all m points, and
+        one wait for the device, once for all points that are mapped.
+        """
+        device = resolve_device(self.compute.device)
+        sides = self.particles.to(device), self.target.to(device)
+        cost, compute = self.cost, self.compute
+        found = Comparison.prepare(sides, cost, compute, pairs=((0, 1),), resident=True)
+        found = found.with_classes(self.table)
+        return [
+            settled_columns(found, name, potential, self.epsilon)
+            for name, potential in (("xx", self.f), ("xy", self.g))
+        ]
 
     def _conditional(
-        self, comparison: Comparison, potential: Tensor, origin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the softmin (k,) of a potential (m,), and its plan's mean minus origin (k, d)."""
+        self, comparison: Comparison, potential: Tensor, groups: Groups | None, origin: Tensor
+    ) -> tuple[Tensor, Tensor, Groups | None]:
+        """Return the softmin (k,) of a potential (m,), and its plan's mean minus origin (k, d).
+
+        The last is the groups if points send mass to several of them.
+        """
         operator, points = comparison.operator("xy").refined, comparison.points("xy")
         potential = potential.to(operator.a.device)
         softmin = operator.softmin_rows(potential, self.epsilon)
         means = conditional_means(operator, softmin, potential, self.epsilon, points, origin)
-        return softmin, means
+        if groups is not None and not new_rows_straddle(
+            comparison, softmin, potential, self.epsilon, groups
+        ):
+            groups = None
+        return softmin, means, groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,8 +402,12 @@ class EntropicMap:
 
         Raises:
             InputError: another dimension, an unknown class, or too little memory.
+
+        Warns:
+            NotConvergedWarning: velocities of a step, the first one of these, are not unique,
+                as `VelocityField.velocity` says.
         """
-        moving = samples
+        moving, reported = samples, False
         for step, (field, size) in enumerate(zip(self.fields, self.step_sizes, strict=True)):
             if step == 0:
                 check_dimension(samples, field.particles.dim)
@@ -354,7 +415,11 @@ class EntropicMap:
             mass = self.mass
             if mass is None:
                 mass = 1 / (int((field.particles.masses > 0).sum()) + 1)
-            features = moving.features - size * field.velocity(moving, mass=mass)
+            velocities, groups = field.velocities_and_groups(moving, mass=mass)
+            if groups is not None and not reported:
+                field.report(groups)
+                reported = True
+            features = moving.features - size * velocities
             if self.box is not None:
                 features.clamp_(*self.box)
             moving = replace(moving, features=features)

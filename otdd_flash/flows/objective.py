@@ -36,15 +36,18 @@ from otdd_flash.cost.points import (
     weighted_mean,
 )
 from otdd_flash.derivatives.gradient import DivergenceGradient, Gradient, Needs
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError, UserCodeError
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.functionals import WeightedFunctional, value_and_velocity
 from otdd_flash.flows.history import StepRecord
+from otdd_flash.flows.owned_velocity import OwnedGradient, OwnedVelocity
+from otdd_flash.flows.space import FeatureSpace
 from otdd_flash.flows.stepping import Batch, Draw, generator, normal_like
 from otdd_flash.labels import ClassDistances, Given, LabelMetric, PairFunction
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples, all_finite, displaced, largest_entry
-from otdd_flash.solver.divergence import Divergence, report_convergence
+from otdd_flash.solver.divergence import Divergence, Solved, report_convergence
 from otdd_flash.solver.penalties import penalties_of
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.solving import solve
@@ -91,6 +94,19 @@ class FlowSetting:
     def masses(self) -> Tensor:
         """The masses of the particles (n,), float64."""
         return self.source.masses
+
+    @cached_property
+    def ranks(self) -> Ranks | None:
+        """The processes that share the passes; None without a group."""
+        group = self.comparison.compute.group
+        return group if isinstance(group, Ranks) else None
+
+    @property
+    def by_owners(self) -> bool:
+        """Whether ranks may keep velocities of points that move as features, by nothing else."""
+        in_features = isinstance(self.flow.space, FeatureSpace)
+        euclidean = self.comparison.ground.ground == "sqeuclidean"
+        return self.ranks is not None and in_features and euclidean and not self.functionals
 
     def at(self, features: Tensor) -> LabeledSamples:
         """Return the particles with new features (n, d), finite and of the type of the first."""
@@ -208,25 +224,44 @@ class TargetDivergence:
         Raises:
             ConvergenceError: the solver's options require convergence, and a term stopped early.
         """
-        setting, (particles, target) = self._setting, comparison.transformed
+        particles, target = comparison.transformed
         if batch is not None:
             rows = particles.take(batch.particles), target.take(batch.target)
             comparison = comparison.with_points(*rows)
         gradient = DivergenceGradient(comparison, needs)
-        yy = self._self_term
-        known = {"yy": yy} if batch is None and yy is not None and yy.converged else {}
+        solved = self._solved(comparison, gradient if needs else None, whole=batch is None)
+        return solved, gradient.total
+
+    def by_owners(self, comparison: Comparison) -> tuple[Divergence, OwnedVelocity | Tensor]:
+        """Solve as above, with velocities of the particles whose rows stay with their ranks.
+
+        Raises:
+            ConvergenceError: as above.
+        """
+        ranks = self._setting.ranks
+        assert ranks is not None
+        gradient = OwnedGradient(comparison, ranks)
+        solved = self._solved(comparison, gradient, whole=True)
+        with torch.no_grad():
+            return solved, gradient.velocity(self._setting.masses)
+
+    def _solved(
+        self, comparison: Comparison, differentiate: Solved | None, *, whole: bool
+    ) -> Divergence:
+        """Solve, from the potentials of the last steps if these were of all points too."""
+        setting, yy = self._setting, self._self_term
         with torch.no_grad():
             solved = solve(
                 comparison,
                 setting.solver,
-                start=self._start() if batch is None else None,
-                known=known,
+                start=self._start() if whole else None,
+                known={"yy": yy} if whole and yy is not None and yy.converged else {},
                 progress=setting.callbacks.solver_progress,
-                solved=gradient if needs else None,
+                solved=differentiate,
             )
         if setting.solver.require_convergence:
             report_convergence(solved, setting.solver)
-        if batch is not None:
+        if not whole:
             # After steps on batches, the potentials of the last full solve are far off.
             self._potentials = self._earlier = {}
         elif not solved.identical:
@@ -234,7 +269,7 @@ class TargetDivergence:
             self._self_term = solved.yy
             self._earlier = self._potentials
             self._potentials = {"xy": solved.xy.g, "xx": solved.xx.f}
-        return solved, gradient.total
+        return solved
 
     def state(self) -> dict[str, Any]:
         """Return the potentials and self term that the next solve starts from."""
@@ -277,7 +312,7 @@ class Found(NamedTuple):
     """The result of an evaluation, with the features (n, d) at which it was made."""
 
     record: StepRecord
-    velocities: dict[str, Tensor]
+    velocities: dict[str, Tensor | OwnedVelocity]
     features: Tensor
     divergence: Divergence
     batch: Batch | None
@@ -348,14 +383,19 @@ class Evaluator:
             if not cost <= self._far:
                 raise Overshot(str(error)) from error
             raise
-        velocity = self._space.pull_back(points, by_features)
         values: dict[str, float] = {}
-        if setting.functionals:
-            values, extra = self._functionals(points)
-            velocity = velocity + (extra if batch is None else batch.only(extra))
+        if isinstance(by_features, OwnedVelocity):
+            velocity: Tensor | OwnedVelocity = by_features
+            sizes = by_features.largest, by_features.norm
+        else:
+            velocity = self._space.pull_back(points, by_features)
+            if setting.functionals:
+                values, extra = self._functionals(points)
+                velocity = velocity + (extra if batch is None else batch.only(extra))
+            sizes = largest_entry(velocity), self._norm(velocity, batch)
         finite = math.isfinite(solved.value + sum(values.values()))
         # One transfer to the CPU for both.
-        largest, norm = torch.stack((largest_entry(velocity), self._norm(velocity, batch))).tolist()
+        largest, norm = torch.stack(sizes).tolist()
         if not finite or not math.isfinite(largest):
             raise Overshot("the objective or its gradient is not finite")
         self._check_nearness(solved.value)

@@ -22,8 +22,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -41,7 +41,6 @@ from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.copies import Copied
-from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, LostRankError, NotConvergedWarning, prefixed, warn
 from otdd_flash.features.file_features import FileFeatures
@@ -71,7 +70,7 @@ from otdd_flash.labels import (
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.operators.comparison import Comparison, check_comparable
-from otdd_flash.samples import LabeledSamples, all_finite
+from otdd_flash.samples import LabeledSamples, all_finite, displaced
 from otdd_flash.solver.penalties import refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
@@ -159,7 +158,7 @@ def gradient_flow(
     compute, solver = ComputeOptions.of(compute), solver or Converged()
     cost, metric = cost or GroundCost(), metric_of(labels)
     cost.check_labels(metric.name)
-    refuse_unbalanced(unbalanced, unbalanced_relative, debias=True, ground=cost.ground)
+    refuse_unbalanced(unbalanced, unbalanced_relative, solver, debias=True, ground=cost.ground)
     if cost.ground == "cosine":
         flow = replace(flow, space=DirectionSpace(flow.space, cost))
     check_comparable(source, target)
@@ -212,14 +211,27 @@ def gradient_flow(
             issued = torch.cuda.current_stream(device).record_event()
         coming = beside.submit(on_host, points, goal, issued)
         with nullcontext() if checkpoints is None else checkpoints.held(), named():
-            loop.run()
-    began, aim, room = coming.result()
-    features = loop.points if room is None else room.copy_(loop.points)
+            ended: Future[Tensor] | None = None
+
+            def depart() -> None:
+                nonlocal ended
+                moved = None if issued is None else torch.cuda.current_stream(device).record_event()
+                ended = beside.submit(particles_on_host, coming, loop.points, moved)
+
+            loop.run(depart)
+        if ended is None:
+            depart()
+        assert ended is not None
+        (began, aim, _), features = coming.result(), ended.result()
     classes = None if began.labels is None else loop.mode.labels()
+    # The particles of the end have been evaluated, so that they are finite.
+    samples = displaced(began, features, subset_hash=began.subset_hash)
+    if classes is not setting.source.labels:
+        samples = replace(samples, labels=classes)
     result = FlowResult(
         source=began,
         target=aim,
-        samples=replace(began, features=features.cpu(), labels=classes),
+        samples=samples,
         before=loop.before,
         history=tuple(loop.history),
         trajectory=loop.recorder.trajectory(loop.step, loop.points, classes),
@@ -259,6 +271,27 @@ def on_host(
         began, aim = points.to("cpu"), goal.to("cpu")
     # A copy rather than `empty`, so that the memory is really allocated here, beside the steps.
     return began, aim, began.features.detach().clone()
+
+
+def particles_on_host(
+    coming: Future[tuple[LabeledSamples, LabeledSamples, Tensor | None]],
+    points: Tensor,
+    moved: torch.cuda.Event | None,
+) -> Tensor:
+    """Copy the particles of the end to the CPU, in a thread beside their evaluation.
+
+    Args:
+        coming: what `on_host` returns, the memory for the copy with it.
+        points: (n, p) the particles, which move no more.
+        moved: an event after their last step; None on a CPU.
+    """
+    _, _, room = coming.result()
+    if room is None or moved is None:
+        return points
+    stream = torch.cuda.Stream(points.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        stream.wait_event(moved)
+        return room.copy_(points)
 
 
 def _followed(points: LabeledSamples, seed: int) -> Tensor:
@@ -345,8 +378,7 @@ class Loop:
         # If points are features, the evaluation itself checks that they are finite.
         in_features = isinstance(self._flow.space, FeatureSpace)
         self._unchecked = [*mode.variables.values(), *([] if in_features else [self.points])]
-        group = setting.comparison.compute.group
-        ranks = group if isinstance(group, Ranks) else None
+        ranks = setting.ranks
         if ranks is not None:
             # Tensors that do not change are sent to the ranks once.
             for fixed in (setting.source.labels, setting.source.weights):
@@ -361,8 +393,12 @@ class Loop:
             ranks,
         )
 
-    def run(self) -> None:
+    def run(self, at_end: Callable[[], None]) -> None:
         """Run to the end of the flow.
+
+        Args:
+            at_end: called before the evaluation of the end if it is known to be that: the
+                particles move no more.
 
         Raises:
             InputError: the box excludes the particles; or no evaluation is possible after a
@@ -381,6 +417,8 @@ class Loop:
             if self.recorder.wants(self.step):
                 self.recorder.keep(self.step, self.points, self.mode.labels())
             state = self.state()
+            if self.step >= self._flow.steps:
+                at_end()
             with self._going_back_to(good):
                 found, stopped_by = self._evaluate()
             self.ran_on = f"{found.divergence.xy.f.device}, {found.divergence.backend}"

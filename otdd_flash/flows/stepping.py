@@ -9,8 +9,9 @@ resumed flow must repeat. `flows.modes` and `flows.objective` take `Batch`. `flo
 through `Stepper`, whose `Rows` hold the rows that a process owns and their optimiser. The
 optimisers allowed here move each number by its own gradients alone, so rows can be moved on
 different ranks: rank r has the rows `share(n)` of a variable of n rows, with their optimiser state.
-A rank receives the velocities of its rows, and rank 0 gathers the moved rows. If an evaluation on
-all ranks has sent the points there (`distributed.copies`), every rank moves its copy too.
+A rank receives the velocities of its rows, or holds them already (`flows.owned_velocity`), and the
+moved rows are gathered. If an evaluation on all ranks has sent the points there
+(`distributed.copies`), every rank moves its copy too.
 
 Random numbers (`Draw`, `generator`; `flows.objective` and `flows.run` draw by them too) depend
 only on seed, step and purpose, so a flow is the same when it is resumed, and on any device.
@@ -38,6 +39,7 @@ from otdd_flash.distributed.copies import Copied
 from otdd_flash.distributed.ranks import Dealt, Ranks
 from otdd_flash.errors import InputError, choose
 from otdd_flash.flows.checkpoint import VALUE, Parts, Shard, write_shard
+from otdd_flash.flows.owned_velocity import OwnedVelocity
 
 # The step size at step k of T, as a multiple of the first.
 SCHEDULES: dict[str, Callable[[int, int], float]] = {
@@ -216,7 +218,7 @@ class Stepper:
 
     def step(
         self,
-        velocities: Mapping[str, Tensor],
+        velocities: Mapping[str, Tensor | OwnedVelocity],
         step: int,
         draw: torch.Generator,
         batch: Batch | None = None,
@@ -229,10 +231,10 @@ class Stepper:
             noise = normal_like(points, draw)
             noise = noise if batch is None else batch.only(noise)
             (noise,) = self._of_own(noise)
-        against = (velocities[name].to(part) for name, part in self._variables.items())
+        against = (self._against(velocities[name], part) for name, part in self._variables.items())
         # Copies of the points on other ranks change alike, if there are any.
         copy = None if self._copied is None else self._copied.number
-        self._take(self._all("step", copy, size, spread, noise, *self._of_own(*against)))
+        self._take(self._all("step", copy, size, spread, noise, *against))
         if box is not None:
             if self._before_box is not None:
                 self._before_box(points)
@@ -263,6 +265,12 @@ class Stepper:
         tensors = (rows[name].to(self._variables[name.split(".")[0]]) for name in rows)
         self._all("restore", [*rows], others, *self._of_own(*tensors))
         self._take({name: rows[f"{name}.{VALUE}"] for name in self._variables})
+
+    def _against(self, velocity: Tensor | OwnedVelocity, variable: Tensor) -> Any:
+        """Return what each rank receives of velocities, or the number under which it holds them."""
+        if isinstance(velocity, OwnedVelocity):
+            return velocity.number
+        return self._of_own(velocity.to(variable))[0]
 
     def _all(self, method: str, *arguments: Any) -> Any:
         """Call a method of the rows on every rank."""
@@ -316,7 +324,12 @@ class Rows:
         self.beside: Mapping[str, Tensor] = {}
 
     def step(
-        self, copy: int | None, size: float, spread: float, noise: Tensor | None, *against: Tensor
+        self,
+        copy: int | None,
+        size: float,
+        spread: float,
+        noise: Tensor | None,
+        *against: Tensor | int,
     ) -> dict[str, Tensor]:
         """Move against velocities, after storing the current rows for `undo`.
 
@@ -326,7 +339,8 @@ class Rows:
             size: time tau of the step.
             spread: the factor of the noise that is added to the points.
             noise: of the own points, or None.
-            *against: velocities of the own rows of each variable.
+            *against: velocities of the own rows of each variable, or the number under which this
+                rank holds them.
 
         Returns:
             All rows of each variable, before they are clamped to the box. One process moves its
@@ -338,7 +352,10 @@ class Rows:
         for group in self._optimizer.param_groups:
             group["lr"] = size
         for parameter, velocity in zip(self._parameters.values(), against, strict=True):
-            parameter.grad = velocity
+            if isinstance(velocity, int):
+                assert self._ranks is not None
+                velocity = self._ranks.held[velocity]
+            parameter.grad = velocity.to(parameter)
         self._optimizer.step()
         self._optimizer.zero_grad()
         points = variables["points"]

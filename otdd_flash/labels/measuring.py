@@ -119,9 +119,17 @@ def settled_metric(
         epsilon: as given by the user, or None.
         datasets: the samples as transformed by the ground cost.
         streaming: how to read points that do not stay on the device.
+
+    Raises:
+        InputError: epsilon is 0.
     """
     if not isinstance(metric, Sinkhorn) or metric.epsilon is not None:
         return metric
+    if epsilon == 0:
+        raise InputError(
+            "labels=sinkhorn takes the epsilon of the comparison, which is 0; set labels.epsilon "
+            "(in Python labels=otdd.labels.Sinkhorn(epsilon=...)), or take labels=exact"
+        )
     if epsilon is None:
         epsilon = DEFAULT_RELATIVE * _mean_square(datasets, streaming) or 1.0
     return replace(metric, epsilon=epsilon)

@@ -200,13 +200,15 @@ class Comparison:
         return replace(self, given=transformed, transformed=transformed)
 
     def at(self, epsilon: float) -> Comparison:
-        """Return the comparison at an epsilon, in units of the cost.
+        """Return the comparison at an epsilon, in units of the cost; 0 is of exact transport.
 
         Raises:
             EpsilonOutOfRange: it over- or underflows in the type of the scores, or the error of
                 costs alone moves the marginals by `MOST_GROWTH`.
         """
         compute = self.compute
+        if epsilon == 0:
+            return replace(self, epsilon=0.0)
         if epsilon > torch.finfo(compute.dtype).max / 4:
             in_double = epsilon < torch.finfo(torch.float64).max / 4
             raise EpsilonOutOfRange(

@@ -63,6 +63,7 @@ class KernelSelfShare(NearShare):
 
     # Beyond it sums leave the range of float32.
     reach = math.log(LARGEST_SUM)
+    repairs_alone = True
 
     def __init__(
         self, cost: KernelSelf, place: tuple[int, int], refine: Callable[[], KernelSelfShare]
@@ -81,7 +82,8 @@ class KernelSelfShare(NearShare):
         (side, scores, _, _), potential = self._cost, single(f)
         level, layout = on_device(epsilon, f.device), side.points.layout
         marked = torch.zeros_like(layout.block_class)
-        marked[layout.position[rows] // BLOCK_ROWS] = 1
+        blocks = layout.position // BLOCK_ROWS
+        marked.scatter_reduce_(0, blocks, rows.to(marked.dtype), "amax")
         bias, found = bias_of(side, scores, potential, level), potential.clone()
         repair(side, side, scores, bias, level, marked, found)
         return found

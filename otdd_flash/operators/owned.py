@@ -8,6 +8,7 @@ and a class that one rank has alone is padded once. `parts` divides the sides of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,22 @@ from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.fingerprint import remembered
 
 Rows = slice | Tensor
+
+
+class _Move(NamedTuple):
+    """How this rank's points come to the ranks that own their places in the given order.
+
+    Attributes:
+        order: (k,) int64, this rank's rows by the rank that gets them.
+        sent: how many rows each rank gets.
+        coming: how many come from each rank.
+        place: (share,) int64, where every row that comes belongs in the own share.
+    """
+
+    order: Tensor
+    sent: list[int]
+    coming: list[int]
+    place: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +49,7 @@ class Owned:
     order: Tensor | None
     place: Tensor | None
     _labels: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
+    _moves: dict[tuple[int, int], _Move] = field(default_factory=dict, repr=False)
 
     @classmethod
     def by_class(cls, labels: Tensor) -> Owned:
@@ -64,6 +82,40 @@ class Owned:
         """Gather what all ranks computed for their points, in the points' own order."""
         every = ranks.gathered(found, self.count)
         return every if self.place is None else every[self.place]
+
+    def in_given_order(self, ranks: Ranks, rows: Tensor) -> Tensor:
+        """Send rows (k, ...) of this rank's points to the owners of `Ranks.share` in given order.
+
+        Returns:
+            (share, ...), the rows of the points at the places that this rank owns.
+        """
+        if self.order is None:
+            return rows
+        move = self._move(ranks)
+        found = ranks.exchanged_rows(rows[move.order], move.sent, move.coming)
+        return torch.empty_like(found).index_copy_(0, move.place, found)
+
+    def _move(self, ranks: Ranks) -> _Move:
+        here = ranks.rank, ranks.size
+        if here not in self._moves:
+            assert self.order is not None
+            every = range(ranks.size)
+            ends = [ranks.share(self.count, rank).stop for rank in every]
+            # Points of every rank in the given order, which is that of their new owners.
+            points = [self.order[ranks.share(self.count, rank)].sort() for rank in every]
+            borders = self.order.new_tensor([0, *ends])
+            counts = torch.stack(
+                [torch.searchsorted(each.values, borders).diff() for each in points]
+            ).tolist()
+            first, end = [0, *ends][ranks.rank], ends[ranks.rank]
+            coming = [each.values[(each.values >= first) & (each.values < end)] for each in points]
+            self._moves[here] = _Move(
+                points[ranks.rank].indices,
+                counts[ranks.rank],
+                [of_rank[ranks.rank] for of_rank in counts],
+                torch.cat(coming) - first,
+            )
+        return self._moves[here]
 
     def exchanged(self, ranks: Ranks, partial: Tensor, nothing: float) -> Tensor:
         """Send every rank its points' rows of `partial` (count, ...); return those for own points.

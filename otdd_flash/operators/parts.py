@@ -33,6 +33,8 @@ from torch import Tensor
 from otdd_flash.cost.points import DOUBLE_UNIT, LabelledCost, less_origin
 from otdd_flash.distributed.exchange import added
 from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.engine.run import LateReader
+from otdd_flash.errors import LostRankError
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator
 from otdd_flash.operators.blocked import ROUNDINGS, BlockOperator
 from otdd_flash.operators.owned import Owned, Rows
@@ -226,26 +228,102 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
     own = owned.of(ranks)
     found = merged(owned.exchanged(ranks, share.softmin(f, epsilon), math.inf), epsilon)
     if isinstance(share, NearShare):
-        # NaN marks rows out of reach; a NaN is never within it.
-        within = (found - f[own]).abs() <= share.reach * epsilon
-        found = torch.where(within, found, math.nan)
-    found = owned.gathered(ranks, found.to(parts.representative.passes.dtype))
-    if isinstance(share, NearShare) and bool((missing := found.isnan()).any()):
-        rows = torch.zeros_like(missing)
-        rows[own] = missing[own]
-        again = torch.where(rows, share.repaired(f, epsilon, rows), found)
-        found = owned.gathered(ranks, again[own])
-    return found
+        # Rows out of reach are computed again; a NaN is never within it.
+        far = ~((found - f[own]).abs() <= share.reach * epsilon)
+        # Whether there are any, the host has to know of a pass that all ranks do together alone.
+        if share.repairs_alone or bool(ranks.all_gathered(far.sum()).any()):
+            rows = torch.zeros_like(f, dtype=torch.bool)
+            rows[own] = far
+            found = torch.where(far, share.repaired(f, epsilon, rows)[own].to(found.dtype), found)
+    return owned.gathered(ranks, found.to(parts.representative.passes.dtype))
 
 
 def marginals(
     ranks: Ranks, number: int, f: Tensor, g: Tensor | None, epsilon: Epsilon, accurate: bool
 ) -> Marginals:
     """Compute the row and column sums of the plan of f (n,) and g (m,), or f, of the P_r."""
+    potentials = (f,) if g is None else (f, g)
+    return _of_same_potentials(ranks, _marginals, number, potentials, epsilon, accurate)
+
+
+def marginals_self(
+    ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon, accurate: bool
+) -> Marginals:
+    """Compute the row and column sums of the symmetric plan of f (n,)."""
+    return _of_same_potentials(ranks, _marginals_self, number, (f,), epsilon, accurate)
+
+
+# An odd number of 64 bits, 2^64 over the golden ratio, as a signed one.
+MIXING = 0x9E3779B97F4A7C15 - (1 << 64)
+
+# Of the own part of a plan its errors, as `_largest` takes them; of all parts the sums with their
+# errors, and `Marginals.own_costs`.
+Errors = tuple[float, float, float]
+Sums = tuple[Errors, tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]
+
+
+def _of_same_potentials(
+    ranks: Ranks,
+    sums: Callable[..., Sums],
+    number: int,
+    potentials: tuple[Tensor, ...],
+    epsilon: Epsilon,
+    accurate: bool,
+) -> Marginals:
+    """Compute sums of a plan of which a certificate is made: all ranks have the same potentials.
+
+    Where a rank has others, those of rank 0 are sent once more.
+
+    Raises:
+        LostRankError: on every rank, where potentials differ again.
+    """
+    for _ in range(2):
+        reader: LateReader[None] = LateReader()
+        check = torch.stack([checksum(each) for each in potentials])
+        # On its way to the host while the sums are computed.
+        told = reader.exchange(check, None)
+        numbers, found, own_costs = sums(ranks, number, potentials, epsilon, accurate)
+        told = told or reader.last()
+        assert told is not None
+        same, largest = _largest(ranks, numbers, [int(each) for each in told.numbers])
+        if same:
+            return Marginals(*found, *largest, own_costs)
+        potentials = tuple(ranks.from_leader(each) for each in potentials)
+    raise LostRankError(
+        "processes of compute.group have other potentials than rank 0, which has sent them twice; "
+        "a GPU, its memory or a link of this machine is at fault"
+    )
+
+
+def checksum(potential: Tensor) -> Tensor:
+    """Return a number (), int64, that differs where the bits of a potential (n,) do.
+
+    For certain where one entry differs; where several do, but for a chance of about 2^-64. The bits
+    of every entry are multiplied by an odd number of its own and mixed, as high bits, the sign
+    above all, would else cancel in the sum. Sums of integers depend on no order.
+    """
+    bits = potential.contiguous().view(
+        torch.int64 if potential.dtype.itemsize == 8 else torch.int32
+    )
+    odd = torch.arange(1, 2 * len(bits), 2, device=bits.device)
+    mixed = bits.to(torch.int64) * odd
+    for shift in (32, 29):
+        # Shifted without the sign, each step can be undone, so that no two entries become one.
+        mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * MIXING
+    return mixed.sum()
+
+
+def _marginals(
+    ranks: Ranks,
+    number: int,
+    potentials: tuple[Tensor, ...],
+    epsilon: Epsilon,
+    accurate: bool,
+) -> Sums:
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=False)
-    own_costs = parts.cost.own_costs() if g is None else None
-    g = f if g is None else g
+    f, g = potentials[0], potentials[-1]
+    own_costs = parts.cost.own_costs() if len(potentials) == 1 else None
     numbers = (0.0, 0.0, 0.0)
     if part is None:
         of_rows = f.new_zeros((0, 2), dtype=torch.float64)
@@ -258,14 +336,17 @@ def marginals(
     rows, row_errors = owned.gathered(ranks, of_rows).unbind(1)
     every = ranks.all_gathered(of_columns)
     columns = added(every[:, 0])
-    column_errors, numbers = every[:, 1].amax(0), _largest(ranks, numbers)
-    return Marginals(rows, columns, row_errors, column_errors, *numbers, own_costs)
+    return numbers, (rows, columns, row_errors, every[:, 1].amax(0)), own_costs
 
 
-def marginals_self(
-    ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon, accurate: bool
-) -> Marginals:
-    """Compute the row and column sums of the symmetric plan of f (n,)."""
+def _marginals_self(
+    ranks: Ranks,
+    number: int,
+    potentials: tuple[Tensor, ...],
+    epsilon: Epsilon,
+    accurate: bool,
+) -> Sums:
+    (f,) = potentials
     parts: Parts = ranks.held[number]
     share, owned = parts.share, parts.sides[0]
     assert share is not None
@@ -274,13 +355,21 @@ def marginals_self(
     found = torch.stack((added(every[..., 0]), every[..., 1].amax(0)), 1)
     sums, errors = owned.gathered(ranks, found).unbind(1)
     numbers = part.cost_rounding, part.relative_error, part.underflow
-    return Marginals(sums, sums, errors, errors, *_largest(ranks, numbers), part.own_costs)
+    return numbers, (sums, sums, errors, errors), part.own_costs
 
 
-def _largest(ranks: Ranks, numbers: tuple[float, float, float]) -> tuple[float, float, float]:
-    """Return the largest error numbers of any rank, with the rounding of sums over ranks."""
-    cost_rounding, relative_error, underflow = ranks.largest(numbers)
-    return cost_rounding, relative_error + (ranks.size + ROUNDINGS) * DOUBLE_UNIT, underflow
+def _largest(ranks: Ranks, numbers: Errors, checks: list[int]) -> tuple[bool, Errors]:
+    """Return whether all ranks have the same checks, and the largest errors of any.
+
+    The rounding of sums over ranks is among these.
+    """
+    # Halves of int64, which float64 holds: they are one where the largest is the smallest.
+    halves = [float(half) for each in checks for half in divmod(each, 1 << 32)]
+    said = ranks.largest([*numbers, *halves, *(-half for half in halves)])
+    (cost_rounding, relative_error, underflow), said = said[:3], said[3:]
+    highest, lowest = said[: len(halves)], [-half for half in said[len(halves) :]]
+    relative_error += (ranks.size + ROUNDINGS) * DOUBLE_UNIT
+    return highest == lowest, (cost_rounding, relative_error, underflow)
 
 
 def apply_plan(
@@ -296,6 +385,23 @@ def apply_plan(
 ) -> Applied:
     """Compute a product with the plan, of all rows, or with its transpose, of all columns."""
     parts: Parts = ranks.held[number]
+    own = own_product(ranks, parts, transposed, f, g, epsilon, values, left, right)
+    owned = parts.sides[transposed]
+    return Applied(*(owned.gathered(ranks, each) for each in own))
+
+
+def own_product(
+    ranks: Ranks,
+    parts: Parts,
+    transposed: bool,
+    f: Tensor,
+    g: Tensor,
+    epsilon: float,
+    values: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+) -> Applied:
+    """Compute this rank's rows of a product with the plan, or its columns of the transpose's."""
     part, owned = parts.by(ranks, columns=transposed)
     own, dtype = owned.of(ranks), parts.representative.passes.dtype
     rows: Rows = EVERY if transposed else own
@@ -308,7 +414,7 @@ def apply_plan(
         plan = part.operator.plan(f[rows], g[columns], epsilon)
         found = plan.applied(values, transposed=transposed, factors=factors)
         applied, masses = part.mass * found.values.to(dtype), part.mass * found.masses
-    return Applied(owned.gathered(ranks, applied), owned.gathered(ranks, masses))
+    return Applied(applied, masses)
 
 
 def apply_plan_to_points(

@@ -94,6 +94,7 @@ class RingShare(BlockShare, NearShare):
     """
 
     reach = FAR
+    repairs_alone = False
 
     def __init__(self, pairs: RingPairs, rows: Operator, own: Rows) -> None:
         super().__init__(pairs)

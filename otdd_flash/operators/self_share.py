@@ -64,9 +64,12 @@ class NearShare(ABC):
 
     Attributes:
         reach: largest |f - T(f)| over epsilon for which `softmin` is accurate.
+        repairs_alone: whether `repaired` computes the marked rows only, without other ranks, which
+            takes nothing where there are none.
     """
 
     reach: float
+    repairs_alone: bool
 
     @abstractmethod
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:

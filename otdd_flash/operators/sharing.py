@@ -19,8 +19,8 @@ from torch import Tensor
 
 from otdd_flash.cost.compute import ComputeOptions, uses_triton
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.cost.host_points import Streaming
-from otdd_flash.cost.points import LabelledCost, class_indices
+from otdd_flash.cost.host_points import HostPoints, Streaming
+from otdd_flash.cost.points import LabelledCost, class_indices, squared_distances
 from otdd_flash.cost.rounding import lattice_of
 from otdd_flash.distributed.ranks import Numbers, Ranks, put_together, taken_apart
 from otdd_flash.features.file_features import FeatureFile, FileFeatures, features_of
@@ -36,7 +36,7 @@ from otdd_flash.operators.parts import FIRST, Build, Parts, cost_error
 from otdd_flash.operators.ring import ring_parts
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, SelfShare, folded
 from otdd_flash.operators.sharded import ShardedOperator
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import LabeledSamples, unchecked
 
 # Operators that a process holds for one cost: a part by rows and one by columns, or, for a self
 # term, two squares and two rectangles.
@@ -260,6 +260,29 @@ def _made(
     return LabeledSamples(there, _there(ranks, labels), class_names, _there(ranks, weights))
 
 
+def _unchecked(
+    ranks: Ranks,
+    class_names: tuple[str, ...],
+    features: int,
+    labels: int | None,
+    weights: int | None,
+) -> LabeledSamples:
+    """Build the same of copies that this rank has of tensors which rank 0 has checked."""
+    return unchecked(
+        class_names, ranks.held[features], _there(ranks, labels), _there(ranks, weights)
+    )
+
+
+def _squares_by_owners(ranks: Ranks, cost: LabelledCost) -> tuple[Tensor, Tensor]:
+    """Compute `LabelledCost.squares`, a share of either cloud's points on each rank."""
+    found = []
+    for points in cost.held[: 2 - cost.symmetric]:
+        count = len(points)
+        own = squared_distances(points[ranks.share(count)], cost.centre)
+        found.append(ranks.gathered(own, count))
+    return found[0], found[-1]
+
+
 def _hold_parts(
     ranks: Ranks,
     number: int,
@@ -275,17 +298,26 @@ def _hold_parts(
     if streaming is not None and ranks.rank > 0:
         streaming = replace(streaming, device=ranks.device_of(streaming.device))
     made: dict[int, LabeledSamples] = {}
+    # Rank 0 has checked what ranks have copies of.
+    certain = not any(isinstance(each, Tensor | FeatureFile) for each in tensors)
 
-    def parts() -> Parts:
+    def cost() -> LabelledCost:
         if ranks.rank > 0:
             described = zip(*[iter(tensors)] * 3, strict=True)
             for cloud, of in zip(sent, described, strict=True):
-                made[cloud.number] = _made(ranks, cloud.class_names, *of)
+                make = _unchecked if certain else _made
+                made[cloud.number] = make(ranks, cloud.class_names, *of)
         x, y = (made[side] if side in made else ranks.held[side]() for side in sides)
         lambda_x, lambda_y = ground.squared.lambda_x, ground.lambda_y
-        whole = LabelledCost.of(
+        return LabelledCost.of(
             x, y, block, lambda_x=lambda_x, lambda_y=lambda_y, streaming=streaming
         )
+
+    whole = cost() if certain else ranks.together(cost)
+    if not any(isinstance(points, HostPoints | FileFeatures) for points in whole.points):
+        whole.squares = _squares_by_owners(ranks, whole)
+
+    def parts() -> Parts:
         share, each = _kernel_share, compute
         if not uses_triton(compute, whole.a.device):
             budget = budget_in_bytes(compute.memory_budget, whole.a.device)

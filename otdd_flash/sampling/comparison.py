@@ -41,7 +41,7 @@ from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import Exact, schedule_of
 from otdd_flash.solver.shortfall import joint_shortfall
 
 
@@ -65,8 +65,8 @@ class SubsetComparison:
         ranks: the processes that share the work, if there are several.
 
     Raises:
-        InputError: `epsilon` is not among the arguments, or `epsilon_relative` is; the epsilon of
-            `sinkhorn` is missing; or features are not finite.
+        InputError: `epsilon` is not among the arguments, nor a solver that has it 0, or
+            `epsilon_relative` is; the epsilon of `sinkhorn` is missing; or features are not finite.
     """
 
     def __init__(
@@ -74,6 +74,9 @@ class SubsetComparison:
     ) -> None:
         self._settings = dict(arguments)
         relative = self._settings.pop("epsilon_relative", None)
+        if isinstance(self._settings.get("solver"), Exact) and not relative:
+            relative, given = None, self._settings.get("epsilon")
+            self._settings["epsilon"] = 0.0 if given is None else given
         if relative is not None or self._settings.get("epsilon") is None:
             instead = "" if relative is None else ", instead of epsilon_relative"
             raise InputError(
@@ -140,7 +143,7 @@ class SubsetComparison:
         if self.unconverged:
             message = joint_shortfall(
                 dict(enumerate(self.unconverged)),
-                self._settings.get("solver") or Converged(),
+                schedule_of(self._settings.get("solver"), self._settings["epsilon"], None)[0],
                 lambda some: f"{len(some)} of {count} distances between parts of the data",
                 self.unconverged[0].xy.f.dtype,
             )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from otdd_flash.arguments import Positive, takes
+from otdd_flash.arguments import NotNegative, takes
 from otdd_flash.checks import array, optional
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.ground import GroundCost
@@ -16,7 +16,7 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Divergence, Potentials, checked_start, report_convergence
 from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import refuse_start, schedule_of
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import SolverProgress, TransportTerm
 
@@ -27,7 +27,7 @@ def sinkhorn(
     source: Samples,
     target: Samples,
     *,
-    epsilon: Positive,
+    epsilon: NotNegative,
     class_table: Tensor | None = None,
     cost: GroundCost | None = None,
     options: Schedule | None = None,
@@ -50,7 +50,7 @@ def sinkhorn(
         source: n points: `LabeledSamples`, (features, labels), features alone, or any dataset of
             vectors that `otdd.embed` takes.
         target: m points, likewise.
-        epsilon: regularisation, in units of the cost.
+        epsilon: regularisation, in units of the cost; 0 is exact transport, of `otdd.Exact()`.
         class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; None is 0.
             Only the block [x, y] is read.
         cost: what it compares and its weights, by default half the squared distances between
@@ -73,11 +73,11 @@ def sinkhorn(
     Warns:
         NotConvergedWarning: the solve stopped early.
     """
-    options = options or Converged()
+    options, *_ = schedule_of(options, epsilon, None)
     x, y = as_samples(source, "source"), as_samples(target, "target")
     compute = ComputeOptions.of(compute)
     ground = "sqeuclidean" if cost is None else cost.ground
-    refuse_unbalanced(unbalanced, unbalanced_relative, ground=ground)
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, ground=ground)
     comparison = Comparison.between(x, y, epsilon, class_table, cost, compute, debias=False)
     mean = comparison.mean_cost
     constraints = resolve_constraints(unbalanced, unbalanced_relative, mean)
@@ -110,7 +110,7 @@ def sinkhorn_divergence(
     source: Samples,
     target: Samples,
     *,
-    epsilon: Positive,
+    epsilon: NotNegative,
     class_table: Tensor | None = None,
     cost: GroundCost | None = None,
     options: Schedule | None = None,
@@ -140,11 +140,12 @@ def sinkhorn_divergence(
     Warns:
         NotConvergedWarning: a term stopped early.
     """
-    options = options or Converged()
+    options, *_ = schedule_of(options, epsilon, None)
     x, y = as_samples(source, "source"), as_samples(target, "target")
+    refuse_start(options, start)
     compute = ComputeOptions.of(compute)
     ground = "sqeuclidean" if cost is None else cost.ground
-    refuse_unbalanced(unbalanced, unbalanced_relative, debias=debias, ground=ground)
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias, ground=ground)
     comparison = Comparison.between(x, y, epsilon, class_table, cost, compute, debias=debias)
     mean = comparison.mean_cost
     constraints = resolve_constraints(unbalanced, unbalanced_relative, mean)

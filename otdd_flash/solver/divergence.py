@@ -33,6 +33,7 @@ from otdd_flash.real_numbers import real_tensor
 from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import Exact, needs_zero
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, solve_by_schedule
 from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.solve import solve_term
@@ -129,12 +130,14 @@ class SolveTerm(Protocol):
         """
 
 
-# The function that solves a term by each class of options, and these classes by their names.
+# The function that solves a term by each class of options, and these classes by their names;
+# `solver.exact` is for `Exact`.
 SOLVES: dict[type[Schedule], SolveTerm] = {
     Converged: solve_term,
     GeomlossSchedule: solve_by_schedule,
 }
-SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in SOLVES}
+KINDS: tuple[type[Schedule], ...] = (*SOLVES, Exact)
+SCHEDULES = {kind.name: kind for kind in KINDS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,6 +328,8 @@ def solve_divergence(
         progress: called in every iteration.
         solved: called after each term that is solved here, as solved(name, operator, term).
     """
+    if isinstance(options, Exact):
+        raise needs_zero()
     names, offset = (*compared.terms[1:], "xy"), compared.offset
     if isinstance(options, GeomlossSchedule):
         # It depends on both clouds, and starts from nothing.
@@ -555,7 +560,7 @@ def relative_width(value: float, bounds: tuple[float, float]) -> float:
     width = bounds[1] - bounds[0]
     if width == 0:
         return 0.0
-    return width / abs(value) if value else math.inf
+    return width / abs(value) if value and math.isfinite(width) else math.inf
 
 
 def _terms_to_tighten(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from otdd_flash.errors import InputError
 from otdd_flash.formulas.marginals import EXACT, Constraints, Exact, Marginal, RelaxedByKL
+from otdd_flash.solver.schedules.base import Schedule
 
 # One penalty of both sides, or one of each; None is an exact marginal.
 Unbalanced = float | Sequence[float | None]
@@ -22,6 +23,7 @@ LEAST_PENALTY, MOST_PENALTY = 1e-30, 1e100
 def refuse_unbalanced(
     unbalanced: Unbalanced | None,
     relative: Unbalanced | None,
+    options: Schedule,
     *,
     debias: bool = False,
     ground: str = "sqeuclidean",
@@ -31,12 +33,13 @@ def refuse_unbalanced(
     Args:
         unbalanced: penalties, in units of the cost.
         relative: penalties, as multiples of the mean cost.
+        options: how terms are solved.
         debias: whether there are self terms.
         ground: the cost between features.
 
     Raises:
-        InputError: both are given, they differ while self terms are subtracted, or the ground cost
-            is `inner`.
+        InputError: both are given, they differ while self terms are subtracted, or the schedule
+            or the ground cost `inner` is for exact marginals alone.
     """
     if unbalanced is not None and relative is not None:
         raise InputError(
@@ -45,12 +48,16 @@ def refuse_unbalanced(
             f"{shown_penalties(relative)}"
         )
     one, other = sides = _sides(unbalanced if relative is None else relative)
+    if one is None and other is None:
+        return
+    if options.exact_alone:
+        raise InputError(options.exact_alone)
     if debias and one != other:
         raise InputError(
             "debiased values with two different penalties are not known to be positive; give one "
             f"number in the place of {shown_penalties(sides)}, or set debias=false"
         )
-    if ground == "inner" and (one is not None or other is not None):
+    if ground == "inner":
         raise InputError(
             "unbalanced needs costs of which 0 is the least; ground=inner has costs of any sign, "
             "use ground=sqeuclidean or ground=cosine"
@@ -60,7 +67,7 @@ def refuse_unbalanced(
 def resolve_constraints(
     unbalanced: Unbalanced | None, relative: Unbalanced | None, mean_cost: Callable[[], float]
 ) -> Constraints:
-    """Return what both marginals owe.
+    """Return what both marginals owe, of arguments that `refuse_unbalanced` has passed.
 
     Args:
         unbalanced: rho or [rho_x, rho_y], in units of the cost; None is exact.
@@ -68,10 +75,9 @@ def resolve_constraints(
         mean_cost: computes the mean cost; called for `relative` alone.
 
     Raises:
-        InputError: as `refuse_unbalanced`, `relative` with a mean cost that is not positive, or a
-            penalty out of the range of numbers.
+        InputError: `relative` with a mean cost that is not positive, or a penalty out of the range
+            of numbers.
     """
-    refuse_unbalanced(unbalanced, relative)
     sides, unit = _sides(unbalanced if relative is None else relative), 1.0
     if sides == (None, None):
         return EXACT

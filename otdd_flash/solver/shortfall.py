@@ -14,6 +14,7 @@ import torch
 
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import Exact
 from otdd_flash.solver.term import StoppedBy, largest_tolerance
 
 K = TypeVar("K")
@@ -60,7 +61,12 @@ def shortfall(
         dtype: of the potentials.
         bound_width: (upper - lower) / |value| that was reached, where it was the goal.
     """
-    if tolerance is not None:
+    if isinstance(options, Exact):
+        goal, asked = "solver.bound_width", options.bound_width
+        reached = f"the bounds are {bound_width:.2e} of the value wide"
+        if marginal_error == math.inf:
+            reached = "no plan without forbidden pairs was found"
+    elif tolerance is not None:
         goal, asked = "solver.tolerance", tolerance
         reached = f"marginal error {marginal_error:.2e}"
     else:
@@ -70,9 +76,19 @@ def shortfall(
         reached = f"the solver bounds are {bound_width:.2e} of the value wide"
     match stopped_by:
         case "max_seconds":
-            assert isinstance(options, Converged)
+            assert isinstance(options, Converged | Exact)
             limit = f"within solver.max_seconds={options.max_seconds:g}"
-            advice = f"Raise solver.max_seconds, {goal} or epsilon"
+            goals = f" or {goal}" if isinstance(options, Exact) else f", {goal} or epsilon"
+            advice = f"Raise solver.max_seconds{goals}"
+        case "rounding" if isinstance(options, Exact):
+            limit = "as far as rounding allows"
+            advice = (
+                "Lower costs that are far above the others, or set them to inf to forbid their "
+                f"pairs, or raise {goal}"
+            )
+        case "infeasible":
+            limit = "as far as rounding of the masses allows"
+            advice = "Allow more pairs, or change a and b so that allowed pairs can hold them"
         case "rounding":
             limit = "as far as rounding allows"
             double = "" if dtype == torch.float64 else ", or set precision=double"

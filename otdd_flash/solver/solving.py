@@ -21,6 +21,7 @@ from otdd_flash.solver.divergence import (
 )
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import Exact
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 from otdd_flash.solver.small.route import is_small, solve_small
 from otdd_flash.solver.term import SolverProgress
@@ -54,6 +55,11 @@ def solve(
         InputError: the block of W of a self term is not symmetric, an allocation fails, or rounding
             alone exceeds the tolerance at this epsilon and precision.
     """
+    if isinstance(options, Exact):
+        from otdd_flash.solver.exact.solve import solve_exact
+
+        with comparison.within_memory():
+            return solve_exact(comparison, options, progress=progress)
     if isinstance(options, GeomlossSchedule) and options.diameter is None:
         options = replace(options, diameter=comparison.diameter)
     with comparison.within_memory():

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ TermProgress = Callable[[int, float], None]
 
 # Why a solve ended. `rounding`: at this precision the bounds cannot get narrower or the marginals
 # better; `schedule`: the fixed number of updates was done; `infeasible`: no plan has these masses
-# without forbidden pairs.
+# without forbidden pairs; `optimal`: the bounds of exact transport are as close as rounding allows.
 StoppedBy = Literal[
     "tolerance",
     "bound_width",
@@ -43,6 +43,7 @@ StoppedBy = Literal[
     "rounding",
     "schedule",
     "infeasible",
+    "optimal",
 ]
 
 # The fields of a term in its summary, besides its bounds.
@@ -90,7 +91,7 @@ class TransportTerm:
     passes: float
     converged: bool
     stopped_by: StoppedBy
-    mass: float = 1.0
+    mass: float = field(default=1.0, kw_only=True)
 
     @classmethod
     def from_certificate(
@@ -128,6 +129,10 @@ class TransportTerm:
             stopped_by=reached if converged else unless_converged,
             mass=certificate.mass,
         )
+
+    def moved(self, device: torch.device) -> Self:
+        """Return the term on another device."""
+        return replace(self, f=self.f.to(device), g=self.g.to(device))
 
     def widened(self, error: float) -> TransportTerm:
         """Widen bounds and error for a cost that is off by at most `error`."""
@@ -320,6 +325,10 @@ def reachable_tolerance(
     return asked
 
 
+class UnreachableTolerance(InputError):
+    """A tolerance below the marginal error that rounding causes at this epsilon."""
+
+
 def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch.dtype) -> None:
     """Refuse a tolerance below the marginal error that rounding allows.
 
@@ -327,12 +336,13 @@ def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch
     error, and the measured rest cannot fall below it either.
 
     Raises:
-        InputError: twice `floor` exceeds `tolerance`.
+        UnreachableTolerance: twice `floor` exceeds `tolerance`.
+        EpsilonOutOfRange: it exceeds every tolerance.
     """
     if 2 * floor > tolerance:
         if 2 * floor >= LOOSEST_DEFAULT:
             raise rounded_away(2 * floor, epsilon, dtype)
-        raise InputError(
+        raise UnreachableTolerance(
             f"solver.tolerance={tolerance:g} is too tight for {_name(dtype)} at epsilon="
             f"{epsilon:g}: rounding alone moves the marginals by up to {2 * floor:.1e}; raise "
             f"solver.tolerance or epsilon{_or_double(2 * floor, tolerance, dtype)}"

@@ -20,6 +20,7 @@ from otdd_flash.files.atomic import json_content
 from otdd_flash.plugins import blamed_on
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.shown import display, epsilon_shown, sentence
+from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.study.findings import Choice, Finding, choices, findings
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
 from otdd_flash.study.measures.distances import Epsilon
@@ -414,7 +415,7 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
         seconds,
         **({} if epsilon is None else epsilon.facts),
     )
-    _warn_unconverged(result)
+    _warn_unconverged(result, settings.solver)
     return result
 
 
@@ -423,14 +424,14 @@ def _errors(store: Store, unit: TargetRun) -> float:
     return np.nan if content is None else float(content.facts["errors"])
 
 
-def _warn_unconverged(result: StudyResult) -> None:
+def _warn_unconverged(result: StudyResult, solver: Schedule) -> None:
     late = [row for row in result.pairs() if not row.converged]
     if late:
         first = late[0]
         warn(
-            f"{len(late)} of {len(result.pairs())} numbers rest on transport that stopped before "
-            f"its tolerance, the first {first.measure} of {first.source} and {first.target}; raise "
-            "solver.max_iterations or solver.tolerance",
+            f"{len(late)} of {len(result.pairs())} numbers rest on transport that stopped "
+            f"early, the first {first.measure} of {first.source} and {first.target}; raise "
+            f"{solver.limits}",
             NotConvergedWarning,
         )
 

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from otdd_flash.arguments import Count, Positive, Progress, Seed, Word, check_fields, takes
+from otdd_flash.arguments import Count, NotNegative, Progress, Seed, Word, check_fields, takes
 from otdd_flash.checks import integer, mapping, optional
 from otdd_flash.cost.compute import Compute, ComputeOptions, uses_triton
 from otdd_flash.cost.ground import GroundCost
@@ -57,6 +57,7 @@ from otdd_flash.plugins import blamed_on
 from otdd_flash.sampling.subsampling import LEVEL, check_count
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import Exact, schedule_of
 from otdd_flash.solver.term import DEFAULT_RELATIVE, default_hint, refuse_both
 from otdd_flash.study.measures import MEASURES, measure_that_chooses, measures_named
 from otdd_flash.study.networks import Transfer, build_body, build_head
@@ -111,7 +112,8 @@ class Study:
             tasks that share rows, directly or through others, form a family.
         epsilon: entropic regularisation of all pairs, in units of the cost.
         epsilon_relative: epsilon as a multiple of the mean cost over all pairs of different tasks;
-            instead of `epsilon`. If neither is given, epsilon is 0.01 of that mean.
+            instead of `epsilon`. If neither is given, epsilon is 0.01 of that mean; 0 is the
+            unregularised cost, by `otdd.Exact()`.
         labels: the method of class distances, as for `pairwise_distances`. For a function, the
             study stores its value for one pair of classes, and can be resumed only with a function
             that returns the same value.
@@ -136,8 +138,8 @@ class Study:
     measures: Sequence[str] | None = None
     transfer: Transfer | None = DEFAULT_TRANSFER
     families: Mapping[str, str] | None = None
-    epsilon: Positive | None = None
-    epsilon_relative: Positive | None = None
+    epsilon: NotNegative | None = None
+    epsilon_relative: NotNegative | None = None
     labels: Labels = "gaussian"
     cost: GroundCost | None = None
     min_class_size: Count | None = None
@@ -173,8 +175,8 @@ class Study:
                 f"subsample_size={self.subsample_size} needs subsample=K, the number of subsamples"
             )
         # Called here for its errors.
-        _check_solver(self.solver)
         refuse_both(self.epsilon, self.epsilon_relative)
+        self._schedule()
         metric, cost = metric_of(self.labels), self.cost or GroundCost()
         if metric.name == "given":
             raise InputError(
@@ -273,7 +275,25 @@ class Study:
         transformed = [cost.transform(task.train) for task in tasks]
         if isinstance(metric, PairFunction):
             return metric.probed(pool(transformed)[0])
-        return settled_metric(metric, self.epsilon, transformed)
+        return settled_metric(metric, self._schedule()[1], transformed)
+
+    def _schedule(self) -> tuple[Schedule, float | None, float | None]:
+        """Return the schedule of every term, epsilon, and its multiple of the mean cost.
+
+        Raises:
+            InputError: the schedule is not for a study, or not for this epsilon.
+        """
+        chosen = schedule_of(self.solver, self.epsilon, self.epsilon_relative)
+        options, epsilon, relative = chosen
+        if not isinstance(options, Exact) and (
+            not isinstance(options, Converged) or options.bound_width or options.max_seconds
+        ):
+            raise InputError(
+                "a study solves every term once, to solver.tolerance; solver.bound_width, "
+                "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
+            )
+        # A term that stops early is reported as not converged, and the others continue.
+        return replace(options, require_convergence=False), epsilon, relative
 
     def _settings(
         self,
@@ -284,17 +304,17 @@ class Study:
     ) -> Settings:
         """Return settings without `auto`: the folder's values, or those resolved now."""
         threads = threads or known.get("threads")
-        relative = self.epsilon_relative
-        if self.epsilon is None and relative is None:
+        solver, epsilon, relative = self._schedule()
+        if epsilon is None and relative is None:
             relative = DEFAULT_RELATIVE
         return Settings(
             measures=tuple(dict.fromkeys(self.measures or ())),
             measure=measure_that_chooses(self.measure, self.measures or ()),
-            epsilon=self.epsilon,
+            epsilon=epsilon,
             epsilon_relative=relative,
             labels=metric,
             cost=self.cost or GroundCost(),
-            solver=_check_solver(self.solver),
+            solver=solver,
             compute=_resolved(ComputeOptions.of(self.compute), known.get("compute") or {}),
             projections=self.projections,
             subsample=self.subsample,
@@ -315,17 +335,6 @@ def study_units(setup: Setup) -> list[Unit]:
     if settings.transfer is not None:
         units += transfer_units(setup)
     return in_order(units)
-
-
-def _check_solver(solver: Schedule | None) -> Converged:
-    options = solver or Converged()
-    if not isinstance(options, Converged) or options.bound_width or options.max_seconds:
-        raise InputError(
-            "a study solves every term once, to solver.tolerance; solver.bound_width, "
-            "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
-        )
-    # A term that stops early is reported as not converged, and the others continue.
-    return replace(options, require_convergence=False)
 
 
 def _resolved(compute: ComputeOptions, kept: Mapping[str, Any]) -> ComputeOptions:

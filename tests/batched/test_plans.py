@@ -241,6 +241,75 @@ def test_forbidden_pairs_get_nothing(backend: str) -> None:
 
 HALF = torch.full((2,), 0.5)
 
+# x = {0, 10} and y = {1, 10}: any f1 - f2 in [-40, 50] is optimal once the exchange of
+# exp(-45 / epsilon) is below rounding.
+APART = torch.tensor([[0.5, 50.0], [40.5, 0.0]]).double()
+OPEN = "not determined"
+
+
+@pytest.mark.parametrize("backend", ["torch", *slow(["triton"])])
+@pytest.mark.parametrize(("dtype", "epsilon"), [(torch.float64, 0.5), (torch.float32, 2.0)])
+def test_potentials_of_a_plan_that_falls_apart_are_reported(
+    dtype: torch.dtype, epsilon: float, backend: str
+) -> None:
+    """Updates in another order end elsewhere, at the same plan; the other problems are whole."""
+    costs = torch.stack((0.02 * APART, APART, APART)).to(dtype)
+    given = {"epsilon": epsilon, "tolerance": 1e-5, "compute": on(backend)}
+    found = otdd.sinkhorn_plans(costs, **given)
+    other = otdd.sinkhorn_plans(costs.mT.contiguous(), **given)
+    # Nothing is said of what is unique.
+    assert torch.allclose(found.plans, other.plans.mT, atol=2e-5)
+    assert torch.allclose(found.value, other.value, atol=1e-3)
+    assert found.bounds.isfinite().all()
+    with pytest.warns(otdd.NotConvergedWarning, match=OPEN) as told:
+        f = found.f
+    # Said once, for both sides.
+    _ = found.g
+    assert len(told) == 1
+    assert str(told[0].message).startswith("potentials of problem 1 are not determined")
+    assert "may move by anything in [-45, 45]" in str(told[0].message)
+    with pytest.warns(otdd.NotConvergedWarning, match=OPEN):
+        g = other.g
+    difference = (f[:, 0] - f[:, 1]) - (g[:, 0] - g[:, 1])
+    assert abs(difference[0]) < 0.05
+    assert abs(difference[1]) > 0.4
+
+
+def test_gradients_by_masses_that_fall_apart_are_reported_before_the_first_result() -> None:
+    halves = HALF.double().requires_grad_()
+    with pytest.warns(otdd.NotConvergedWarning, match=f"gradients by masses are {OPEN}"):
+        otdd.sinkhorn_plans(APART[None], halves, epsilon=0.5)
+    with torch.no_grad():
+        _ = otdd.sinkhorn_plans(APART[None], halves, epsilon=0.5).plans
+    # Those by costs alone, and of the iterations made, are what they are.
+    _ = otdd.sinkhorn_plans(APART[None].requires_grad_(), epsilon=0.5).plans
+    _ = otdd.sinkhorn_plans(APART[None], halves, epsilon=0.5, gradient="unrolled").value
+    _ = otdd.sinkhorn_plans(0.1 * APART[None], halves, epsilon=0.5).value
+
+
+def test_forbidden_pairs_masses_of_zero_and_sizes_hide_no_groups() -> None:
+    costs = torch.full((3, 5, 6), math.inf, dtype=torch.float64)
+    costs[:, :2, :2], costs[:, 2:4, 2:4] = drawn(2, 2), drawn(2, 2, seed=1)
+    costs[:, 4], costs[:, :, 4:] = 0.5, 0.5
+    sizes = torch.tensor([[5, 4], [4, 4], [4, 2]])
+    costs[2, 2:4, :2] = 0.0
+    with pytest.warns(otdd.NotConvergedWarning, match=r"problem 1 .*\[-inf, inf\].* more pairs"):
+        # The last row of the first problem ties both groups, and the third one has two columns.
+        _ = otdd.sinkhorn_plans(costs, epsilon=1.0, sizes=sizes).f
+    quarters = torch.tensor([0.25] * 4 + [0.0] * 2).double()
+    with pytest.warns(otdd.NotConvergedWarning, match=r"2 rows \(2, 3\) and the other 2 rows"):
+        _ = otdd.sinkhorn_plans(costs[:1], quarters[:5], quarters, epsilon=1.0).f
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_plans_that_are_tied_by_little_are_not_reported(dtype: torch.dtype) -> None:
+    """Two groups that exchange a few times the share at which rounding matters, and a chain."""
+    shares = {torch.float64: 1e-11, torch.float32: 2e-3}
+    pair = -torch.tensor([[0.0, math.log(shares[dtype])], [math.log(shares[dtype]), 0.0]])
+    chain = 3.0 * (torch.arange(30)[:, None] - torch.arange(30)).abs()
+    for costs in (pair.repeat_interleave(4, 0).repeat_interleave(4, 1), chain):
+        _ = otdd.sinkhorn_plans(costs[None].to(dtype), epsilon=1.0).f
+
 
 @pytest.mark.parametrize(
     ("costs", "options", "message"),

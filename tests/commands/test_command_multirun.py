@@ -99,7 +99,7 @@ def test_the_highest_code_wins_whatever_the_order(command, summary):
     assert command("-m", "epsilon=1,-1", *late, NONE).code == 3
     errors = [row["error"] for row in summary()]
     assert "require_convergence" in errors[0]
-    assert "epsilon must be positive" in errors[1]
+    assert "epsilon must be finite and not negative" in errors[1]
     # A result that has not converged is still in the table.
     assert summary()[0]["converged"] == "false"
 

@@ -46,7 +46,7 @@ TABLE = """
     GIVEN labels.path=W_other.npz -> 2 source classes | 3 | u, v, w
     GIVEN labels.path=W.npz -> xx hold 9 NaN or infinite entries, the first at [0, 0]; leave those
     IMAGES extractor.size=1000000 -> lower extractor.size
-    * epsilon=-1 -> epsilon must be positive | -1
+    * epsilon=-1 -> epsilon must be finite and not negative | -1
     solver.tolerance=1e-12 -> 1e-12 | too tight for float32 | precision=double
     solver=geomloss solver.scaling=1 -> solver.scaling must lie in (0, 1), got 1
     max_samples=3 -> max_samples=3 | 5 classes | raise max_samples
@@ -68,6 +68,16 @@ TABLE = """
     unbalanced=[1,null] -> debias=false
     unbalanced=1 subsample=39 -> subsample is for exact marginals
     unbalanced=1 contributions=true -> contributions is for exact marginals
+    unbalanced=1 epsilon=0 -> epsilon=0 | takes exact marginals; leave out unbalanced
+    unbalanced=1 solver=geomloss -> takes exact marginals; leave out unbalanced
+    flow unbalanced=1 epsilon=0 -> distances alone take 0
+    epsilon=0 solver=geomloss -> epsilon=0 is solved by solver=exact | leave solver out
+    epsilon_relative=0.1 solver=exact -> for epsilon=0, got epsilon_relative=0.1
+    epsilon=0 solver.tolerance=1e-3 -> solver.schedule=exact has no solver.tolerance
+    epsilon=0 contributions=true -> contributions=true | solver=exact solver.bound_width=0
+    epsilon=0 labels=sinkhorn -> set labels.epsilon | labels=exact
+    flow epsilon=0 -> distances alone take 0
+    flow solver=exact -> take solver=converged
     labels=sinkhorn labels.epsilon=1e-30 -> labels.epsilon=1e-30 is too small | raise labels.eps
     epsilon=1e-60 -> underflows in precision=fast; raise epsilon or scale the features up
     source=null -> source must be one of arrays, blobs, | got null

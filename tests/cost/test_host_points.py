@@ -114,7 +114,7 @@ def test_distances_from_the_mean_come_with_those_from_another_centre() -> None:
     mean, tally = cloud.extent.mean, points.streaming.tally
     once = tally.moved
     for centre in (torch.zeros(2).double(), mean):
-        found = cloud.distances(centre).squares
+        found = cloud.squares(centre)
         expected = (points.features.double() - centre).square().sum(1)
         torch.testing.assert_close(found, expected)
     assert tally.moved == 2 * once > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash.derivatives import group_flows, groups, plan_links
 from otdd_flash.derivatives.plan_links import spreads
+from otdd_flash.operators.given_costs import HeldCosts
 from tests import reference
 
 STRICT = otdd.Converged(require_convergence=True)
@@ -116,6 +118,69 @@ def test_a_cloud_that_leaves_itself_has_the_closed_form_too(loss) -> None:
     assert float(found[0] - found[1]) == pytest.approx(5, abs=1e-3)
     with pytest.raises(otdd.ConvergenceError, match=OPEN):
         by_masses(lambda a: loss(a, 0.3, STRICT))
+
+
+def classes_alone(own: Tensor, across: Tensor, epsilon: float, options=None) -> otdd.DistanceResult:
+    """Points of one place and a class each, so that costs are class distances alone."""
+    count = len(own)
+    table = otdd.ClassDistances(own, across, own if len(across.T) == count else NONE[:1, :1])
+    source, target = (
+        (torch.zeros(size, 1).double(), torch.arange(size)) for size in (count, len(across.T))
+    )
+    return otdd.dataset_distance(
+        *(source, target),
+        labels=otdd.labels.Given(table),
+        lambda_y=1.0,
+        epsilon=epsilon,
+        solver=options,
+        compute=otdd.ComputeOptions("cpu", precision="double"),
+    )
+
+
+def exact_value(costs: Tensor, a: Tensor) -> float:
+    """OT(a, a) at epsilon = 0."""
+    n = len(a)
+    sums = np.zeros((2 * n, n, n))
+    for k in range(n):
+        sums[k, k] = sums[n + k, :, k] = 1
+    found = linprog(
+        costs.numpy().ravel(), A_eq=sums.reshape(2 * n, -1), b_eq=torch.cat((a, a)).numpy()
+    )
+    return float(found.fun)
+
+
+def test_slopes_through_a_self_term_are_those_of_its_value_to_both_sides() -> None:
+    """Two pairs of classes that send all of their mass to each other; the target is one point."""
+    own = torch.block_diag(OWN_COSTS, OWN_COSTS + torch.diag(torch.tensor([2.0, 16.0])))
+    own[:2, 2:] = own[2:, :2] = 30.0
+    result = classes_alone(own, torch.zeros(4, 1).double(), 0.3)
+    with pytest.warns(otdd.NotConvergedWarning, match=OPEN) as told:
+        found = result.contributions()
+    assert len(told) == 1
+    a, step = uniform(4), 1e-3
+    for c in range(4):
+        along = (torch.eye(4)[c] - a) / (1 - a[c])
+        ends = [
+            -(exact_value(own, a + sign * step * along) - exact_value(own, a)) / (2 * sign * step)
+            for sign in (1, -1)
+        ]
+        # -OT(x, x) / 2 is concave: growth has the lesser slope.
+        assert ends[1] - ends[0] > 10
+        assert found.slopes[:, c].tolist() == pytest.approx(ends, abs=1e-2)
+        assert ends[0] < float(found.values[c]) < ends[1]
+    with pytest.raises(otdd.ConvergenceError, match=OPEN):
+        classes_alone(own, torch.zeros(4, 1).double(), 0.3, STRICT).contributions()
+
+
+def test_a_cloud_that_leaves_itself_contributes_nothing_against_itself() -> None:
+    """The offsets of all three terms are balanced alike, and reported once."""
+    result = classes_alone(OWN_COSTS, OWN_COSTS, 0.3)
+    with pytest.warns(otdd.NotConvergedWarning, match=OPEN) as told:
+        found = result.contributions()
+    assert len(told) == 1
+    torch.testing.assert_close(found.values, torch.zeros(2).double(), rtol=0, atol=1e-6)
+    # OT(x, y) and OT(x, x) / 2 may each move by 15 to both sides.
+    assert found.slopes[:, 0].tolist() == pytest.approx([-30, 30], abs=0.1)
 
 
 def test_images_of_points_without_mass_between_groups_are_reported() -> None:
@@ -459,14 +524,56 @@ def test_a_light_point_ties_no_two_heavy_ones() -> None:
     assert spreads(masses, ends, others, (masses[:, None] * (shares + 0.1)).flatten())
 
 
-def test_groups_are_found_where_links_are_merged_along_the_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With no room for links; column 0 has too little mass for any, column 1 is nobody's best."""
-    monkeypatch.setattr(plan_links, "LINKS_CPU", 1)
-    x = torch.tensor([[0.0], [100.0]]).double().repeat_interleave(40, 0)
-    y = torch.tensor([[0.0], [0.0], [0.0], [100.0]]).double()
-    # Sums that float64 holds: other masses would determine the offset.
-    masses = torch.tensor([1, 62 - 1, 256 - 62, 256]).double() / 512
+def test_nothing_spreads_without_links() -> None:
+    """Nor from a node without mass, which is the first of those with as many links."""
+    none = torch.zeros(0, dtype=torch.int64)
+    masses = torch.tensor([0.0, 0.5, 0.5, 0.0], dtype=torch.float64)
+    assert not spreads(masses, none, none, torch.zeros(0, dtype=torch.float64))
+
+
+def test_groups_after_a_column_without_mass_are_reported() -> None:
+    """Pairs of points far from all others, which no link leaves."""
+    x = (100 * torch.arange(8)).double().repeat_interleave(2)[:, None]
+    y = (100 * torch.arange(8)).double()[:, None]
+    a = torch.full((len(x),), 1 / 16, dtype=torch.float64)
+    b = torch.full((len(y),), 1 / 8, dtype=torch.float64)
+    x, a = torch.cat((x[:1] - 1000, x)), torch.cat((torch.zeros(1).double(), a))
+    y, b = torch.cat((y[:1] - 1000, y)), torch.cat((torch.zeros(1).double(), b))
     with pytest.warns(otdd.NotConvergedWarning, match=OPEN):
-        otdd.sinkhorn_potentials(x, y, None, masses, epsilon=1.0)
+        otdd.sinkhorn_potentials(x, y, a, b, epsilon=0.5)
+
+
+@pytest.mark.parametrize("apart", [0.0, 9.0])
+def test_weaker_links_join_the_groups_of_stronger_ones(
+    monkeypatch: pytest.MonkeyPatch, apart: float
+) -> None:
+    """Each lies in a group that the weaker links alone connect: nothing else is joined."""
+    n, epsilon = 300, 2e-3
+    x, y = (torch.rand(n, 2, generator=torch.Generator().manual_seed(k)).double() for k in (0, 1))
+    x[n // 2 :] += apart
+    y[n // 2 :] += apart
+    costs, masses = torch.cdist(x, y).square(), torch.full((n,), 1 / n, dtype=torch.float64)
+    _, f, g = reference.entropic_transport(costs, masses, masses, epsilon)
+    entries = plan_links.MatrixEntries(HeldCosts(costs), torch.float64)
+    plan = plan_links.ScaledPlan(entries, f / epsilon, g / epsilon, masses, masses, epsilon)
+    monkeypatch.setattr(plan_links, "MOST_CONTRACTED", 8)
+    linked, begun = plan_links._linked, []
+
+    def seen(plan: Any, threshold: float, groups: Tensor) -> Any:
+        begun.append(len(groups.unique()))
+        return linked(plan, threshold, groups)
+
+    monkeypatch.setattr(plan_links, "_linked", seen)
+    found = {}
+    for links in ((0.5,), (0.5, 1e-5), (1e-5,)):
+        monkeypatch.setattr(plan_links, "LINKS", links)
+        found[links] = plan_links.connected(plan)
+    staged, at_once = found[0.5, 1e-5], found[1e-5,]
+    assert begun[0] == begun[1] == begun[3] == n
+    assert begun[2] < n
+    assert int(found[0.5,].columns.max()) == 7, "groups are joined where they stay too many"
+    count = 1 + int(staged.columns.max())
+    assert count < 8
+    pairs = torch.stack((staged.columns, at_once.columns))
+    assert pairs.unique(dim=1).shape[1] == count
+    assert torch.stack((staged.rows, at_once.rows)).unique(dim=1).shape[1] == count

@@ -1,4 +1,4 @@
-"""docs/scale.md: the numbers of its table of two GPUs are those of the rows of bench_scale."""
+"""docs/scale.md: the numbers of its tables are those of the rows of bench_scale."""
 
 from pathlib import Path
 
@@ -9,8 +9,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE, README = (
     (ROOT / name).read_text(encoding="utf-8") for name in ("docs/scale.md", "README.md")
 )
-BASELINES = {name: name for name in ("imagenet_0.1", "imagenet_0.01", "class_table", "flow")}
+BASELINES = {"imagenet_0.1": "imagenet_0.1", "imagenet_0.01": "imagenet_0.01"}
 BASELINES["imagenet_ring"] = "imagenet_0.1"
+ON_FOUR = "class_table", "flow"
 
 
 def cells(workload):
@@ -36,6 +37,30 @@ def test_a_row_shows_the_numbers_of_its_file(workload, baseline):
     assert shows(cells(workload), values), (cells(workload), values)
 
 
+@pytest.mark.parametrize("workload", ON_FOUR)
+def test_a_row_of_four_shows_the_numbers_of_its_file(workload):
+    one, two, four = (
+        row("bench_scale_cuda", workload=workload, processes=processes) for processes in (1, 2, 4)
+    )
+    for several in (two, four):
+        assert several["speed_up"] == pytest.approx(one["seconds"] / several["seconds"])
+    values = [
+        *(one["seconds"], two["seconds"], two["speed_up"], four["seconds"], four["speed_up"]),
+        *(found["bytes_moved"] / 1e9 for found in (two, four)),
+        *(max(found["gib_per_process"]) for found in (one, two, four)),
+    ]
+    assert shows(cells(workload), values), (cells(workload), values)
+
+
+def test_what_is_said_of_a_step_of_the_flow_is_in_the_file():
+    rows = [row("bench_scale_cuda", workload="flow", processes=count) for count in (1, 2, 4)]
+    steps = [f"{1000 * each['seconds_of_a_step']:.0f} ms" for each in rows]
+    assert f"a step takes {steps[0]} on one GPU" in PAGE
+    assert f"With two GPUs a step takes {steps[1]}:" in PAGE
+    assert f"With four it is {steps[2]}," in PAGE
+    assert f"({100 * rows[1]['communication_share']:.0f}% of a flow of four steps" in PAGE
+
+
 def test_what_is_said_of_one_gpu_and_of_two_is_in_the_file():
     two = row("bench_scale_cuda", workload="four_million", processes=2)
     assert two["points"] == 4_000_000
@@ -52,12 +77,17 @@ def test_what_is_said_of_one_gpu_and_of_two_is_in_the_file():
     assert f"{said}{streamed['gib_per_process'][0]:.1f} GiB in all" in PAGE
     farthest = {
         name: row("bench_scale_cuda", workload=name, processes=2)["farthest_from_one_process"]
-        for name in BASELINES
+        for name in (*BASELINES, *ON_FOUR)
     }
     assert "they are within 1e-3 at a value of 89" in PAGE
     assert farthest.pop("imagenet_ring") <= 1e-3
-    assert "within 5e-5 after the flow" in PAGE
+    assert (
+        "coordinates of particles are within 5e-5 with two GPUs, and within\n  1.2e-3 with four"
+        in PAGE
+    )
     assert farthest.pop("flow") <= 5e-5
+    four = row("bench_scale_cuda", workload="flow", processes=4)
+    assert four["farthest_from_one_process"] <= 1.25e-3
     assert {*farthest.values()} == {0}
     both = one, row("bench_scale_cuda", workload="imagenet_0.1", processes=2)
     held = [f"{max(r['gib_per_process']) - r['gib_of_inputs']:.1f}" for r in both]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from threading import Thread
 
 import pytest
@@ -10,7 +11,7 @@ from labelled_costs import cost_between
 
 from otdd_flash.engine import recording
 from otdd_flash.engine.problems import Start
-from otdd_flash.engine.recording import LAUNCHED, STEPS, Repeated
+from otdd_flash.engine.recording import LAUNCHED, STEPS, STREAMS, Repeated, run_branches
 from otdd_flash.engine.run import LateReader
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
 from otdd_flash.operators import triton_operator
@@ -100,6 +101,58 @@ def test_a_step_leaves_the_host_alone(n, m, many, monkeypatch):
     for name in ("__float__", "__bool__", "item", "tolist"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
     rule.step()
+
+
+@pytest.mark.parametrize("count", [1, 2, STREAMS, STREAMS + 1, 3 * STREAMS])
+def test_branches_take_turns_on_streams(count, monkeypatch):
+    """More launches than streams, too: each once, in order, between the waits for its stream."""
+    events = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            events.append((self.name, "waits for", other.name))
+
+        def __enter__(self):
+            events.append(("on", self.name))
+
+        def __exit__(self, *_):
+            events.append(("off", self.name))
+
+    streams = [Stream(f"stream {k}") for k in range(STREAMS)]
+    monkeypatch.setattr(recording, "_streams", lambda _: streams)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[0])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+
+    def launch(k):
+        events.append(("launch", k))
+        return k
+
+    launches = [partial(launch, k) for k in range(count)]
+    assert run_branches(torch.device("cuda"), *launches) == list(range(count))
+    used = [stream.name for stream in streams[1:count]]
+    before = [(name, "waits for", "stream 0") for name in used]
+    beside = []
+    for k in range(1, count):
+        name = used[(k - 1) % len(used)]
+        beside += [("on", name), ("launch", k), ("off", name)]
+    after = [("stream 0", "waits for", name) for name in used]
+    assert events == [*before, *beside, ("launch", 0), *after]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, STREAMS, STREAMS + 1, 3 * STREAMS])
+def test_recorded_branches_all_run(count):
+    totals, device = torch.zeros(count, device="cuda"), torch.device("cuda", 0)
+    recorder = recording._recorder(torch.cuda.current_stream())
+    launches = [partial(totals[k].add_, k + 1) for k in range(count)]
+    graph = recorder.record(lambda: (run_branches(device, *launches), totals.mul_(2)))
+    for _ in range(2):
+        graph.replay()
+    assert totals.tolist() == [6.0 * (k + 1) for k in range(count)]
 
 
 @pytest.mark.gpu

@@ -13,7 +13,8 @@ writes them anew. They depend on these names, which a change of the code has to 
 - Results: keys of `to_dict` of `otdd_flash.result.DistanceResult`, `.flows.result.FlowResult`,
   `.pairwise.PairwiseResult`, `.solver.matrix.result.MatrixTransport` and of
   `.solver.divergence.Divergence`; fields of `TransportTerm`, `StepRecord`, `Moment`, `GroundCost`,
-  `otdd_flash.cost.compute.ComputeOptions` and `otdd_flash.distributed.shared.Shared`.
+  `otdd_flash.cost.compute.ComputeOptions` and `otdd_flash.distributed.shared.Shared`; names of
+  the tensors of a plan, `PLAN_TENSORS` of `otdd_flash.solver.exact.term`.
 - Maps: layers of `otdd_flash.flows.residual_map.build_network` by their places.
 - Class distances: fields of `otdd_flash.labels.ClassDistances` and `JointClassDistances`.
 - Caches of class distances: the name of the file, and the text that `recipe` of a metric in
@@ -73,6 +74,10 @@ READ = {
     "distance": [
         *(5.323187967225008, 5.32318796722471, 5.323187967711581),
         *(204.62816122806368, 1.289772727261019, 1.0),
+    ],
+    "exact": [
+        *(4.004133793300942, 4.0041337933008005, 4.004133793300942),
+        *(88.49209350161368, 1.289772727272727, 0.0),
     ],
     "flow": [
         *(3.2531427275351463, 1.3198791611228433, 149.51861769270923, 19.032731755713442),

@@ -43,6 +43,29 @@ def test_they_come_while_steps_are_taken_and_a_copy_that_fails_ends_the_flow(mon
         otdd.gradient_flow(source, target, otdd.Flow(1), compute="cpu")
 
 
+def test_particles_leave_before_they_are_evaluated_for_the_last_time(monkeypatch):
+    """Where the end is not known before, they leave after it."""
+    left, evaluated = [], []
+    copy = run.particles_on_host
+
+    def leaves(*given):
+        left.append(len(evaluated))
+        return copy(*given)
+
+    monkeypatch.setattr(run, "particles_on_host", leaves)
+    for stop in (None, lambda: len(evaluated) == 2):
+        left.clear()
+        evaluated.clear()
+        told = otdd.Callbacks(progress=evaluated.append, stop=stop)
+        source, target = sides("cpu")
+        result = otdd.gradient_flow(source, target, otdd.Flow(3), callbacks=told, compute="cpu")
+        assert left == [3]
+        assert len(evaluated) == (4 if stop is None else 3)
+        assert result.samples.subset_hash == source.subset_hash
+        assert result.samples.fingerprint != source.fingerprint
+        assert torch.equal(result.samples.labels, source.labels)
+
+
 @pytest.mark.gpu
 def test_a_result_has_where_a_flow_on_a_gpu_began_and_ended():
     gpu, alone = (

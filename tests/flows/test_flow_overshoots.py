@@ -1,6 +1,7 @@
 """Steps that go too far: a flow says so at once, and what it leaves is of use."""
 
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from refusals import naming
 from small_flows import blobs, digits, flow, rough_flow
 
 import otdd_flash as otdd
-from otdd_flash.errors import InputError
+from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.flows.modes.feature_driven import FeaturesMode
 from otdd_flash.flows.stepping import Stepping
 
@@ -163,3 +164,34 @@ def test_functionals_that_blow_up_are_named_and_may_lead_far_from_the_target():
     result = rough_flow(SOURCE, TARGET, functionals=away, stepping=Stepping(0.018), steps=4)
     assert result.history[-1].divergence > 100 * result.history[0].divergence
     assert result.history[-1].objective < result.history[0].objective
+
+
+@pytest.mark.parametrize("name", ["epsilon", "epsilon_relative"])
+def test_an_epsilon_that_becomes_too_small_on_the_way_is_refused_as_at_the_start(name):
+    """In the setting and unit of the user, with the step, and advice that serves."""
+    draw = torch.Generator().manual_seed(0)
+    source, target = (torch.randn(12, 3, generator=draw) for _ in range(2))
+    mean = float(torch.cdist(source, target).square().mean()) / 2
+    unit = mean if name == "epsilon" else 1.0
+
+    def move(factor: float) -> None:
+        otdd.gradient_flow(
+            *(source, target, otdd.Flow(steps=3, stepping=Stepping(3.0))),
+            labels="none",
+            solver=otdd.Converged(max_iterations=30),
+            compute=otdd.ComputeOptions("cpu"),
+            **{name: factor * unit},
+        )
+
+    sentence = (
+        rf"{name}=\S+ is too small for float32: rounding alone moves the marginals by up to \S+; "
+        rf"raise {name} to about (\S+) or set precision=double.*"
+    )
+    with pytest.raises(EpsilonOutOfRange) as raised:
+        move(1e-6)
+    assert re.fullmatch(sentence, str(raised.value))
+    with pytest.raises(EpsilonOutOfRange) as raised:
+        move(1e-5)
+    found = re.fullmatch(rf"the flow cannot go on after step \d: {sentence}", str(raised.value))
+    assert found is not None, raised.value
+    assert 1e-5 * unit < float(found[1].rstrip(",")) < 1e-3 * unit

@@ -8,6 +8,7 @@ from refusals import naming
 from small_flows import DOUBLE, blobs, digits, flow
 
 import otdd_flash as otdd
+from otdd_flash.derivatives import groups
 from otdd_flash.errors import InputError
 from otdd_flash.flows import maps, residual_map
 from otdd_flash.flows.maps import (
@@ -76,6 +77,8 @@ def test_all_but_the_features_stays_and_unlabelled_points_are_of_their_nearest_c
     assert torch.equal(bare.features, entropic(close).features)
 
 
+# The point is nearer to the other class than the particle of its own.
+@pytest.mark.filterwarnings("ignore:velocities of new points are not determined")
 def test_the_class_of_an_unlabelled_point_is_chosen_before_the_first_step():
     """Two classes that change places between the steps, and whose targets lie far apart."""
     before = LabeledSamples(torch.tensor([[-1.0], [1.0]]), torch.tensor([0, 1]), ("west", "east"))
@@ -90,6 +93,69 @@ def test_the_class_of_an_unlabelled_point_is_chosen_before_the_first_step():
     point = LabeledSamples(torch.tensor([[-0.5]]), None, ())
     west = LabeledSamples(point.features, torch.tensor([0]), ("west",))
     assert torch.equal(entropic(point).features, entropic(west).features)
+
+
+def between_two(epsilon):
+    """The field of x = {0, 10} and y = {1, 10}, whose f1 - f2 is 5 by symmetry at every epsilon."""
+    sides = [LabeledSamples(torch.tensor([[low], [10.0]]).double(), None, ()) for low in (0.0, 1.0)]
+    solved = solve(Comparison.between(*sides, epsilon, None, None, DOUBLE), otdd.Converged())
+    table, potentials = torch.zeros(2, 2).double(), (solved.xy.g, solved.xx.f)
+    return VelocityField(*sides, table, *potentials, epsilon, otdd.GroundCost(), DOUBLE)
+
+
+def at(*places):
+    return LabeledSamples(torch.tensor(places).double()[:, None], None, ())
+
+
+@pytest.mark.parametrize("offset", [-20.0, 0.0, 20.0])
+def test_velocities_between_groups_are_balanced_and_reported(offset):
+    """An offset that changes no velocity of a particle takes a point between them to either."""
+    field = between_two(0.5)
+    field = replace(field, g=field.g + torch.tensor([0.0, offset]))
+    # To send the point to either particle costs alike, and g2 - g1 = 4.5 to either target, too.
+    with pytest.warns(otdd.NotConvergedWarning, match="not determined") as told:
+        found = field.velocity(at(5.0))
+    assert len(told) == 1
+    assert "velocities of new points" in str(told[0].message)
+    assert "may move by anything in [-45, 45]" in str(told[0].message)
+    assert float(found) == pytest.approx(5 - 5.5, abs=0.1)
+    # Particles, and points that no offset takes to the other target, say nothing.
+    expected = torch.tensor([[-1.0], [0.0], [-1.0]]).double()
+    torch.testing.assert_close(field.velocity(at(0.0, 10.0, -30.0)), expected, rtol=0, atol=1e-5)
+    # Said once for all steps.
+    with pytest.warns(otdd.NotConvergedWarning, match="not determined") as told:
+        EntropicMap([field, field], [0.1, 0.1])(at(5.0))
+    assert len(told) == 1
+
+
+def test_velocities_depend_on_the_offsets_of_particles_that_leave_themselves_too():
+    """Two classes nearer to each other than to themselves, and one that has no particle."""
+    own = torch.tensor([[10.0, 0, 5], [0, 20, 7], [5, 7, 0]]).double()
+    names, target = ("p", "q", "r"), LabeledSamples(torch.zeros(1, 1).double(), None, ())
+    particles = LabeledSamples(torch.tensor([[0.0], [1.0]]).double(), torch.tensor([0, 1]), names)
+    table, cost = torch.block_diag(own, torch.zeros(1, 1)).double(), otdd.GroundCost(lambda_y=1.0)
+    solved = solve(
+        Comparison.between(particles, target, 0.3, table, cost, DOUBLE), otdd.Converged()
+    )
+    new = LabeledSamples(torch.zeros(1, 1).double(), torch.tensor([2]), names)
+    for offset in (-7.0, 0.0, 3.0):
+        f = solved.xx.f + torch.tensor([offset, -offset])
+        field = VelocityField(particles, target, table, solved.xy.g, f, 0.3, cost, DOUBLE)
+        with pytest.warns(otdd.NotConvergedWarning, match="keep within each at most"):
+            found = field.velocity(new)
+        # f2 - f1 = 5 outweighs what q costs more than p; with f2 = f1 the point would go to p.
+        assert float(found) == pytest.approx(1, abs=1e-3)
+
+
+def test_a_field_of_one_group_is_sampled_once(monkeypatch):
+    """And with it all that the ordinary way costs more."""
+    asked, connected = [], groups.connected
+    monkeypatch.setattr(groups, "connected", lambda plan: asked.append(1) or connected(plan))
+    monkeypatch.setattr(groups, "contracted", None)
+    field = between_two(20.0)
+    for place in (5.0, 6.0):
+        field.velocity(at(place))
+    assert len(asked) == 1
 
 
 def test_impossible_maps_and_points_are_refused(small):

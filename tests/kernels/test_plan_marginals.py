@@ -12,7 +12,7 @@ from otdd_flash.kernels.passes import marginal_tiles
 from otdd_flash.kernels.passes import plan_marginals as launching
 from otdd_flash.kernels.passes.marginal_tiles import chunk_sizes
 from otdd_flash.kernels.passes.plan_entries import LEAST_ENTRY, SUM_ERROR
-from otdd_flash.kernels.passes.plan_marginals import DigitSide, plan_marginals
+from otdd_flash.kernels.passes.plan_marginals import DigitSide, pieces, plan_marginals
 from otdd_flash.kernels.points import digits as fixed_point
 from otdd_flash.kernels.points.digit_losses import digit_losses
 from otdd_flash.kernels.points.digits import base_of, carry_error, pack_digits
@@ -167,6 +167,21 @@ def test_sums_are_within_the_documented_error(case, digits, symmetric):
 def test_chunks_give_the_sums_of_the_whole(case, digits, symmetric, small_chunks):
     assert chunk_sizes(64) == (512, 256)
     check_sums(case, digits, symmetric=symmetric)
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "expected"),
+    [
+        (0, 0, []),
+        (128, 256, [(128, 256)]),
+        (0, 768, [(0, 384), (384, 768)]),
+        # One that is a little short, and one a little high.
+        (0, 896, [(0, 384), (384, 896)]),
+        (256, 896, [(256, 896)]),
+    ],
+)
+def test_rows_are_cut_evenly_into_whole_blocks(first, end, expected):
+    assert pieces(first, end, 512) == expected
 
 
 def test_stripes_of_a_symmetric_plan_add_up_to_it():

@@ -28,6 +28,7 @@ CORE = {
     "certificate": r"solver/(matrix/(result|plan)\.|"
     r"(solve|term|certificate|shortfall|divergence)\.)|derivatives/(groups|group_flows|plan_links)\.",
     "evidence": r"/(engine|formulas)/|solver/evidence\.py",
+    "exact": r"/solver/exact/",
     "passes": r"/(cost|operators)/|otdd_flash/memory\.py|^kernels/",
 }
 LONGEST = 120

@@ -27,6 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 # So many coordinates that whatever else is sent, potentials and orders, is little.
 COUNT, DIM, STEPS = 31, 10_000, 4
+# What gathers tensors is called, in newer versions of torch and in others.
+GATHERS = "all_gather_single", "all_gather_into_tensor"
 # Of the points' bytes: potentials and orders of all passes of a step.
 REST = 0.5
 
@@ -58,6 +60,14 @@ def moved(ranks: Ranks | None, progress: Callable[[StepRecord], None] | None = N
     ).samples.features
 
 
+def misplaced() -> int:
+    """Points of rank 0 in the order of classes, or in the given one, that are not its in both."""
+    source, _ = sides()
+    assert source.labels is not None
+    sorted_first = {*source.labels.sort(stable=True).indices[: COUNT // 2].tolist()}
+    return len(sorted_first ^ {*range(COUNT // 2)})
+
+
 def exchanged(ranks: Ranks) -> tuple[Tensor, list[float], list[Counter[str]]]:
     """Where a flow leads, and of each step but the last bytes over the points', and exchanges."""
     counts, steps = Counter[str](), []
@@ -65,6 +75,10 @@ def exchanged(ranks: Ranks) -> tuple[Tensor, list[float], list[Counter[str]]]:
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             counts[name] += 1
+            large = any(
+                isinstance(each, Tensor) and each.numel() > COUNT * DIM / 4 for each in args
+            )
+            counts["large"] += large
             return function(*args, **kwargs)
 
         return call
@@ -73,7 +87,9 @@ def exchanged(ranks: Ranks) -> tuple[Tensor, list[float], list[Counter[str]]]:
         steps.append((ranks.shared.bytes_moved, counts.copy()))
 
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("all_gather_object", "all_reduce"):
+        gather = next(name for name in GATHERS if hasattr(torch.distributed, name))
+        pickled = "all_gather_object", "scatter_object_list"
+        for name in (*pickled, "all_reduce", "broadcast", gather, "all_to_all_single"):
             patched.setattr(
                 torch.distributed, name, counted(name, getattr(torch.distributed, name))
             )
@@ -92,13 +108,15 @@ def asked_for_memory(work: Any) -> Any:
 
 
 def test_a_step_sends_shares_of_the_points_and_pickles_nothing() -> None:
-    """Products of both plans and moved rows come from their owners, velocities go there."""
+    """Velocities of the rows of others go to these, and moved rows come from their owners."""
     points, shares, exchanges = pool(2).run(asked_for_memory, exchanged)[0]
-    # Shares are padded to one size.
-    formula = 4 * -(-COUNT // 2) / COUNT
+    # Rows go to and come from the owners of their places; shares of points are padded to one size.
+    formula = (misplaced() + -(-COUNT // 2)) / COUNT
     assert len(shares) == STEPS - 1
     assert all(formula <= share <= formula + REST for share in shares)
     for step in exchanges:
+        # Of all that is exchanged by ranks at once nothing but these is as large as points.
+        assert step["large"] == 2
         assert "all_gather_object" not in step
         # Whether parts of either term and rows of the self term were made, and how accurate sums of
         # either term's plan are.
@@ -152,8 +170,11 @@ def _count(ranks: Ranks, step: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
 def test_a_step_asks_for_little() -> None:
-    """Some tenth above what it does; on a GPU a copy less of every piece that is centred."""
-    most = (1070, 27), (720, 18)
+    """Some tenth above what it does; on a GPU a copy less of every piece that is centred.
+
+    Two of the reads are of checksums, which arrive while sums of a plan are computed.
+    """
+    most = (1080, 27), (780, 16)
     for found, (operations, reads) in zip(pool(2).run(asked_of_the_device), most, strict=True):
         assert 0.8 * operations <= found[0] <= operations
         assert found[1] <= reads

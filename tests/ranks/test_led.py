@@ -86,7 +86,10 @@ def not_converged() -> Any:
 
 
 def test_all_ranks_hear_why_nothing_came_of_it() -> None:
-    refusals = {-1.0: "epsilon must be positive", 1e-40: "epsilon=1e-40 underflows in precision="}
+    refusals = {
+        -1.0: "epsilon must be finite and not negative",
+        1e-40: "epsilon=1e-40 underflows in precision=",
+    }
     for epsilon, sentence in refusals.items():
         for answer in pool(2).led(refused_by_the_leader, epsilon):
             assert isinstance(answer, otdd.InputError)

@@ -12,11 +12,15 @@ import pytest
 import reference
 import torch
 from labelled_costs import cost_between, labelled_cost
+from rank_pool import pool
 from torch import Tensor
 
+import otdd_flash as otdd
 from otdd_flash.cost.points import LabelledCost
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.kernels.passes import symmetric_step
 from otdd_flash.operators import parts
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.point_scores import stored_operator, streamed_operator
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, folded, merged
 from otdd_flash.operators.sharded import ShardedOperator
@@ -97,3 +101,27 @@ def test_sums_of_one_potential_are_ordered_of_pairs() -> None:
     f = torch.zeros(3)
     assert operator.marginals(f, None, EPSILON) is parts.marginals_self
     assert operator.marginals(f, f, EPSILON) is parts.marginals
+
+
+def far_softmin(ranks: Ranks, f: Tensor) -> list[float]:
+    """T(f) of a cloud in Triton, by ranks."""
+    samples = otdd.LabeledSamples(cost_of(150).points[0].cpu(), None, ())
+    compute = otdd.ComputeOptions("cpu", "triton", group=ranks)
+    table = torch.zeros(2, 2, dtype=torch.float64)
+    whole = Comparison.between(samples, samples, EPSILON, table, otdd.GroundCost(), compute)
+    return whole.operator("xx").softmin_self(f, EPSILON).tolist()
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("shift", [60.0, 0.0, 1e30])
+def test_rows_out_of_reach_are_computed_again(shift: float) -> None:
+    """Where f is far from T(f) in one place of either rank, if anywhere."""
+    f = torch.zeros(150)
+    f[[7, 120]] = -shift
+    points = cost_of(150).points[0].cpu()
+    masses = torch.full((150,), 1 / 150, dtype=torch.float64)
+    truth = reference.softmin_rows(
+        reference.dense_cost(points, points), masses, f.double(), EPSILON
+    )
+    found = pool(2).led(far_softmin, f)[0]
+    torch.testing.assert_close(torch.tensor(found).double(), truth, rtol=0, atol=2e-3)

@@ -78,7 +78,7 @@ run_command(main)
 REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a bad value": (
         ("otdd_flash.distance", *SMALL, "epsilon=-1"),
-        ("epsilon must be positive", "it is not tried again"),
+        ("epsilon must be finite and not negative", "it is not tried again"),
     ),
     "other arguments": (
         ("unlike.py", *SMALL),

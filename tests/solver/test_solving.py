@@ -75,7 +75,7 @@ def test_progress_hears_of_every_iteration() -> None:
 @pytest.mark.parametrize(
     ("other", "settings", "message"),
     [
-        (cloud(3, 1), {"epsilon": math.inf}, "epsilon must be positive and finite"),
+        (cloud(3, 1), {"epsilon": math.inf}, "epsilon must be finite and not negative"),
         (torch.ones(4, 3), {"epsilon": 1.0}, "source has 2 features and target has 3"),
         (
             cloud(3, 1),

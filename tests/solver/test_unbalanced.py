@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -313,6 +314,47 @@ def test_refusals(given: dict[str, object], words: str) -> None:
     sides = (x, torch.arange(9) % 2), (y, torch.arange(8) % 2)
     with pytest.raises(otdd.InputError, match=words):
         otdd.dataset_distance(*sides, **given)  # type: ignore[arg-type]
+
+
+POINTS = torch.arange(18.0).reshape(9, 2), torch.arange(16.0).reshape(8, 2)
+DATASETS = [otdd.LabeledSamples(each, None, ()) for each in POINTS]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "options"),
+    [
+        (otdd.dataset_distance, DATASETS, "solver"),
+        (otdd.pairwise_distances, [DATASETS], "solver"),
+        (otdd.sinkhorn, POINTS, "options"),
+        (otdd.sinkhorn_divergence, POINTS, "options"),
+        (otdd.matrix_transport, [torch.cdist(*POINTS)], "options"),
+    ],
+)
+@pytest.mark.parametrize("penalty", ["unbalanced", "unbalanced_relative"])
+def test_epsilon_0_takes_exact_marginals(
+    function: Callable[..., object], arguments: Sequence[object], options: str, penalty: str
+) -> None:
+    for solver in ({}, {options: otdd.Exact()}):
+        with pytest.raises(otdd.InputError, match=r"epsilon=0.* exact marginals; leave out unbal"):
+            function(*arguments, epsilon=0, **{penalty: 1.0}, **solver)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "options"),
+    [
+        (otdd.sinkhorn_loss, POINTS, "options"),
+        (otdd.sinkhorn_losses, [each[None] for each in POINTS], "options"),
+        (otdd.matrix_loss, [torch.cdist(*POINTS)], "options"),
+        (otdd.gradient_flow, DATASETS, "solver"),
+    ],
+)
+def test_losses_and_flows_refuse_epsilon_0_first(
+    function: Callable[..., object], arguments: Sequence[object], options: str
+) -> None:
+    with pytest.raises(otdd.InputError, match="epsilon must be positive"):
+        function(*arguments, epsilon=0, unbalanced=1.0)
+    with pytest.raises(otdd.InputError, match=r"solver=exact .* exact marginals; leave out unbal"):
+        function(*arguments, epsilon=1.0, unbalanced=1.0, **{options: otdd.Exact()})
 
 
 @pytest.mark.parametrize("rho", [1e-30, 1e100])

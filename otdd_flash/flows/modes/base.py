@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import per_mass_
 from otdd_flash.errors import InputError
 from otdd_flash.flows.objective import FlowSetting, TargetDivergence
+from otdd_flash.flows.owned_velocity import OwnedVelocity
 from otdd_flash.flows.stepping import Batch
 from otdd_flash.labels import ClassDistances, Gaussian, Means
 from otdd_flash.samples import LabeledSamples
@@ -28,12 +30,13 @@ class Evaluation(NamedTuple):
 
     Attributes:
         divergence: S_epsilon of the particles and the target.
-        features: (n, d) = (1 / a_i) dS / dx_i; 0 for particles without mass.
+        features: (n, d) = (1 / a_i) dS / dx_i; 0 for particles without mass. Where
+            `FlowSetting.by_owners` allows it, every rank may hold its own rows.
         variables: the same for the mode's own variables, each divided by the mass it stands for.
     """
 
     divergence: Divergence
-    features: Tensor
+    features: Tensor | OwnedVelocity
     variables: dict[str, Tensor]
 
 
@@ -131,17 +134,12 @@ class Mode(ABC):
             rows = gradient.new_zeros(len(self._setting.source), gradient.shape[1])
             gradient = rows.index_copy_(0, batch.particles, gradient)
         # In place: nothing else uses the gradient, and it is as large as the features.
-        return gradient.mul_(inverse(self._masses(batch)).to(gradient).unsqueeze(1))
+        return per_mass_(gradient, self._masses(batch))
 
 
 def per_mass(gradient: Tensor, masses: Tensor) -> Tensor:
     """Return (1 / a_i) dS / dz_i for rows z_i, 0 where a_i is 0; such steps do not depend on n."""
-    return gradient * inverse(masses).to(gradient).reshape(-1, *(1,) * (gradient.ndim - 1))
-
-
-def inverse(masses: Tensor) -> Tensor:
-    """Return 1 / a_i, and 0 where a_i is 0."""
-    return torch.where(masses > 0, 1 / masses, 0)
+    return per_mass_(gradient.clone(), masses)
 
 
 def beside(own: int, within_target: Tensor) -> Tensor:

@@ -118,6 +118,8 @@ class FeaturesMode(FeatureDrivenMode):
         if self._measured is None or table is not self._measured[1]:
             self._measured = setting.comparison.with_classes(table.full), table
         moved = self._measured[0].with_points(setting.at(features), setting.target)
+        if batch is None and setting.by_owners:
+            return Evaluation(*self._divergence.by_owners(moved), {})
         solved, gradient = self._divergence(moved, frozenset({"x"}), batch)
         return Evaluation(solved, self._feature_velocity(gradient["x"], batch), {})
 

@@ -104,7 +104,7 @@ def matrix_loss(
     inputs, options = Inputs(given), options or Converged()
     for name in COSTS.keys() & inputs.tensors.keys():
         check_gradient_type(name, inputs.tensors[name])
-    refuse_unbalanced(unbalanced, None, debias=self_costs is not None)
+    refuse_unbalanced(unbalanced, None, options, debias=self_costs is not None)
     comparison = MatrixComparison.prepare(costs, a, b, compute, self_costs)
     constraints = resolve_constraints(unbalanced, None, lambda: comparison.facts.mean)
     comparison = comparison.with_constraints(constraints)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.operators.given_costs import CostSource, exact_blocks
 from otdd_flash.real_numbers import in_one_row, real_tensor
 from otdd_flash.shown import bounded, convergence_text
+from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison
 from otdd_flash.solver.penalties import penalties_of, resolve_constraints
 from otdd_flash.solver.term import StoppedBy, TransportTerm
@@ -79,7 +80,7 @@ class MatrixTransport:
 
     @property
     def value(self) -> float:
-        """The dual value D(f, g)."""
+        """The dual value D(f, g); at epsilon 0 the cost of the plan, inf if there is none."""
         return self.term.value
 
     @property
@@ -130,8 +131,11 @@ class MatrixTransport:
     def plan(self) -> Tensor:
         """Compute P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon), (n, m).
 
-        It has the type of the potentials, and is 0 at forbidden pairs and at masses of 0.
+        It has the type of the potentials, and is 0 at forbidden pairs and at masses of 0. At
+        epsilon 0 it is a sparse COO tensor, float64.
         """
+        if isinstance(self.term, ExactTerm):
+            return self.term.plan()
         comparison = self._comparison
         return comparison.torch_operator("xy").plan_entries(
             self.term.f, self.term.g, self.epsilon, comparison.dtype
@@ -161,6 +165,8 @@ class MatrixTransport:
     @computes
     def transport_cost(self) -> float:
         """The transport cost <C, P>, in units of the cost."""
+        if isinstance(self.term, ExactTerm):
+            return self.term.value
         operator, term, total = self._comparison.torch_operator("xy"), self.term, 0.0
         for rows, plan in operator.exact_tiles(term.f, term.g, self.epsilon):
             costs = self._comparison.source.rows(rows).double()
@@ -189,7 +195,8 @@ class MatrixTransport:
             **({} if given is None else {"unbalanced": given}),
         }
         tensors = {"f": self.term.f, "g": self.term.g, "a": comparison.a, "b": comparison.b}
-        write_result(Path(path), json_content(summary), {**tensors, "short_rows": self.short_rows})
+        tensors |= {"short_rows": self.short_rows, **plan_tensors("xy", self.term)}
+        write_result(Path(path), json_content(summary), tensors)
 
     @classmethod
     @takes()
@@ -208,8 +215,10 @@ class MatrixTransport:
         """
 
         def restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> _Saved:
+            f, g = tensors["f"], tensors["g"]
+            term = TransportTerm.from_dict(f, g, summary["epsilon"], summary)
             return _Saved(
-                TransportTerm.from_dict(tensors["f"], tensors["g"], summary["epsilon"], summary),
+                with_plan("xy", term, tensors),
                 (tensors["a"], tensors["b"]),
                 tensors["short_rows"],
                 summary["seconds"],
@@ -230,15 +239,18 @@ class MatrixTransport:
                 "same type"
             )
         comparison = comparison.with_constraints(saved.constraints)
-        f, g, short = (
-            kept.to(comparison.device) for kept in (saved.term.f, saved.term.g, saved.short_rows)
-        )
-        return cls(replace(saved.term, f=f, g=g), saved.seconds, short, comparison)
+        short, device = saved.short_rows.to(comparison.device), comparison.device
+        return cls(saved.term.moved(device), saved.seconds, short, comparison)
 
     @cached_property
     @computes
     def _settled(self) -> TransportTerm:
-        """The term with balanced offsets between groups of points; as it is if there is no plan."""
+        """The term with balanced offsets between groups of points; as it is if there is no plan.
+
+        At epsilon 0 as well: its potentials are those that prove the lower bound.
+        """
+        if isinstance(self.term, ExactTerm):
+            return self.term
         return settle(self._comparison, self.term, "potentials", required=self._required)
 
     def _shown(self, potential: Tensor, side: int) -> Tensor:
@@ -251,6 +263,9 @@ class MatrixTransport:
         if given.ndim not in (1, 2) or len(given) != size:
             raise InputError(f"values must be ({size},) or ({size}, k), got {shown(given)}")
         columns = given[:, None] if given.ndim == 1 else given
+        if isinstance(self.term, ExactTerm):
+            applied = self.term.applied(columns, transposed=transposed).values
+            return applied[:, 0] if given.ndim == 1 else applied
         plan = self._comparison.torch_operator("xy").plan(self.term.f, self.term.g, self.epsilon)
         found = plan.applied(columns, transposed=transposed)
         return found.values[:, 0] if given.ndim == 1 else found.values

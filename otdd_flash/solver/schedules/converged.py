@@ -30,6 +30,7 @@ class Converged(Schedule):
     """
 
     name = "converged"
+    limits = "solver.max_iterations or solver.tolerance"
 
     max_iterations: Count = 100_000
     bound_width: Positive | None = None

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import MarginalError, Positive, Share
-from otdd_flash.errors import InputError
 from otdd_flash.formulas.decision import Form
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import certify, certify_self
@@ -53,6 +52,10 @@ class GeomlossSchedule(Schedule):
     """
 
     name = "geomloss"
+    exact_alone = (
+        "solver.schedule=geomloss takes exact marginals; leave out unbalanced, or use the schedule "
+        "converged, whose values agree with geomloss at rho = reach^2"
+    )
 
     tolerance: MarginalError | None = field(default=None, kw_only=True)
     scaling: Share = 0.5
@@ -72,16 +75,8 @@ def solve_by_schedule(
 
     The refined form of `operator` runs throughout; `start` is not used; `progress` is called once,
     at the end. Other arguments are as for `solver.solve.solve_term`.
-
-    Raises:
-        InputError: marginals are relaxed.
     """
     assert options.diameter is not None
-    if not form.constraints.exact:
-        raise InputError(
-            "solver.schedule=geomloss takes exact marginals; leave out unbalanced, or use the "
-            "schedule converged, whose values agree with geomloss at rho = reach^2"
-        )
     refined = operator.refined
     epsilons = schedule(epsilon, options.diameter, options.scaling)
     if form.symmetric:
