@@ -193,14 +193,26 @@ class ComparisonSettings:
     ground: str
     epsilon: NotNegative | None
     epsilon_relative: NotNegative | None
+    unbalanced: Any
+    unbalanced_relative: Any
     min_class_size: Count | None
     solver: SolverSettings
+
+    @property
+    def debiased(self) -> bool:
+        """Whether self terms are subtracted."""
+        return True
 
     def check(self) -> None:
         """Raise an `InputError` for numbers that are invalid for any data."""
         check_fields(self)
         refuse_both(self.epsilon, self.epsilon_relative)
-        schedule_of(self.schedule(), self.epsilon, self.epsilon_relative)
+        options, *_ = schedule_of(self.schedule(), self.epsilon, self.epsilon_relative)
+        accepted = optional(penalties)
+        self.unbalanced = accepted("unbalanced", self.unbalanced)
+        self.unbalanced_relative = accepted("unbalanced_relative", self.unbalanced_relative)
+        given = self.unbalanced, self.unbalanced_relative
+        refuse_unbalanced(*given, options, debias=self.debiased, ground=self.ground)
 
     def cost(self) -> GroundCost:
         return GroundCost(self.lambda_x, self.lambda_y, self.ground)
@@ -277,24 +289,8 @@ class DatasetPairSettings(ComparisonSettings, RuntimeSettings):
     source: dict[str, Any]
     target: dict[str, Any]
     extractor: dict[str, Any]
-    unbalanced: Any
-    unbalanced_relative: Any
     report: ReportSettings
     save_result: bool
-
-    @property
-    def debiased(self) -> bool:
-        """Whether self terms are subtracted."""
-        return True
-
-    def check(self) -> None:
-        """Raise an `InputError` for settings that are invalid for any data."""
-        super().check()
-        accepted = optional(penalties)
-        self.unbalanced = accepted("unbalanced", self.unbalanced)
-        self.unbalanced_relative = accepted("unbalanced_relative", self.unbalanced_relative)
-        given = self.unbalanced, self.unbalanced_relative
-        refuse_unbalanced(*given, self.schedule(), debias=self.debiased, ground=self.ground)
 
     def arguments(self) -> dict[str, Any]:
         """Return the keywords that `dataset_distance` and `gradient_flow` share.
