@@ -189,8 +189,10 @@ def softness_of(constraints: Constraints, segments: int, device: torch.device) -
     """Return `KernelProblems.softness` of segments whose marginals all owe the same."""
     if constraints.exact:
         return None
-    pair = [[constraints.rows.softness, constraints.columns.softness]]
-    return torch.tensor(pair * segments, dtype=torch.float64, device=device)
+    found = torch.zeros((segments, 2), dtype=torch.float64, device=device)
+    for k, side in enumerate((constraints.rows, constraints.columns)):
+        found[:, k] = side.softness
+    return found
 
 
 def settings_of(goal: Goal, problems: KernelProblems) -> Tensor:

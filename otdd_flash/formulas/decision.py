@@ -125,7 +125,7 @@ class Form(NamedTuple):
     @property
     def of_mass_one(self) -> bool:
         """Whether there is one potential, whose plan is given mass 1 by a constant."""
-        return self.symmetric and self.constraints.softness == 0
+        return self.symmetric and self.constraints.exact
 
 
 CROSS, SELF = Form(damping=1.0, symmetric=False), Form(damping=0.5, symmetric=True)

@@ -41,8 +41,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,12 +71,25 @@ class ColumnNumbers(NamedTuple):
 
 
 class Marginal(ABC):
-    """What the marginal of one side owes its masses."""
+    """What the marginal of one side owes its masses.
+
+    Attributes:
+        exact: whether it has to equal them.
+        rho: the penalty, in units of the cost, infinite of an exact one. A tensor () where
+            recordings read it from the device's memory.
+    """
+
+    exact: ClassVar[bool] = False
+    rho: float | Tensor
 
     @property
-    @abstractmethod
-    def softness(self) -> float:
+    def softness(self) -> float | Tensor:
         """1 / rho; 0 of an exact one."""
+        return 1 / self.rho
+
+    @abstractmethod
+    def at(self, rho: float | Tensor) -> Marginal:
+        """Return this kind of marginal with another penalty, if it has one."""
 
     @abstractmethod
     def updated(self, softmin: Tensor, epsilon: float | Tensor) -> Tensor:
@@ -177,9 +190,11 @@ class Marginal(ABC):
 class Exact(Marginal):
     """A marginal that equals the masses."""
 
-    @property
-    def softness(self) -> float:
-        return 0.0
+    exact = True
+    rho: float | Tensor = field(default=math.inf, init=False)
+
+    def at(self, rho: float | Tensor) -> Exact:
+        return self
 
     def updated(self, softmin: Tensor, epsilon: float | Tensor) -> Tensor:
         return softmin
@@ -234,17 +249,12 @@ class Exact(Marginal):
 
 @dataclass(frozen=True)
 class RelaxedByKL(Marginal):
-    """A marginal p that costs rho KL(p | a).
+    """A marginal p that costs rho KL(p | a)."""
 
-    Attributes:
-        rho: the penalty, in units of the cost.
-    """
+    rho: float | Tensor
 
-    rho: float
-
-    @property
-    def softness(self) -> float:
-        return 1 / self.rho
+    def at(self, rho: float | Tensor) -> RelaxedByKL:
+        return RelaxedByKL(rho)
 
     def updated(self, softmin: Tensor, epsilon: float | Tensor) -> Tensor:
         return softmin * (self.rho / (self.rho + epsilon))
@@ -375,14 +385,18 @@ class Constraints:
         return Constraints(sides[row], sides[column])
 
     @property
-    def softness(self) -> float:
+    def softness(self) -> float | Tensor:
         """1 / rho_x + 1 / rho_y; 0 where both are exact, and D the same for all translations."""
         return self.rows.softness + self.columns.softness
 
     @property
     def exact(self) -> bool:
         """Whether both are: what they owe has mass 1, and potentials are free to translate."""
-        return self.softness == 0
+        return self.rows.exact and self.columns.exact
+
+    def at(self, penalties: Sequence[float] | Tensor) -> Constraints:
+        """Return these kinds of marginals with penalties (2,) of rows and of columns."""
+        return Constraints(self.rows.at(penalties[0]), self.columns.at(penalties[1]))
 
     def translation(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> Tensor | None:
         """Return the t (..., 1) of the largest D(f + t, g - t); None where all are as large."""

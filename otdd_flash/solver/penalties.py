@@ -102,7 +102,7 @@ def penalties_of(constraints: Constraints) -> list[float | None] | None:
     if constraints.exact:
         return None
     sides = constraints.rows, constraints.columns
-    return [side.rho if isinstance(side, RelaxedByKL) else None for side in sides]
+    return [None if side.exact else float(side.rho) for side in sides]
 
 
 def _sides(given: Unbalanced | None) -> tuple[float | None, float | None]:

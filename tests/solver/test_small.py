@@ -28,7 +28,7 @@ from otdd_flash.solver.term import TransportTerm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_TRITON = ComputeOptions(device=DEVICE, backend="triton")
-CLASSES = 3
+CLASSES, SIDES = 3, ("rows", "columns")
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +192,40 @@ def test_relaxed_terms_are_proved(rho: tuple[float, float], debias: bool, weight
         assert float(off) < 2e-3 * float(expected.abs().max())
 
 
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("sides", ["both", "rows", "columns"])
+def test_penalties_share_a_recording(sides: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solve takes the penalty of its own problem, to the last bit, whatever was solved before."""
+    made: list[pooled_solve.PooledSolve] = []
+    plain = pooled_solve.PooledSolve.__init__
+
+    def init(self: pooled_solve.PooledSolve, *args: Any, **kwargs: Any) -> None:
+        made.append(self)
+        plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(pooled_solve.PooledSolve, "__init__", init)
+
+    def terms(rho: float) -> tuple[dict[str, TransportTerm], list[Tensor]]:
+        kinds = [Exact() if sides not in ("both", name) else RelaxedByKL(rho) for name in SIDES]
+        given = problem(side(9, 2), side(8, 3), 0.5, debias=sides == "both")
+        given, gradients = given.with_constraints(Constraints(*kinds)), list[Tensor]()
+        return solved(given, gradient_callbacks={0: gradients.append}), gradients
+
+    penalties = (0.3, 2.0, 1e3)
+    together = [terms(rho) for rho in penalties]
+    assert len(made) == 1
+    for rho, (found, gradients) in zip(penalties, together, strict=True):
+        forget()
+        fresh, expected = terms(rho)
+        assert torch.equal(gradients[0], expected[0])
+        for name, term in fresh.items():
+            assert torch.equal(term.f, found[name].f)
+            assert torch.equal(term.g, found[name].g)
+            assert (term.value, term.bounds) == (found[name].value, found[name].bounds)
+    values = [found["xy"].value for found, _ in together]
+    assert values == sorted({*values}), "a larger penalty costs more"
+
+
 @pytest.mark.slow
 def test_what_stood_there_before_changes_nothing() -> None:
     """A room that served a larger problem, with masses and more classes, to the last bit."""
@@ -278,7 +312,10 @@ class Asked(TorchDispatchMode):
 
 
 @pytest.mark.slow
-def test_nothing_that_is_recorded_asks_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rho", [(), (0.3, 0.3), (math.inf, 2.0), (2.0, math.inf)])
+def test_nothing_that_is_recorded_asks_the_device(
+    rho: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A recording of what does would fail, and only on a GPU."""
     launched: list[str] = []
     plain = Recorded.run
@@ -290,7 +327,11 @@ def test_nothing_that_is_recorded_asks_the_device(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Recorded, "run", run)
     x, y = side(12, 0, weights=True), side(9, 1)
-    solved(problem(x, y, 0.5), gradient_callbacks={0: list, 1: list})
+    given = problem(x, y, 0.5, debias=math.inf not in rho)
+    if rho:
+        kinds = [Exact() if each == math.inf else RelaxedByKL(each) for each in rho]
+        given = given.with_constraints(Constraints(*kinds))
+    solved(given, gradient_callbacks={0: list, 1: list})
     assert {"_prepare", "_iterate", "_certify", "_differentiate"} <= set(launched)
 
 

@@ -91,12 +91,12 @@ class PooledSolve:
     Args:
         room: for the points of a batch.
         debias: whether there are self terms.
-        constraints: what marginals owe; those of both sides are one kind with self terms.
+        constraints: what marginals owe; those of both sides are one kind with self terms. What is
+            recorded takes their kinds alone: `begin` says which penalties they have.
     """
 
     def __init__(self, room: Room, *, debias: bool, constraints: Constraints = EXACT) -> None:
         self.room, device = room, room.device
-        self._constraints = constraints
         self.terms = TERMS if debias else TERMS[:1]
         # Pinned, so that it is sent without waiting. `begin` may overwrite it: the `read` of the
         # batch before has waited for the device.
@@ -107,6 +107,9 @@ class PooledSolve:
         self._resize((room.n, room.m))
         self._numbers = self._host.to(device)
         self._inputs = Inputs.of(self._numbers, room.problems)
+        if room.in_triton:
+            constraints = constraints.at(self._inputs.penalties)
+        self._constraints = constraints
         self.pool = _pool_of(room, self._inputs.place)
         self.pool.of_costs = self._inputs.of_costs
         self._starts = [
@@ -138,6 +141,7 @@ class PooledSolve:
         batch: Batch | GivenCosts,
         goal: Goal,
         starts: Mapping[str, Tensor],
+        constraints: Constraints = EXACT,
     ) -> None:
         """Load a batch and prepare it.
 
@@ -145,12 +149,14 @@ class PooledSolve:
             batch: no more problems and points than there is room for.
             goal: of all terms.
             starts: column potentials (B, .) to start from, by term.
+            constraints: of the kinds that the solve was made for, with their penalties.
         """
         numbers = self._host.numpy()
         settings = (*goal, UNIT, UNIT)
         own = (*goal._replace(aim=BEFORE_LAST_UPDATE), UNIT, UNIT)
         flags = [float(term in starts) for term in TERMS]
-        numbers[: COUNT - 4] = (*settings, *own, *flags, *batch.of_costs)
+        penalties = constraints.rows.rho, constraints.columns.rho
+        numbers[: COUNT - 4] = (*settings, *own, *flags, *batch.of_costs, *penalties)
         numbers[COUNT - 4 : COUNT].view("int64")[:] = batch.place
         self._resize(batch.sizes)
         self._numbers.copy_(self._host, non_blocking=True)
@@ -362,7 +368,7 @@ def _pool_of(room: Room, place: Tensor) -> Pool:
 # Numbers of a goal with two unit roundoffs.
 GOAL = 7
 # Numbers of inputs before tables.
-COUNT = 2 * GOAL + 10
+COUNT = 2 * GOAL + 12
 
 
 class Inputs(NamedTuple):
@@ -374,6 +380,7 @@ class Inputs(NamedTuple):
         own: (7,) for the self terms.
         started: (3,) 1 where a term starts from given potentials, else 0.
         of_costs: (3,) as a pool takes them.
+        penalties: (2,) rho of rows and of columns, infinite where marginals are exact.
         place: (4,) int64, where a matrix that is given is, of `kernels.matrix.place`.
         tables: (4 B, 8) int64, of `tables_of`: where kernels find the points of each segment.
     """
@@ -382,16 +389,17 @@ class Inputs(NamedTuple):
     own: Tensor
     started: Tensor
     of_costs: Tensor
+    penalties: Tensor
     place: Tensor
     tables: Tensor
 
     @classmethod
     def of(cls, numbers: Tensor, problems: int) -> Inputs:
         """Cut the views out of all numbers for B problems, `COUNT + 32 B` of them."""
-        parts = [GOAL, GOAL, 3, 3, 4, 32 * problems]
-        cross, own, started, of_costs, place, tables = torch.split(numbers, parts)
+        parts = [GOAL, GOAL, 3, 3, 2, 4, 32 * problems]
+        cross, own, started, of_costs, penalties, place, tables = torch.split(numbers, parts)
         whole = place.view(torch.int64), tables.view(torch.int64).view(-1, 8)
-        return cls(cross, own, started, of_costs, *whole)
+        return cls(cross, own, started, of_costs, penalties, *whole)
 
 
 class Batch(NamedTuple):
@@ -593,7 +601,8 @@ class Read(NamedTuple):
 # more than the time to make a few tensors.
 MOST_KEPT, MOST_BYTES, MOST_BYTES_CPU = 16, 1 << 32, 1 << 25
 
-# What a solve is cached by: its room, whether there are self terms, and what marginals owe.
+# What a solve is cached by: its room, whether there are self terms, and what marginals owe, of
+# recordings their kinds alone.
 Key = tuple[Room, bool, Constraints]
 
 _kept: OrderedDict[Key, list[PooledSolve]] = OrderedDict()
@@ -616,7 +625,8 @@ def kept(room: Room, debias: bool, constraints: Constraints = EXACT) -> Iterator
     On a GPU one solve runs at a time, whatever its thread and stream: recordings share the memory
     in which cuBLAS computes.
     """
-    key = room, debias, constraints
+    # On a processor penalties are floats, which take less time than tensors.
+    key = room, debias, constraints.at((1.0, 1.0)) if room.in_triton else constraints
     turn = nullcontext() if room.device.type == "cpu" else _turn(room.device)
     with turn, current(room.device):
         with _changing:

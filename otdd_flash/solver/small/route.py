@@ -165,7 +165,13 @@ def solve_small(
     room = batch.room(1, in_triton=in_triton)
     with kept(room, compared.debias, compared.constraints) as solve:
         small = solve_single(
-            solve, batch, compared.epsilon, options, start=start, progress=progress
+            solve,
+            batch,
+            compared.epsilon,
+            options,
+            start=start,
+            progress=progress,
+            constraints=compared.constraints,
         )
         if small is None:
             return None
@@ -239,6 +245,7 @@ def solve_single(
     *,
     start: Potentials | None = None,
     progress: SolverProgress | None = None,
+    constraints: Constraints = EXACT,
 ) -> SolvedTerms | None:
     """Solve a batch of one problem; None where one of its terms needs another solve.
 
@@ -249,13 +256,15 @@ def solve_single(
         options: when to stop.
         start: potentials to start from, by term.
         progress: called for every term whenever the device was asked.
+        constraints: what marginals owe.
 
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
     # A certificate finds a little more than the iterations: it lowers g for rounding.
     goal = goal_of(options, epsilon, TOLERANCE_AIM)
-    solve.begin(batch, goal, {name: g[None] for name, g in (start or {}).items()})
+    starts = {name: g[None] for name, g in (start or {}).items()}
+    solve.begin(batch, goal, starts, constraints)
     known = batch.facts if isinstance(batch, GivenCosts) else None
     in_triton, costs, done = solve.room.in_triton, dict[str, CostFacts](), False
     while not done:
@@ -412,7 +421,7 @@ def _solve_part(
     # As for a single problem.
     goal = goal_of(options, epsilon, TOLERANCE_AIM)
     with kept(room._replace(problems=problems), debias, constraints) as solve:
-        solve.begin(batch, goal, {})
+        solve.begin(batch, goal, {}, constraints)
         done = False
         while not done:
             solve.iterate()
