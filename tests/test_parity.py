@@ -1,4 +1,4 @@
-"""Agreement with geomloss and POT at their true conventions."""
+"""Agreement with geomloss, POT, OTT-JAX and flash-sinkhorn at their true conventions."""
 
 from __future__ import annotations
 
@@ -79,3 +79,61 @@ def test_the_relaxed_divergence_is_geomlosses(blur: float, reach: float, debias:
     given = {"epsilon": blur**2, "unbalanced": reach**2, "debias": debias}
     ours = otdd.sinkhorn_divergence(x, y + 0.5, compute=DOUBLE, **given)
     assert ours.value == pytest.approx(float(loss(x, y + 0.5)), rel=2e-3)
+
+
+# OTT-JAX 0.6.0 with JAX 0.10.2 in float64: `sinkhorn.Sinkhorn(threshold=1e-13)` of
+# `LinearProblem(Geometry(cost, epsilon=0.3), a, b, tau_a=..., tau_b=...)`, tau = rho / (rho + 0.3)
+# and 1 of an exact side; its `matrix.sum()`, `(matrix * cost).sum()` and `matrix[2, 3]`.
+OTT = [
+    ((0.5, 0.5), (1.8012869853004982, 0.5872832903060969, 0.000582784593687948)),
+    ((0.3, 2.0), (1.3304228503169095, 0.47953700844908553, 0.0005862498316453482)),
+    ((None, 0.7), (1.0, 0.38948337077141576, 0.0004436343410768969)),
+    ((20.0, 20.0), (1.0163201397848538, 0.49938624141428967, 0.0010652319136543614)),
+]
+
+
+def masses() -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = torch.arange(1, 13).double(), torch.arange(9, 0, -1).double()
+    return a / a.sum(), b / b.sum()
+
+
+@pytest.mark.parametrize(("rho", "theirs"), OTT)
+def test_the_relaxed_plan_is_that_of_ott(
+    rho: tuple[float | None, float | None], theirs: tuple[float, float, float]
+) -> None:
+    """Whose entropy is that of P, not of P beside a b^T, which matters once marginals are free."""
+    i, j = torch.arange(12).double()[:, None], torch.arange(9).double()
+    cost, (a, b) = torch.sin(1 + 3 * i + 7 * j * j) + 1, masses()
+    beside = cost + 0.3 * (a[:, None] * b).log()
+    options = otdd.Converged(1e-10)
+    plan = otdd.matrix_transport(beside, a, b, epsilon=0.3, unbalanced=rho, options=options).plan()
+    ours = float(plan.sum()), float((plan * cost).sum()), float(plan[2, 3])
+    assert ours == pytest.approx(theirs, rel=1e-8)
+
+
+# The dense float64 solution by which flash-sinkhorn 0.4.1 tests its kernels, 20,000 iterations of
+# `unbalanced_sinkhorn_ref` and `unbalanced_value_and_grad_ref`, at eps = blur^2 and rho = reach^2:
+# the value, the norm of the gradient by x, and the difference between the gradients by the first
+# and the last of the masses a, (rho + eps) (1 - exp(-f / rho)), or f of an exact side.
+FLASH_SINKHORN = [
+    ((0.7, 0.7), (0.6434778465262954, 0.19736256248945003, -0.0002184058063989247)),
+    ((0.5, 2.0), (0.9604864485717919, 0.4868245831913761, 0.266319063327083)),
+    ((1.0, None), (1.1863636759573577, 0.6739001590956528, 0.8298364103064265)),
+    ((None, 0.6), (0.9414557229102717, 0.46504382297045793, -0.11341348839337373)),
+]
+
+
+@pytest.mark.parametrize(("reach", "theirs"), FLASH_SINKHORN)
+def test_the_relaxed_loss_is_that_of_flash_sinkhorn(
+    reach: tuple[float | None, float | None], theirs: tuple[float, float, float]
+) -> None:
+    i, j, k = (torch.arange(size).double() for size in (12, 9, 3))
+    x = torch.sin(1 + 3 * i[:, None] + 5 * k).requires_grad_()
+    y, (a, b) = torch.sin(2 + 4 * j[:, None] + 7 * k) + 0.5, masses()
+    rho = [None if each is None else each**2 for each in reach]
+    given = {"epsilon": 0.4**2, "lambda_x": 1.0, "unbalanced": rho, "debias": False}
+    options = otdd.Converged(1e-10)
+    value = otdd.sinkhorn_loss(x, y, a.requires_grad_(), b, **given, options=options)
+    by_x, by_a = torch.autograd.grad(value, (x, a))
+    ours = value.item(), float(by_x.norm()), float(by_a[0] - by_a[-1])
+    assert ours == pytest.approx(theirs, rel=1e-7, abs=1e-9)
