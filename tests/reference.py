@@ -216,6 +216,49 @@ def unbalanced_transport(
     return float(unbalanced_dual(cost, a, b, f, g, epsilon, rho)), f, g
 
 
+def potentials_of(
+    cost: Tensor, a: Tensor, b: Tensor, epsilon: float, rho: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Relaxed potentials f (n,) and g (m,) for autograd, once, by the implicit function theorem.
+
+    Newton's method in logarithms, f / rho_x + log sum_j b_j e_ij = 0, whose last step has the
+    derivatives by cost and masses. A potential without mass is the update of the others.
+    """
+    held, there = (cost.detach(), a.detach(), b.detach()), (a > 0, b > 0)
+    part = held[0][there[0]][:, there[1]]
+    _, inner_f, inner_g = unbalanced_transport(
+        part, held[1][there[0]], held[2][there[1]], epsilon, rho
+    )
+    f, g = torch.zeros_like(held[1]), torch.zeros_like(held[2])
+    f[there[0]], g[there[1]] = inner_f, inner_g
+    shares = [1.0 if p == math.inf else p / (p + epsilon) for p in rho]
+    f = torch.where(there[0], f, -shares[0] * epsilon * _log_sum(held[2], (g - held[0]) / epsilon))
+    g = torch.where(
+        there[1], g, -shares[1] * epsilon * _log_sum(held[1], (f - held[0].T) / epsilon)
+    )
+    n = len(a)
+    for step in range(4):
+        c, of_a, of_b = (cost, a, b) if step == 3 else held
+        exponents = (f[:, None] + g - c) / epsilon
+        by_row = f / rho[0] + _log_sum(of_b, exponents)
+        by_column = g / rho[1] + _log_sum(of_a, exponents.T)
+        at = exponents.detach()
+        jacobian = torch.zeros(n + len(b), n + len(b), dtype=torch.float64)
+        jacobian[:n, :n] = torch.eye(n) * (1 / epsilon + 1 / rho[0])
+        jacobian[n:, n:] = torch.eye(len(b)) * (1 / epsilon + 1 / rho[1])
+        jacobian[:n, n:] = (at - _log_sum(held[2], at)[:, None]).exp() * held[2] / epsilon
+        jacobian[n:, :n] = (at.T - _log_sum(held[1], at.T)[:, None]).exp() * held[1] / epsilon
+        moved = torch.linalg.solve(jacobian, torch.cat((by_row, by_column)))
+        f, g = f - moved[:n], g - moved[n:]
+    return f, g
+
+
+def _log_sum(masses: Tensor, exponents: Tensor) -> Tensor:
+    """Return log sum_j m_j e^(x_ij), differentiable by masses of 0 as well."""
+    top = exponents.detach().amax(1, keepdim=True)
+    return top[:, 0] + ((exponents - top).exp() @ masses).log()
+
+
 def sinkhorn_divergence(
     costs: tuple[Tensor, Tensor, Tensor], a: Tensor, b: Tensor, epsilon: float
 ) -> float:

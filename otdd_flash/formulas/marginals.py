@@ -99,6 +99,25 @@ class Marginal(ABC):
     def softmin_of(self, potential: Tensor, epsilon: float | Tensor) -> Tensor:
         """Return the softmin of which a potential is the update."""
 
+    def diagonal(self, epsilon: float) -> float:
+        """Return the factor, 1 + epsilon / rho, of a side's sums in the linear system of a plan.
+
+        What is owed falls with the potential: where the costs change, a e^(-f / rho) = P 1 gives
+        (1 + epsilon / rho) r df + P dg = (P o dC) 1.
+        """
+        return 1 + epsilon * float(self.softness)
+
+    @abstractmethod
+    def mass_slope(self, slope: Tensor, sums: Tensor, epsilon: float) -> Tensor:
+        """Return the slope by masses, along the simplex, of a function of a plan.
+
+        Args:
+            slope: u (n,), the solution of the plan's linear system for this side; where there is no
+                mass, what the equation of its row gives.
+            sums: r / a (n,), those of a point without mass by its potential.
+            epsilon: regularisation.
+        """
+
     @abstractmethod
     def dual(self, potential: Tensor) -> Tensor:
         """Return phi(f), whose product with the masses is this side's part of the dual value."""
@@ -202,6 +221,10 @@ class Exact(Marginal):
     def softmin_of(self, potential: Tensor, epsilon: float | Tensor) -> Tensor:
         return potential
 
+    def mass_slope(self, slope: Tensor, sums: Tensor, epsilon: float) -> Tensor:
+        # The masses are those that the plan has.
+        return slope
+
     def dual(self, potential: Tensor) -> Tensor:
         return potential
 
@@ -261,6 +284,9 @@ class RelaxedByKL(Marginal):
 
     def softmin_of(self, potential: Tensor, epsilon: float | Tensor) -> Tensor:
         return potential * ((self.rho + epsilon) / self.rho)
+
+    def mass_slope(self, slope: Tensor, sums: Tensor, epsilon: float) -> Tensor:
+        return slope * sums * self.diagonal(epsilon)
 
     def dual(self, potential: Tensor) -> Tensor:
         return torch.expm1(potential / -self.rho) * -self.rho
@@ -393,6 +419,35 @@ class Constraints:
     def exact(self) -> bool:
         """Whether both are: what they owe has mass 1, and potentials are free to translate."""
         return self.rows.exact and self.columns.exact
+
+    def diagonal(self, epsilon: float) -> tuple[float, float]:
+        """Return the factors of the sums of rows and of columns in the linear system of a plan."""
+        return self.rows.diagonal(epsilon), self.columns.diagonal(epsilon)
+
+    def translation_slopes(
+        self, a: Tensor, f: Tensor, b: Tensor, g: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Return the slopes of the translation t that fixes f + t and g - t.
+
+        It is `translation`, or <b, g> where both marginals are exact and potentials are normalized
+        to <b, g> = 0.
+
+        Returns:
+            Those by f (n,) and g (m,), and by a (n,) and b (m,), up to a constant of each side.
+        """
+        if self.exact:
+            none = torch.zeros_like(a)
+            return (none, b), (none, g)
+        sides = (self.rows, a, f, -1), (self.columns, b, g, 1)
+        by_potential, by_masses = [], []
+        for side, masses, potential, sign in sides:
+            share = sign * side.softness / self.softness
+            log_mass = _log_mass(side, masses, potential)
+            # Both sides owe a mass that may underflow where its shares do not.
+            logs = masses.log() - side.softness * potential - log_mass
+            by_potential.append(share * torch.exp(logs))
+            by_masses.append(share * side.dual(potential) * torch.exp(-log_mass))
+        return (by_potential[0], by_potential[1]), (by_masses[0], by_masses[1])
 
     def at(self, penalties: Sequence[float] | Tensor) -> Constraints:
         """Return these kinds of marginals with penalties (2,) of rows and of columns."""

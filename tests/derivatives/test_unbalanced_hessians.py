@@ -1,0 +1,100 @@
+"""Second derivatives with relaxed marginals, against implicit derivatives of dense potentials."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+import otdd_flash as otdd
+
+TIGHT = otdd.Converged(1e-9)
+EPSILON = 0.2
+
+# In units of the mean cost, which is about 1; None is exact.
+PENALTIES = [(0.01, 0.01), (0.3, 0.3), (1e3, 1e3), (0.2, None), (None, 0.02), (0.1, 1e3)]
+
+
+class Problem:
+    """Labelled clouds of which a point of each side has no mass, with directions."""
+
+    def __init__(self, sizes: tuple[int, int] = (6, 7)) -> None:
+        draw = torch.Generator().manual_seed(1)
+        n, m = sizes
+        self.x, self.y = (torch.randn(k, 2, generator=draw).double() for k in sizes)
+        self.y += 0.5
+        self.a, self.b = (torch.rand(k, generator=draw).double() + 0.2 for k in sizes)
+        self.a[-1], self.b[0] = 0, 0
+        self.a, self.b = self.a / self.a.sum(), self.b / self.b.sum()
+        table = torch.rand(5, 5, generator=draw).double()
+        self.table = (table + table.T).fill_diagonal_(0)
+        self.labels = torch.arange(n) % 2, torch.arange(m) % 3
+        self.along = torch.randn(n, 2, generator=draw).double()
+        self.along_y = torch.randn(m, 2, generator=draw).double()
+
+    @property
+    def settings(self) -> dict[str, object]:
+        names = {"labels_x": self.labels[0], "labels_y": self.labels[1]}
+        return {"epsilon": EPSILON, "class_table": self.table, "lambda_y": 0.3, **names}
+
+    def cost(self, x: Tensor, y: Tensor, one: int, two: int) -> Tensor:
+        blocks = slice(2), slice(2, 5)
+        table = self.table[blocks[one], blocks[two]]
+        classes = table[self.labels[one]][:, self.labels[two]]
+        return reference.dense_cost(x, y, 0.5) + 0.3 * classes
+
+    def gradients(self, x: Tensor, y: Tensor, rho: tuple[float, float]) -> tuple[Tensor, Tensor]:
+        """Return the gradients by both clouds, for autograd; debiased for equal penalties."""
+
+        def pulls(one: int, two: int, penalties: tuple[float, float]) -> tuple[Tensor, Tensor]:
+            points, masses = (x, y), (self.a, self.b)
+            p, q, of_p, of_q = points[one], points[two], masses[one], masses[two]
+            cost = self.cost(p, q, one, two)
+            f, g = reference.potentials_of(cost, of_p, of_q, EPSILON, penalties)
+            plan = of_p[:, None] * ((f[:, None] + g - cost) / EPSILON).exp() * of_q
+            apart = plan[..., None] * (p[:, None] - q)
+            return apart.sum(1), -apart.sum(0)
+
+        by_x, by_y = pulls(0, 1, rho)
+        if rho[0] == rho[1]:
+            own_x, own_y = pulls(0, 0, rho), pulls(1, 1, rho)
+            by_x, by_y = by_x - sum(own_x) / 2, by_y - sum(own_y) / 2
+        return by_x, by_y
+
+    def products(self, rho: tuple[float, float]) -> tuple[Tensor, Tensor]:
+        """Return the Hessian's product with both directions."""
+        x, y = self.x.clone().requires_grad_(), self.y.clone().requires_grad_()
+        by_x, by_y = self.gradients(x, y, rho)
+        # The Hessian is symmetric.
+        found = (by_x * self.along).sum() + (by_y * self.along_y).sum()
+        product = torch.autograd.grad(found, (x, y))
+        return product[0], product[1]
+
+
+def penalties_of(rho: tuple[float | None, float | None]) -> tuple[float, float]:
+    one, other = (math.inf if each is None else each for each in rho)
+    return one, other
+
+
+@pytest.mark.parametrize("rho", PENALTIES)
+def test_double_backward_of_a_loss(rho: tuple[float | None, float | None]) -> None:
+    problem = Problem()
+    expected = problem.products(penalties_of(rho))
+    x, y = problem.x.clone().requires_grad_(), problem.y.clone().requires_grad_()
+    loss = otdd.sinkhorn_loss(
+        x,
+        y,
+        problem.a,
+        problem.b,
+        unbalanced=rho,
+        debias=rho[0] == rho[1],
+        options=TIGHT,
+        **problem.settings,
+    )
+    first = torch.autograd.grad(loss, (x, y), create_graph=True)
+    found = torch.autograd.grad(first, (x, y), (problem.along, problem.along_y))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7 * float(other.abs().max()))
