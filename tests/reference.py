@@ -244,8 +244,8 @@ def potentials_of(
         by_column = g / rho[1] + _log_sum(of_a, exponents.T)
         at = exponents.detach()
         jacobian = torch.zeros(n + len(b), n + len(b), dtype=torch.float64)
-        jacobian[:n, :n] = torch.eye(n) * (1 / epsilon + 1 / rho[0])
-        jacobian[n:, n:] = torch.eye(len(b)) * (1 / epsilon + 1 / rho[1])
+        jacobian[:n, :n].fill_diagonal_(1 / epsilon + 1 / rho[0])
+        jacobian[n:, n:].fill_diagonal_(1 / epsilon + 1 / rho[1])
         jacobian[:n, n:] = (at - _log_sum(held[2], at)[:, None]).exp() * held[2] / epsilon
         jacobian[n:, :n] = (at.T - _log_sum(held[1], at.T)[:, None]).exp() * held[1] / epsilon
         moved = torch.linalg.solve(jacobian, torch.cat((by_row, by_column)))

@@ -108,6 +108,13 @@ class Marginal(ABC):
         return 1 + epsilon * float(self.softness)
 
     @abstractmethod
+    def mean_slopes(self, masses: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slopes of <a, f>, or of -rho log <a, e^(-f / rho)>, by f (n,) and by a (n,).
+
+        Those by a are up to a constant.
+        """
+
+    @abstractmethod
     def mass_slope(self, slope: Tensor, sums: Tensor, epsilon: float) -> Tensor:
         """Return the slope by masses, along the simplex, of a function of a plan.
 
@@ -221,6 +228,9 @@ class Exact(Marginal):
     def softmin_of(self, potential: Tensor, epsilon: float | Tensor) -> Tensor:
         return potential
 
+    def mean_slopes(self, masses: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
+        return masses, potential
+
     def mass_slope(self, slope: Tensor, sums: Tensor, epsilon: float) -> Tensor:
         # The masses are those that the plan has.
         return slope
@@ -284,6 +294,12 @@ class RelaxedByKL(Marginal):
 
     def softmin_of(self, potential: Tensor, epsilon: float | Tensor) -> Tensor:
         return potential * ((self.rho + epsilon) / self.rho)
+
+    def mean_slopes(self, masses: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
+        mean = -self.rho * _log_mass(self, masses, potential)
+        # What is owed may underflow where its shares do not.
+        shares = torch.where(masses > 0, masses * torch.exp((mean - potential) / self.rho), 0)
+        return shares, self.dual(potential - mean)
 
     def mass_slope(self, slope: Tensor, sums: Tensor, epsilon: float) -> Tensor:
         return slope * sums * self.diagonal(epsilon)
@@ -424,30 +440,29 @@ class Constraints:
         """Return the factors of the sums of rows and of columns in the linear system of a plan."""
         return self.rows.diagonal(epsilon), self.columns.diagonal(epsilon)
 
+    def normalized(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f + t (n,) and g - t (m,) with t that of `translation`; <b, g> if both are exact.
+
+        t is the mean of g less that of f, as `Marginal.mean_slopes` says, each times its side's
+        share of 1 / rho_x + 1 / rho_y.
+        """
+        t = b @ g if self.exact else self._translation(a, f, b, g)[0]
+        return f + t, g - t
+
     def translation_slopes(
         self, a: Tensor, f: Tensor, b: Tensor, g: Tensor
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return the slopes of the translation t that fixes f + t and g - t.
-
-        It is `translation`, or <b, g> where both marginals are exact and potentials are normalized
-        to <b, g> = 0.
+        """Return the slopes of the t of `normalized`.
 
         Returns:
             Those by f (n,) and g (m,), and by a (n,) and b (m,), up to a constant of each side.
         """
-        if self.exact:
-            none = torch.zeros_like(a)
-            return (none, b), (none, g)
-        sides = (self.rows, a, f, -1), (self.columns, b, g, 1)
-        by_potential, by_masses = [], []
-        for side, masses, potential, sign in sides:
-            share = sign * side.softness / self.softness
-            log_mass = _log_mass(side, masses, potential)
-            # Both sides owe a mass that may underflow where its shares do not.
-            logs = masses.log() - side.softness * potential - log_mass
-            by_potential.append(share * torch.exp(logs))
-            by_masses.append(share * side.dual(potential) * torch.exp(-log_mass))
-        return (by_potential[0], by_potential[1]), (by_masses[0], by_masses[1])
+        shares: tuple[float | Tensor, float | Tensor] = (0.0, 1.0)
+        if not self.exact:
+            shares = self.rows.softness / self.softness, self.columns.softness / self.softness
+        by_f, by_a = self.rows.mean_slopes(a, f)
+        by_g, by_b = self.columns.mean_slopes(b, g)
+        return (-shares[0] * by_f, shares[1] * by_g), (-shares[0] * by_a, shares[1] * by_b)
 
     def at(self, penalties: Sequence[float] | Tensor) -> Constraints:
         """Return these kinds of marginals with penalties (2,) of rows and of columns."""
