@@ -292,31 +292,40 @@ def hessian_product(
     along: tuple[Tensor, Tensor],
     epsilon: float,
     lambda_x: float = 0.5,
+    rho: tuple[float, float] = (math.inf, math.inf),
 ) -> tuple[Tensor, Tensor]:
     """How the gradients of OT_epsilon by x and y change along A (n, d), B (m, d), sums of P fixed.
 
-    Dense: both potentials answer by the pseudo-inverse of the whole system.
+    Dense: both potentials answer by the pseudo-inverse of the whole system. Sums of a relaxed side
+    give way.
     """
     (x, y), (a, b), n = points, along, len(coupling)
     r, c = coupling.sum(1), coupling.sum(0)
+    softness = torch.cat((r * (epsilon / rho[0]), c * (epsilon / rho[1])))
     change = 2 * lambda_x * ((x[:, None] - y[None]) * (a[:, None] - b[None])).sum(2)
     weighted = coupling * change
     matrix = torch.cat((torch.cat((r.diag(), coupling), 1), torch.cat((coupling.T, c.diag()), 1)))
-    w = torch.linalg.pinv(matrix, rtol=1e-13, hermitian=True) @ torch.cat(
+    w = torch.linalg.pinv(matrix + softness.diag(), rtol=1e-13, hermitian=True) @ torch.cat(
         (weighted.sum(1), weighted.sum(0))
     )
     moved = (coupling * (w[:n, None] + w[None, n:]) - weighted) / epsilon
-    by_x = 2 * lambda_x * (r[:, None] * a - coupling @ b - moved @ y)
-    return by_x, 2 * lambda_x * (c[:, None] * b - coupling.T @ a - moved.T @ x)
+    lost = (softness * w / epsilon)[:, None]
+    by_x = 2 * lambda_x * (r[:, None] * a - coupling @ b - moved @ y - lost[:n] * x)
+    by_y = 2 * lambda_x * (c[:, None] * b - coupling.T @ a - moved.T @ x - lost[n:] * y)
+    return by_x, by_y
 
 
 def own_hessian_product(
-    coupling: Tensor, x: Tensor, along: Tensor, epsilon: float, lambda_x: float = 0.5
+    coupling: Tensor,
+    x: Tensor,
+    along: Tensor,
+    epsilon: float,
+    lambda_x: float = 0.5,
+    rho: tuple[float, float] = (math.inf, math.inf),
 ) -> Tensor:
     """Likewise of the self term, both of whose arguments are x."""
-    return sum(
-        hessian_product(coupling, (x, x), (along, along), epsilon, lambda_x), torch.zeros(())
-    )
+    by_both = hessian_product(coupling, (x, x), (along, along), epsilon, lambda_x, rho)
+    return by_both[0] + by_both[1]
 
 
 def adjoint(

@@ -7,9 +7,23 @@ import math
 import pytest
 import reference
 import torch
+from derivative_cases import (
+    EARLY,
+    WAYS,
+    DenseHessian,
+    clouds,
+    drawn,
+    labelled,
+    masses,
+    quiet,
+    solve_by,
+)
+from pairwise import pairwise
 from torch import Tensor
 
 import otdd_flash as otdd
+from otdd_flash.derivatives import plan_points
+from otdd_flash.derivatives.hessian import DivergenceCurvature
 
 TIGHT = otdd.Converged(1e-9)
 EPSILON = 0.2
@@ -209,3 +223,54 @@ def test_plans_of_matrices(rho: tuple[float | None, float | None]) -> None:
     assert_same_gradients(
         with_masses(gradients((found,), given), given), gradients((expected,), held)
     )
+
+
+@pytest.mark.slow(after=4)
+@pairwise(
+    way=WAYS,
+    shape=[(1, 1), (20, 20), (33, 21), (21, 33)],
+    rho=[(0.3, 0.3), (50.0, 50.0), (0.2, None), (None, 2.0), (0.3, 20.0)],
+    options=[otdd.Converged(1e-4), EARLY],
+    labels=[True, False],
+    zeros=[True, False],
+    count=[1, 7],
+    moments=[plan_points.MOST_MOMENTS, 0],
+)
+def test_products_are_those_of_the_dense_inverse(
+    way: str,
+    shape: tuple[int, int],
+    rho: tuple[float | None, float | None],
+    options: otdd.Converged,
+    labels: bool,
+    zeros: bool,
+    count: int,
+    moments: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of x alone and of both clouds, also of plans that were stopped early."""
+    cg = solve_by(way, monkeypatch)
+    monkeypatch.setattr(plan_points, "MOST_MOMENTS", moments)
+    (n, m), (x, y) = shape, clouds(*shape)
+    a, b = masses(n, 0, zeros=zeros), masses(m, 1, zeros=zeros)
+    cost = {"unbalanced": rho, **(labelled(n, m) if labels else {})}
+    given = {"debias": rho[0] == rho[1], "options": options, "cg": cg}
+    found = quiet(otdd.sinkhorn_hessian, x, y, a, b, **given, **cost)
+    exact = DenseHessian(found.divergence.terms, x, y, a, b, **cost)
+    v, w = drawn(count, n, 3, seed=4), drawn(count, m, 3, seed=5)
+    got = found.product(v)
+    joint = DivergenceCurvature(found._comparison, found.divergence, cg).along(v, w)
+    assert bool(got.converged.all())
+    assert way != "decomposed" or int(got.iterations.max() + joint.iterations.max()) == 0
+    assert joint.y is not None
+    for k in range(count):
+        by_x, _, energy = exact.along(v[k])
+        size = 1e-3 + float(by_x.abs().max())
+        torch.testing.assert_close(got.values[k], by_x, rtol=0, atol=1e-9 * size)
+        close = 1e-9 * float(v[k].norm()) * size
+        torch.testing.assert_close(got.curvature[k], energy, rtol=0, atol=close)
+        by_x, by_y, energy = exact.along(v[k], w[k])
+        size = 1e-3 + float(by_x.abs().max()) + float(by_y.abs().max())
+        torch.testing.assert_close(joint.x[k], by_x, rtol=0, atol=1e-9 * size)
+        torch.testing.assert_close(joint.y[k], by_y, rtol=0, atol=1e-9 * size)
+        close = 1e-8 * float(v[k].norm()) * size
+        torch.testing.assert_close(joint.curvature[k], energy, rtol=0, atol=close)
