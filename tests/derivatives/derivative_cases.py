@@ -38,6 +38,13 @@ def solve_by(way: str, monkeypatch: pytest.MonkeyPatch) -> CGOptions:
     return TIGHT
 
 
+def on_the_device(given: Any) -> Any:
+    """Return tensors of a tuple or of a dictionary on the device, with all else."""
+    if isinstance(given, dict):
+        return dict(zip(given, on_the_device(tuple(given.values())), strict=True))
+    return tuple(part.to(DEVICE) if isinstance(part, Tensor) else part for part in given)
+
+
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=draw, dtype=torch.float64)

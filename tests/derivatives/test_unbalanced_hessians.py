@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 from derivative_cases import (
+    DEVICE,
     EARLY,
     WAYS,
     DenseHessian,
@@ -15,6 +16,7 @@ from derivative_cases import (
     drawn,
     labelled,
     masses,
+    on_the_device,
     quiet,
     solve_by,
 )
@@ -24,6 +26,8 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash.derivatives import plan_points
 from otdd_flash.derivatives.hessian import DivergenceCurvature
+from otdd_flash.kernels.passes import plan_blocks
+from otdd_flash.operators import triton_plans
 
 TIGHT = otdd.Converged(1e-9)
 EPSILON = 0.2
@@ -274,3 +278,64 @@ def test_products_are_those_of_the_dense_inverse(
         torch.testing.assert_close(joint.y[k], by_y, rtol=0, atol=1e-9 * size)
         close = 1e-8 * float(v[k].norm()) * size
         torch.testing.assert_close(joint.curvature[k], energy, rtol=0, atol=close)
+
+
+@pytest.mark.slow(after=2)
+@pytest.mark.usefixtures("iterations_alone")
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("rho", [(0.5, 0.5), (0.3, None), (1e3, 1e3), (None, 0.05)])
+def test_kernels(
+    rho: tuple[float | None, float | None], held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Iterations with a plan in float16 that is held, or evaluated anew."""
+    monkeypatch.setattr(triton_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(triton_plans, "FEW_COORDINATES", 0)
+    if not held:
+        monkeypatch.setattr(triton_plans, "holds", lambda *_: False)
+    x, y, v, w = (part.float() for part in (*clouds(40, 33), drawn(40, 3), drawn(33, 3)))
+    cost = labelled(40, 33) | {"unbalanced": rho}
+    compute = otdd.ComputeOptions(DEVICE, backend="triton")
+    given = {"epsilon": 1.0, "compute": compute, "debias": rho[0] == rho[1]}
+    found = otdd.sinkhorn_hessian(*on_the_device((x, y)), **given, **on_the_device(cost))
+    along = DivergenceCurvature(found._comparison, found.divergence, otdd.CGOptions()).along
+    got = along(*on_the_device((v[None], w[None])))
+    assert bool(got.converged.all())
+    assert got.y is not None
+    exact = DenseHessian(found.divergence.terms, *on_the_device((x, y)), **on_the_device(cost))
+    by_x, by_y, energy = exact.along(*on_the_device((v, w)))
+    for one, other in ((got.x[0], by_x), (got.y[0], by_y)):
+        assert float((one - other).norm() / other.norm()) <= 5e-5
+    assert abs(float(got.curvature[0] - energy)) <= 1e-4 * abs(float(energy))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("iterations_alone")
+@pytest.mark.parametrize("rho", [(30.0, 30.0), (20.0, None)])
+def test_points_of_many_coordinates(
+    rho: tuple[float | None, float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are multiplied as they are packed, block by block."""
+    monkeypatch.setattr(triton_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(triton_plans, "holds", lambda *_: False)
+    monkeypatch.setattr(plan_points, "LOOKED_AT", 1 << 14)
+    monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 128)
+    monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 256)
+    x, y, v, w = (
+        (drawn(n, 136, seed=seed) + 10 + seed / 5).float().to(DEVICE)
+        for seed, n in enumerate((140, 100, 140, 100))
+    )
+    a = masses(140, 0, zeros=True).to(DEVICE)
+    cost = {"epsilon": 272.0, "unbalanced": rho}
+    compute = otdd.ComputeOptions(DEVICE, backend="triton")
+    given = {"debias": rho[0] == rho[1], "cg": otdd.CGOptions(1e-6), "compute": compute}
+    found = otdd.sinkhorn_hessian(x, y, a, **cost, **given)
+    assert isinstance(found._curvature._cross._at, plan_points.PackedPlanPoints)
+    exact = DenseHessian(found.divergence.terms, x, y, a, **cost)
+    for both in (True, False):
+        got = found._curvature.along(v[None], w[None] if both else None)
+        by_x, by_y, energy = exact.along(v, w if both else None)
+        assert float((got.x[0] - by_x).norm()) <= 1e-5 * float(by_x.norm())
+        if got.y is not None:
+            assert float((got.y[0] - by_y).norm()) <= 1e-5 * float(by_y.norm())
+        size = float(v.norm() * by_x.norm() + (w.norm() * by_y.norm() if both else 0))
+        assert abs(float(got.curvature[0] - energy)) <= 1e-6 * size
