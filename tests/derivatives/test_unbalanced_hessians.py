@@ -30,6 +30,7 @@ from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.operators import triton_plans
 
 TIGHT = otdd.Converged(1e-9)
+DOUBLE = otdd.ComputeOptions("cpu", precision="double")
 EPSILON = 0.2
 
 # In units of the mean cost, which is about 1; None is exact.
@@ -339,3 +340,30 @@ def test_points_of_many_coordinates(
             assert float((got.y[0] - by_y).norm()) <= 1e-5 * float(by_y.norm())
         size = float(v.norm() * by_x.norm() + (w.norm() * by_y.norm() if both else 0))
         assert abs(float(got.curvature[0] - energy)) <= 1e-6 * size
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_row_that_moves_nothing_has_an_image_and_no_derivative(weighted: bool) -> None:
+    """Its conditional plan is that of its softmin, also where e^(-f / rho) is 0."""
+    x = torch.tensor([[0.0], [0.2], [60.0]]).double()
+    y = torch.tensor([[0.0], [0.3], [2.0]]).double()
+    a = torch.tensor([0.3, 0.3, 0.4]).double() if weighted else None
+    given = {"epsilon": 0.5, "unbalanced": 0.5, "options": TIGHT}
+    x.requires_grad_()
+    found = otdd.transport_map(x, y, a, **given)
+    f, g = otdd.sinkhorn_potentials(x, y, a, **given)
+    expected = ((g - reference.dense_cost(x, y, 0.5)) / 0.5).softmax(1) @ y
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    source = otdd.LabeledSamples(x.detach(), None, (), a)
+    of_data = {"labels": "none", "debias": False, "compute": DOUBLE, "solver": TIGHT}
+    result = otdd.dataset_distance(source, y, epsilon=0.5, unbalanced=0.5, **of_data)
+    torch.testing.assert_close(result.barycentric_map(), expected.detach(), rtol=1e-6, atol=1e-8)
+    for output in (found, f):
+        with pytest.raises(otdd.InputError, match="less of its mass than float64 holds"):
+            output.sum().backward()
+    # Nothing of it is missing in the plan, nor in its derivative.
+    cost = reference.dense_cost(x.detach(), y, 0.5).requires_grad_()
+    plan = otdd.matrix_plan(cost, a, **given)
+    (by_cost,) = torch.autograd.grad((plan * plan).sum(), cost)
+    assert float(by_cost[2].abs().max()) < 1e-290
+    assert float(by_cost[:2].abs().min()) > 0
