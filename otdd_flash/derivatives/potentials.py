@@ -251,10 +251,14 @@ class PotentialGradient(_ImplicitGradient):
         density = Density.of(comparison, *self._potentials)
         a, b = density.a, density.b
         density.check_moving()
-        f, g = (potential.double() for potential in self._potentials)
-        slopes, by_masses = comparison.constraints.translation_slopes(a, f, b, g)
+        f, g = self._potentials
+        of_rows, of_columns = comparison.constraints.translation_slopes(a, f, b, g)
         surplus = of_f.sum() - of_g.sum()
-        s, t = of_f, of_g = of_f + slopes[0] * surplus, of_g + slopes[1] * surplus
+        if of_rows is not None:
+            of_f = of_f + of_rows[0] * surplus
+        if of_columns is not None:
+            of_g = of_g + of_columns[0] * surplus
+        s, t = of_f, of_g
         if not density.whole:
             # Potentials of points without mass are updates: their cotangents pass to the others'.
             alpha, beta = density.diagonal
@@ -270,10 +274,12 @@ class PotentialGradient(_ImplicitGradient):
         gradient = cost_gradient(comparison, CostWeights(density, h, k), self._needs)
         if "a" in self._needs:
             gradient["a"] = -epsilon * density.times(k[:, None])[:, 0]
-            gradient["a"] += by_masses[0] * surplus
+            if of_rows is not None:
+                gradient["a"] += of_rows[1].double() * surplus
         if "b" in self._needs:
             gradient["b"] = -epsilon * density.transposed_times(h[:, None])[:, 0]
-            gradient["b"] += by_masses[1] * surplus
+            if of_columns is not None:
+                gradient["b"] += of_columns[1].double() * surplus
         return gradient
 
 

@@ -451,18 +451,25 @@ class Constraints:
 
     def translation_slopes(
         self, a: Tensor, f: Tensor, b: Tensor, g: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return the slopes of the t of `normalized`.
+    ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+        """Return the slopes of the t of `normalized`, of each side that it depends on.
 
         Returns:
-            Those by f (n,) and g (m,), and by a (n,) and b (m,), up to a constant of each side.
+            Those by f (n,) and by a (n,), and by g (m,) and by b (m,), up to a constant those by
+            masses.
         """
-        shares: tuple[float | Tensor, float | Tensor] = (0.0, 1.0)
-        if not self.exact:
-            shares = self.rows.softness / self.softness, self.columns.softness / self.softness
-        by_f, by_a = self.rows.mean_slopes(a, f)
-        by_g, by_b = self.columns.mean_slopes(b, g)
-        return (-shares[0] * by_f, shares[1] * by_g), (-shares[0] * by_a, shares[1] * by_b)
+        if self.exact:
+            return None, self.columns.mean_slopes(b, g)
+        found: list[tuple[Tensor, Tensor] | None] = []
+        sides = (self.rows, a, f, -1), (self.columns, b, g, 1)
+        for side, masses, potential, sign in sides:
+            if side.exact:
+                found.append(None)
+                continue
+            share = sign * side.softness / self.softness
+            by_potential, by_masses = side.mean_slopes(masses, potential)
+            found.append((share * by_potential, share * by_masses))
+        return found[0], found[1]
 
     def at(self, penalties: Sequence[float] | Tensor) -> Constraints:
         """Return these kinds of marginals with penalties (2,) of rows and of columns."""
