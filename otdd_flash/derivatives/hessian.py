@@ -8,7 +8,7 @@ does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -112,7 +112,7 @@ def sinkhorn_hessian(
         debias=debias,
     )
     constraints = resolve_constraints(unbalanced, unbalanced_relative, comparison.mean_cost)
-    comparison = comparison.with_constraints(constraints)
+    comparison = replace(comparison, constraints=constraints)
     gradient = DivergenceGradient(comparison, frozenset({"x"}))
     start = checked_start(comparison, start)
     with torch.no_grad():

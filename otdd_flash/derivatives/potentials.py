@@ -199,7 +199,7 @@ def _solved(
         debias=False,
     )
     constraints = resolve_constraints(*penalties, comparison.mean_cost)
-    comparison = comparison.with_constraints(constraints)
+    comparison = replace(comparison, constraints=constraints)
     inputs = Inputs(given, *labels)
     with torch.no_grad():
         divergence = solve(comparison, options, start=checked_start(comparison, start))
