@@ -31,6 +31,7 @@ from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.distance import (
     nearest_table,
     summary_table,
+    unmatched_table,
     write_contributions,
     write_report,
 )
@@ -40,6 +41,7 @@ from otdd_flash.sampling import noise_floor, subsample_interval
 from otdd_flash.sampling.comparison import drawable
 from otdd_flash.sampling.halves import half_size
 from otdd_flash.sampling.subsampling import LEVEL, check_count, subsample_sizes
+from otdd_flash.solver.penalties import penalties_of
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact
@@ -54,6 +56,10 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
     debias: bool
     contributions: bool
 
+    @property
+    def debiased(self) -> bool:
+        return self.debias
+
     def check(self) -> None:
         """Raise an `InputError` for settings that are invalid for any data."""
         super().check()
@@ -62,6 +68,13 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
             raise InputError(
                 "contributions=true at epsilon=0 is of a plan that is proven optimal; add "
                 "solver=exact solver.bound_width=0"
+            )
+        if self.unbalanced is None and self.unbalanced_relative is None:
+            return
+        if self.subsample:
+            raise InputError(
+                "subsample is for exact marginals: leave out subsample or unbalanced, whose "
+                "unmatched.csv says what is left of every class"
             )
 
 
@@ -119,6 +132,8 @@ def compare(config: DictConfig, directory: Path) -> None:
         yield summary_table(summary)
         if result.method != "none":
             yield nearest_table(result.class_distances.nearest())
+        if not result.constraints.exact:
+            yield unmatched_table(result.unmatched())
 
     def draw() -> Report:
         content, order = settings.report.content, settings.report.order
@@ -257,6 +272,7 @@ def measure_sampling(
         "labels": metric,
         "class_distances": result.class_distances if fixed_classes else None,
         "debias": settings.debias,
+        "unbalanced": penalties_of(result.constraints),
         "solver": solver,
         # The ranks that this process leads, if torchrun started it.
         "compute": replace(result.compute, group=leading()),

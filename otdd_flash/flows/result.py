@@ -268,6 +268,7 @@ class FlowResult:
             "only flow.optimizer=sgd without options, noise or minibatches": not plain,
             "flow.functionals move particles too": settings["flow.functionals"],
             "points moved in another space than that of features": space != "features",
+            "with unbalanced points move by more than conditional plans": "unbalanced" in settings,
         }
         met = "; ".join(reason for reason, holds in reasons.items() if holds)
         if met:

@@ -26,6 +26,7 @@ from otdd_flash.distributed.ranks import Ranks, ranks_of
 from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import Mark, mark_of, mark_of_tensors
+from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.memory import (
     ASSUMED_FREE,
     check_memory,
@@ -72,6 +73,7 @@ class Comparison:
             None if all are on the device.
         debias: whether the divergence has self terms, or is the cross term alone.
         epsilon: regularisation, in units of the cost.
+        constraints: what the marginals of plans owe.
     """
 
     given: tuple[LabeledSamples, ...]
@@ -83,6 +85,7 @@ class Comparison:
     streaming: Streaming | None = None
     debias: bool = True
     epsilon: float = 0.0
+    constraints: Constraints = EXACT
 
     @classmethod
     def prepare(
@@ -174,7 +177,13 @@ class Comparison:
         streaming = found.streaming
         if streaming is not None:
             streaming = replace(streaming, tally=self.streaming.tally)
-        return replace(found, streaming=streaming, debias=self.debias, epsilon=self.epsilon)
+        return replace(
+            found,
+            streaming=streaming,
+            debias=self.debias,
+            epsilon=self.epsilon,
+            constraints=self.constraints,
+        )
 
     def with_classes(self, table: Tensor | None) -> Comparison:
         """Return the comparison at class distances W (V_x + V_y, V_x + V_y), on any device.
