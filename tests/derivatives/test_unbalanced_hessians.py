@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import reference
@@ -21,6 +22,7 @@ from derivative_cases import (
     solve_by,
 )
 from pairwise import pairwise
+from refusals import naming
 from torch import Tensor
 
 import otdd_flash as otdd
@@ -367,3 +369,60 @@ def test_a_row_that_moves_nothing_has_an_image_and_no_derivative(weighted: bool)
     (by_cost,) = torch.autograd.grad((plan * plan).sum(), cost)
     assert float(by_cost[2].abs().max()) < 1e-290
     assert float(by_cost[:2].abs().min()) > 0
+
+
+X, Y = clouds(6, 5)
+ONE_SIDED: dict[str, object] = {"unbalanced": [1.0, None]}
+REFUSED: list[tuple[Callable[..., object], dict[str, object], str]] = [
+    *(
+        (function, {"unbalanced": 1.0, "options": otdd.GeomlossSchedule()}, "leave out unbalanced")
+        for function in (otdd.sinkhorn_hessian, otdd.sinkhorn_potentials, otdd.transport_map)
+    ),
+    (otdd.sinkhorn_hessian, ONE_SIDED, "debias=false"),
+    (otdd.sinkhorn_hessian, {"unbalanced": 1.0, "unbalanced_relative": 1.0}, "got both"),
+    (otdd.transport_map, {"unbalanced": 1e-40}, "potentials as small as this vanish"),
+]
+
+
+@pytest.mark.parametrize(("function", "settings", "message"), REFUSED)
+def test_what_is_refused(
+    function: Callable[..., object], settings: dict[str, object], message: str
+) -> None:
+    with naming(message), pytest.raises(otdd.InputError, match=message):
+        function(X, Y, epsilon=1.0, **settings)
+
+
+def test_third_derivatives_and_those_by_masses_are_refused_as_of_exact_marginals() -> None:
+    x = X.clone().requires_grad_()
+    a = torch.full((6,), 1 / 6).double().requires_grad_()
+    loss = otdd.sinkhorn_loss(x, Y, a, epsilon=1.0, unbalanced=1.0)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(otdd.InputError, match=r"detach a$"):
+        gradient.sum().backward()
+    loss = otdd.sinkhorn_loss(x, Y, epsilon=1.0, unbalanced=1.0)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), x, create_graph=True)
+    with pytest.raises(otdd.InputError, match="differentiable twice"):
+        second.sum().backward()
+
+
+def test_a_relative_penalty_is_in_mean_costs() -> None:
+    mean = float(reference.dense_cost(X, Y, 0.5).mean())
+    for function in (otdd.sinkhorn_potentials, otdd.transport_map):
+        one, other = (
+            function(X, Y, epsilon=1.0, options=TIGHT, **each)
+            for each in ({"unbalanced": [0.4 * mean, None]}, {"unbalanced_relative": [0.4, None]})
+        )
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+    v = drawn(6, 3)
+    one, other = (
+        otdd.sinkhorn_hessian(X, Y, epsilon=1.0, options=TIGHT, **each).product(v).values
+        for each in ({"unbalanced": 0.4 * mean}, {"unbalanced_relative": 0.4})
+    )
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+    cost = reference.dense_cost(X, Y, 0.5)
+    one, other = (
+        otdd.matrix_plan(cost, epsilon=1.0, options=TIGHT, **each)
+        for each in ({"unbalanced": 0.4 * mean}, {"unbalanced_relative": 0.4})
+    )
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-10)
