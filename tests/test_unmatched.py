@@ -108,6 +108,7 @@ def test_pairs_of_datasets_are_those_of_single_distances() -> None:
         one = otdd.dataset_distance(sides[i], sides[j], epsilon=0.1, unbalanced=0.5, labels="means")
         assert float(found.values[i, j]) == pytest.approx(one.value, rel=1e-9)
     assert found.details["unbalanced"] == [0.5, 0.5]
+    assert "unbalanced=[0.5, 0.5], " in repr(found)
 
 
 def test_parts_of_a_comparison_keep_the_penalties() -> None:

@@ -163,34 +163,46 @@ def conclude(
 ) -> Certificate:
     """Compute the certificate from `PlanEvidence.numbers` as the host has read them.
 
+    Where its mass underflows, the marginal error is 1 / LEAST_MOVING, and bounds hold nevertheless.
+
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
-        InputError: it underflows.
     """
     check_mass(costs, numbers.mass, epsilon)
-    moving = numbers.penalties.moving
-    if moving < LEAST_MOVING:
-        raise InputError(
-            f"no mass moves, or less than {LEAST_MOVING:g} of it: all costs are far above epsilon="
-            f"{epsilon:g} and the penalty of unmatched mass; raise unbalanced or epsilon"
-        )
     dual, sums = numbers.dual(epsilon), evidence.sums
     check_mass(costs, dual, epsilon)
     upper, primal = numbers.upper(costs, sums, epsilon), float(numbers.penalties.primal)
     if costs.forbidden and math.isfinite(primal):
         # Other upper bounds move mass between any two points, forbidden pairs too.
         upper = primal
-    owed = max(numbers.penalties.owed, float(moving))
+    owed = max(numbers.penalties.owed, float(numbers.penalties.moving))
     error = larger(numbers.mean_error, numbers.penalties.open_error)
     size = numbers.size + numbers.penalties.size
     low, high = widen_bounds(costs, sums, (dual, upper), error, size, epsilon, owed)
     # Where numbers overflow nothing is known.
     unknown = math.isnan(high) or (costs.forbidden and not math.isfinite(primal))
     bounds = -math.inf if math.isnan(low) else low, math.inf if unknown else high
-    undetectable = numbers.noise + 2 * sums.relative_error + sums.underflow / moving
-    error = numbers.gap + undetectable
-    passes, moving = evidence.passes, float(moving)
+    passes, moving = evidence.passes, float(numbers.penalties.moving)
+    if moving < LEAST_MOVING:
+        # Nothing is known of an error that is relative to the mass.
+        undetectable, error = 0.0, 1 / LEAST_MOVING
+    else:
+        undetectable = numbers.noise + 2 * sums.relative_error + sums.underflow / moving
+        error = numbers.gap + undetectable
     return Certificate(evidence.f, evidence.g, dual, bounds, error, undetectable, passes, moving)
+
+
+def check_moving(certificate: Certificate, epsilon: float) -> None:
+    """Refuse a solved plan that moves nothing.
+
+    Raises:
+        InputError: the mass underflows.
+    """
+    if certificate.mass < LEAST_MOVING:
+        raise InputError(
+            f"no mass moves, or less than {LEAST_MOVING:g} of it: all costs are far above epsilon="
+            f"{epsilon:g} and the penalty of unmatched mass; raise unbalanced or epsilon"
+        )
 
 
 def shows_rounding(

@@ -96,11 +96,6 @@ def resolve_constraints(
     return Constraints(*(_marginal(penalty, unit, name) for penalty in sides))
 
 
-def has_penalty(unbalanced: Unbalanced | None, relative: Unbalanced | None = None) -> bool:
-    """Return whether a side is not exact."""
-    return any(given is not None for given in (*_sides(unbalanced), *_sides(relative)))
-
-
 def penalties_of(constraints: Constraints) -> list[float | None] | None:
     """Return [rho_x, rho_y] in units of the cost, as files have them; None if both are exact."""
     if constraints.exact:
@@ -137,6 +132,11 @@ def _marginal(penalty: float | None, unit: float, name: str) -> Marginal:
             "marginals are exact without it"
         )
     return RelaxedByKL(rho)
+
+
+def penalties_text(penalties: list[float | None] | None) -> str:
+    """Return what a line of text says of `penalties_of` before what follows; "" of exact ones."""
+    return "" if penalties is None else f"unbalanced={shown_penalties(penalties)}, "
 
 
 def shown_penalties(given: Unbalanced) -> str:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from otdd_flash.cost.class_table import ROUNDING
 from otdd_flash.cost.compute import ComputeOptions, uses_triton
-from otdd_flash.cost.facts import TERMS, CostFacts
+from otdd_flash.cost.facts import SIDES, TERMS, CostFacts
 from otdd_flash.errors import InputError
-from otdd_flash.formulas.marginals import EXACT, Constraints
+from otdd_flash.formulas.marginals import EXACT, LEAST_MOVING, Constraints
 from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory
 from otdd_flash.operators.score_pool import UNIT, Room, ScorePool
 from otdd_flash.solver.certificate import PlanEvidence, conclude, conclude_many, shows_rounding
@@ -41,7 +41,7 @@ from otdd_flash.solver.small.pooled_solve import (
     is_kept,
     kept,
 )
-from otdd_flash.solver.solve import TOLERANCE_AIM
+from otdd_flash.solver.solve import TOLERANCE_AIM, within_reach
 from otdd_flash.solver.term import (
     LOOSEST_DEFAULT,
     SolverProgress,
@@ -263,7 +263,10 @@ def solve_single(
     """
     # A certificate finds a little more than the iterations: it lowers g for rounding.
     goal = goal_of(options, epsilon, TOLERANCE_AIM)
-    starts = {name: g[None] for name, g in (start or {}).items()}
+    starts = {
+        name: within_reach(g, constraints.between(*SIDES[name]).columns)[None]
+        for name, g in (start or {}).items()
+    }
     solve.begin(batch, goal, starts, constraints)
     known = batch.facts if isinstance(batch, GivenCosts) else None
     in_triton, costs, done = solve.room.in_triton, dict[str, CostFacts](), False
@@ -319,11 +322,13 @@ def _concluded(
 ) -> TransportTerm | None:
     """The term, or None where iterations should go on."""
     numbers = read.numbers
+    exhausted = read.iterations >= options.max_iterations - 1
+    if not LEAST_MOVING <= numbers.penalties.moving < math.inf:
+        return None
     if name == "xy" and shows_rounding(costs, numbers, epsilon):
         return None
     certificate = conclude(costs, evidence, numbers, epsilon)
     floor = rounding_floor(costs, numbers.size, epsilon)
-    exhausted = read.iterations >= options.max_iterations - 1
     try:
         tolerance = reachable_tolerance(options, floor, epsilon, costs.dtype)
     except InputError:
