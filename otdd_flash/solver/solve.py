@@ -55,6 +55,7 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_problem import OneProblem, problem_of
 from otdd_flash.solver.certificate import Certificate, certify, certify_self, check_moving
 from otdd_flash.solver.evidence import rounding_floor
+from otdd_flash.solver.penalties import refuse_beyond_digits
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term import (
     LOOSEST_DEFAULT,
@@ -119,12 +120,15 @@ def solve_term(
         progress: called whenever the marginals were evaluated, as progress(iteration, error).
 
     Raises:
-        InputError: rounding alone exceeds the tolerance at this epsilon and precision, or a plan
-            that is solved moves no mass.
+        InputError: rounding alone exceeds the tolerance at this epsilon and precision, a plan that
+            is solved moves no mass, or a penalty is far above all costs.
     """
     budget = Budget(epsilon, options, progress)
     # Most unreachable tolerances are refused before the first iteration, by the size of the costs.
     budget.allow_for_rounding(operator, rounding_floor(operator.costs, 0.0, epsilon))
+
+    if not form.symmetric:
+        refuse_beyond_digits(form.constraints, operator.costs, epsilon)
 
     # Initial potential, and levels of epsilon.
     candidate, levels, budget.passes = initial_potential(budget, operator, form, start)

@@ -32,6 +32,7 @@ from otdd_flash.solver.divergence import (
 )
 from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.matrix_comparison import MatrixComparison
+from otdd_flash.solver.penalties import refuse_beyond_digits
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.pooled_solve import (
     Batch,
@@ -275,6 +276,7 @@ def solve_single(
         found = solve.read()
         reads = dict(zip(TERMS, found.terms(0), strict=False))
         costs = {name: known or facts_of(read) for name, read in reads.items()}
+        refuse_beyond_digits(constraints, costs["xy"], epsilon)
         if not all(_in_range(facts, epsilon, options) for facts in costs.values()):
             return None
         if progress is not None and in_triton:
