@@ -609,8 +609,8 @@ def test_intervals_of_no_penalty_are_those_of_exact_marginals() -> None:
     given = {"count": 39, "size": 12, "epsilon": 0.5, "seed": 1, "labels": "none"}
     exact = otdd.subsample_interval(x, y, 1.0, **given)
     assert otdd.subsample_interval(x, y, 1.0, unbalanced=[None, None], **given) == exact
-    with pytest.raises(otdd.InputError, match="exact marginals alone"):
-        otdd.subsample_interval(x, y, 1.0, unbalanced=[None, 1.0], debias=False, **given)
+    relaxed = otdd.subsample_interval(x, y, 1.0, unbalanced=[None, 1.0], debias=False, **given)
+    assert relaxed.values != exact.values
 
 
 @pytest.mark.parametrize("relative", [0.1, 1.0, 10.0, 100.0, 1e3, 1e4, 1e12])

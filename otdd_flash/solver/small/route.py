@@ -22,7 +22,13 @@ from otdd_flash.errors import InputError
 from otdd_flash.formulas.marginals import EXACT, LEAST_MOVING, Constraints
 from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory
 from otdd_flash.operators.score_pool import UNIT, Room, ScorePool
-from otdd_flash.solver.certificate import PlanEvidence, conclude, conclude_many, shows_rounding
+from otdd_flash.solver.certificate import (
+    PlanEvidence,
+    check_moving,
+    conclude,
+    conclude_many,
+    shows_rounding,
+)
 from otdd_flash.solver.divergence import (
     Compared,
     Divergence,
@@ -325,11 +331,13 @@ def _concluded(
     """The term, or None where iterations should go on."""
     numbers = read.numbers
     exhausted = read.iterations >= options.max_iterations - 1
-    if not LEAST_MOVING <= numbers.penalties.moving < math.inf:
+    if exhausted and not LEAST_MOVING <= numbers.penalties.moving < math.inf:
+        # What is known of a plan that moves nothing yet is said by a term that is solved alone.
         return None
     if name == "xy" and shows_rounding(costs, numbers, epsilon):
         return None
     certificate = conclude(costs, evidence, numbers, epsilon)
+    check_moving(certificate, epsilon)
     floor = rounding_floor(costs, numbers.size, epsilon)
     try:
         tolerance = reachable_tolerance(options, floor, epsilon, costs.dtype)
