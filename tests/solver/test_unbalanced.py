@@ -667,15 +667,13 @@ def test_a_stop_before_any_mass_moves_has_bounds(seed: int, one_exact: bool) -> 
     cost = torch.rand(4, 3, generator=draw).double()
     rho, epsilon = (float(10 ** (-torch.rand(1, generator=draw) * most)) for most in (5.0, 4.0))
     given = {"epsilon": epsilon, "unbalanced": [rho, None] if one_exact else rho}
-    found = [
-        otdd.matrix_transport(cost, **given, options=otdd.Converged(max_iterations=most))
-        for most in (1, 10_000)
-    ]
-    assert found[0].marginal_error > 1e200
-    assert not found[0].converged
-    assert found[0].bounds[0] <= found[1].bounds[1]
-    assert found[1].bounds[0] <= found[0].bounds[1] <= cost.max() * (1 + 1e-12)
-    assert 0 <= found[0].bounds[0] <= found[0].value <= found[0].bounds[1]
+    found = otdd.matrix_transport(cost, **given, options=otdd.Converged(max_iterations=1))
+    assert found.marginal_error > 1e200
+    assert not found.converged
+    # Without an exact side all mass is left, also at the end.
+    truth = otdd.matrix_transport(cost, **given).value if one_exact else 2 * rho + epsilon
+    assert 0 <= found.bounds[0] <= truth <= found.bounds[1] <= cost.max() * (1 + 1e-12)
+    assert found.bounds[0] <= found.value <= found.bounds[1]
 
 
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")

@@ -48,7 +48,7 @@ from otdd_flash.solver.small.pooled_solve import (
     is_kept,
     kept,
 )
-from otdd_flash.solver.solve import TOLERANCE_AIM, within_reach
+from otdd_flash.solver.solve import MOST_UNMOVED, TOLERANCE_AIM, within_reach
 from otdd_flash.solver.term import (
     LOOSEST_DEFAULT,
     SolverProgress,
@@ -331,7 +331,8 @@ def _concluded(
     """The term, or None where iterations should go on."""
     numbers = read.numbers
     exhausted = read.iterations >= options.max_iterations - 1
-    if exhausted and not LEAST_MOVING <= numbers.penalties.moving < math.inf:
+    few = read.iterations < MOST_UNMOVED
+    if exhausted and few and not LEAST_MOVING <= numbers.penalties.moving < math.inf:
         # What is known of a plan that moves nothing yet is said by a term that is solved alone.
         return None
     if name == "xy" and shows_rounding(costs, numbers, epsilon):
