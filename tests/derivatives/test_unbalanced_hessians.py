@@ -1,4 +1,4 @@
-"""Derivatives through the plan's system with relaxed marginals, against those of dense potentials."""
+"""Derivatives by the plan's system with relaxed marginals, against those of dense potentials."""
 
 from __future__ import annotations
 
