@@ -78,7 +78,7 @@ def sinkhorn_plans(
             mass 0 and no influence; masses not given are uniform over the rest.
         unbalanced: rho or [rho_x, rho_y], the price of mass that is not matched, in units of the
             cost, as in `matrix_transport`. Iterations are operations of PyTorch in float64 then,
-            several times slower, and gradients `implicit`.
+            up to ten times slower, and gradients `implicit`.
         compute: where and how, or only the device; by default where the costs are.
 
     Returns:

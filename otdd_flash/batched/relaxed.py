@@ -15,7 +15,7 @@ by a step of Newton's method, which leaves potentials as they are and moves with
 epsilon. Without the equations for f, a system of m rows is left, which is factorized.
 
 `batched.plans` calls `relaxed_plans`, and `bounds_of_relaxed` for what is proven. A change must
-keep that the device is waited for but once in CHECKED iterations.
+keep that a GPU is waited for but once in CHECKED iterations.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.batched.chunks import parts
 from otdd_flash.derivatives.autograd import Inputs, Solved
 from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.kernels.batched.problems import Balanced, computed_in, within
@@ -33,7 +34,7 @@ from otdd_flash.kernels.batched.problems import Balanced, computed_in, within
 # Exponents of float64, at the most.
 MOST_EXPONENT = 700.0
 
-# Iterations between two looks at whether all problems have stopped.
+# Iterations between two looks at whether all problems have stopped, on a GPU.
 CHECKED = 8
 
 # Shares of a mass that no sum may have to be scaled up, and units of rounding for a term of a sum.
@@ -93,8 +94,13 @@ def relaxed_plans(
     inputs = Inputs({"costs": costs, "a": a, "b": b, "epsilon": epsilon})
     given = costs, a, b, epsilon
     with torch.no_grad():
-        f, g, errors, counts = _solved(given, problems)
         cost, masses, eps = problems.read(*given)
+        # An empty batch as well.
+        found = [
+            _solved(cost[part], Masses(masses.a[part], masses.b[part]), eps[part], problems)
+            for part in parts(costs) or [slice(0, 0)]
+        ]
+        f, g, errors, counts = (torch.cat(each) for each in zip(*found, strict=True))
         plan = _plan(cost, masses, f, g, eps).to(costs.dtype)
     dtype = computed_in(costs)
     results = plan, f.to(dtype), g.to(dtype)
@@ -106,10 +112,10 @@ def relaxed_plans(
 
 
 def _solved(
-    given: tuple[Tensor, Tensor, Tensor, Tensor], problems: RelaxedProblems
+    cost: Tensor, masses: Masses, eps: Tensor, problems: RelaxedProblems
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return f (B, n), g (B, m), marginal errors (B,) and iterations (B,)."""
-    cost, (a, b), eps = problems.read(*given)
+    (a, b), every = masses, CHECKED if cost.is_cuda else 1
     rows, columns = problems.constraints.rows, problems.constraints.columns
     logits, log_a, log_b = cost / -eps[:, :, None], a.log(), b.log()
 
@@ -126,7 +132,7 @@ def _solved(
     counts = torch.zeros_like(errors, dtype=torch.int32)
     active = errors > problems.tolerance
     for count in range(problems.most):
-        if count % CHECKED == 0 and not bool(active.any()):
+        if count % every == 0 and not bool(active.any()):
             break
         new_f = rows.updated(softmin, eps)
         new_g = columns.updated(softmin_columns(new_f), eps)
