@@ -17,7 +17,13 @@ import otdd_flash as otdd
 from otdd_flash.engine.few_problems import FewVectors
 from otdd_flash.formulas.decision import CROSS, SELF
 from otdd_flash.formulas.evidence import CostNumbers, PassErrors, evaluate_cross
-from otdd_flash.formulas.marginals import Constraints, Exact, Marginal, RelaxedByKL
+from otdd_flash.formulas.marginals import (
+    LEAST_MOVING,
+    Constraints,
+    Exact,
+    Marginal,
+    RelaxedByKL,
+)
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.operators.one_problem import OneTorchProblem, problem_of
@@ -92,6 +98,10 @@ def assert_proved(
     assert low - slack <= truth <= high + slack
     f, g = found.f.double(), found.g.double()
     plan = reference.plan(cost, problem.a, b, f, g, problem.epsilon)
+    if float(plan.sum()) < LEAST_MOVING:
+        # Relative to a mass that underflows no error is known.
+        assert found.marginal_error == 1 / LEAST_MOVING
+        return
     owed = problem.a * (-f / rho[0]).exp(), b * (-g / rho[1]).exp()
     errors = (float((plan.sum(1 - k) - owed[k]).abs().sum()) for k in (0, 1))
     assert max(errors) / float(plan.sum()) <= found.marginal_error * (1 + 1e-9) + 1e-12
@@ -358,7 +368,7 @@ def test_losses_and_flows_refuse_epsilon_0_first(
         function(*arguments, epsilon=1.0, unbalanced=1.0, **{options: otdd.Exact()})
 
 
-@pytest.mark.parametrize("rho", [1e-30, 1e100])
+@pytest.mark.parametrize("rho", [1e-30, 1e14])
 def test_the_least_and_the_largest_penalty(rho: float) -> None:
     cost = torch.rand(9, 8, generator=torch.Generator().manual_seed(3))
     found = otdd.matrix_transport(cost, epsilon=0.5, unbalanced=rho)
