@@ -23,7 +23,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -179,7 +179,7 @@ def pairwise_distances(
         "labels": "given" if measured_by is None else metric.name,
         **({} if labels_epsilon is None else {"labels_epsilon": labels_epsilon}),
         "mean_cost": mean,
-        **asdict(cost),
+        **cost.to_dict(),
         "fingerprints": [samples.fingerprint for samples in sides],
         "seconds": {"class_distances": measured - started, "solve": solved - measured},
         "versions": versions(),

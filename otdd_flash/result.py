@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -301,7 +301,7 @@ class DistanceResult:
             "classes": dict(zip(("source", "target"), map(list, self.class_names), strict=True)),
             "labels": self.method,
             **({} if self.labels_epsilon is None else {"labels_epsilon": self.labels_epsilon}),
-            **asdict(self.cost),
+            **self.cost.to_dict(),
             "fingerprints": {
                 "source": self.source.fingerprint,
                 "target": self.target.fingerprint,

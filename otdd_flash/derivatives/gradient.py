@@ -45,8 +45,10 @@ from otdd_flash.cost.ground import SHARES
 from otdd_flash.cost.points import Cut, LessOrigin, class_indices, less_origin, squared_norms
 from otdd_flash.derivatives.centred import Assembled, blocks_of, origin_near
 from otdd_flash.derivatives.groups import Groups, report_groups, settled
+from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator, PlanBlock
 from otdd_flash.operators.comparison import Comparison
+from otdd_flash.operators.label_costs import LabelColumns
 from otdd_flash.solver.divergence import GradientCallbacks
 from otdd_flash.solver.term import TransportTerm
 
@@ -344,11 +346,15 @@ class DivergenceGradient:
 
     def _take(self, place: int, gradient: Tensor) -> None:
         dtype = self._comparison.given[place].features.dtype
+        if (columns := self._comparison.columns) is not None:
+            gradient = gradient[:, : columns.dim] * columns.weight
         self.total[POINTS[place]] = gradient.to(dtype)
 
     def _by_given(self, gradient: Gradient, name: str) -> Gradient:
         """Apply the chain rule from the transformed points to the given points and weights."""
         comparison, ground = self._comparison, self._comparison.ground
+        if (columns := comparison.columns) is not None:
+            gradient = self._without_columns(gradient, columns, name)
         if ground.ground == "sqeuclidean":
             return gradient
         if "lambda_x" in gradient:
@@ -373,10 +379,28 @@ class DivergenceGradient:
                 gradient["lambda_x"] -= (a @ squared_norms(points) / 2).to(device)
         return gradient
 
+    def _without_columns(self, gradient: Gradient, columns: LabelColumns, name: str) -> Gradient:
+        """Leave out the gradient by columns of labels; add that of their terms of one side."""
+        if unable := gradient.keys() & SHARED:
+            raise InputError(
+                f"no gradient by {', '.join(unable)} where labels are compared as columns of "
+                "features: numbers, and many sets of labels"
+            )
+        comparison = self._comparison
+        sides = zip(POINTS, MASSES, comparison.given, comparison.transformed, strict=True)
+        for key, of_masses, side, transformed in sides:
+            if key in gradient:
+                kept = gradient[key][:, : columns.dim] * columns.weight
+                gradient[key] = kept.to(side.features.dtype)
+            alone = None if comparison.debias else columns.one_side(transformed)
+            if of_masses in gradient and key in name and alone is not None:
+                gradient[of_masses] += alone.to(gradient[of_masses].device)
+        return gradient
+
     def _add(self, name: str, gradient: Gradient, factor: float) -> None:
         for key, part in gradient.items():
             if key == "classes":
-                part = self._comparison.classes.around(name, part)
+                part = self._comparison.by_labels(self._comparison.classes.around(name, part))
             if key in self.total:
                 self.total[key].add_(part, alpha=factor)
             else:

@@ -46,6 +46,7 @@ from otdd_flash.flows.space import FeatureSpace
 from otdd_flash.flows.stepping import Batch, Draw, generator, normal_like
 from otdd_flash.labels import ClassDistances, Given, LabelMetric, PairFunction
 from otdd_flash.operators.comparison import Comparison
+from otdd_flash.operators.label_costs import has_sets, mean_label_cost
 from otdd_flash.samples import LabeledSamples, all_finite, displaced, largest_entry
 from otdd_flash.solver.divergence import Divergence, Solved, report_convergence
 from otdd_flash.solver.schedules.base import Schedule
@@ -104,7 +105,9 @@ class FlowSetting:
     def by_owners(self) -> bool:
         """Whether ranks may keep velocities of points that move as features, by nothing else."""
         in_features = isinstance(self.flow.space, FeatureSpace)
-        euclidean = self.comparison.ground.ground == "sqeuclidean"
+        ground = self.comparison.ground
+        euclidean = ground.ground == "sqeuclidean" and ground.target_scale is None
+        euclidean = euclidean and not has_sets((self.source, self.target))
         return self.ranks is not None and in_features and euclidean and not self.functionals
 
     def at(self, features: Tensor) -> LabeledSamples:
@@ -119,10 +122,16 @@ class FlowSetting:
         """
         (centre, spread), cost = self._target_moments, self.comparison.ground
         squares = self.masses @ squared_distances(features, centre)
+        fixed = cost.squared.lambda_x * float(spread) + self._label_cost(class_distances)
+        return float(cost.squared.lambda_x * squares) + fixed
+
+    def _label_cost(self, class_distances: ClassDistances) -> float:
+        """Return the part of the labels in the mean cost."""
+        sides, cost = (self.source, self.target), self.comparison.ground
+        if cost.target_scale is not None or has_sets(sides):
+            return mean_label_cost(sides, class_distances.full, cost)
         own, theirs = self._class_masses
-        # Both summands are on the CPU.
-        fixed = cost.squared.lambda_x * spread + cost.lambda_y * (own @ class_distances.xy @ theirs)
-        return float(cost.squared.lambda_x * squares + fixed)
+        return cost.lambda_y * float(own @ class_distances.xy @ theirs)
 
     def settings(
         self, points: LabeledSamples, goal: LabeledSamples, table: ClassDistances
@@ -151,7 +160,7 @@ class FlowSetting:
             "labels.method": metric.name,
             **{f"labels.{key}": value for key, value in labels.items()},
             "epsilon": self.comparison.epsilon,
-            **asdict(self.comparison.ground),
+            **self.comparison.ground.to_dict(),
             "solver.schedule": self.solver.name,
             **{f"solver.{key}": value for key, value in solver.items()},
             "backend": compute.backend,
@@ -221,7 +230,7 @@ class TargetDivergence:
         Raises:
             ConvergenceError: the solver's options require convergence, and a term stopped early.
         """
-        particles, target = comparison.transformed
+        particles, target = comparison.given
         if batch is not None:
             rows = particles.take(batch.particles), target.take(batch.target)
             comparison = comparison.with_points(*rows)

@@ -87,7 +87,7 @@ class Settings:
             "epsilon": self.epsilon,
             "epsilon_relative": self.epsilon_relative,
             "labels": self.metric,
-            "cost": asdict(self.cost),
+            "cost": self.cost.to_dict(),
             "solver": asdict(self.solver),
             **self.machine,
         }

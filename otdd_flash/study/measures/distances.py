@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -306,7 +306,7 @@ class PairSampling(PairUnit):
             "labels": settings.labels,
             "solver": settings.solver,
             "compute": settings.compute,
-            **asdict(settings.cost),
+            **settings.cost.to_dict(),
         }
 
 

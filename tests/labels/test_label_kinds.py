@@ -1,0 +1,265 @@
+"""Rows with several labels, and with numbers: their cost against dense float64 formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+import ot
+import pytest
+import torch
+
+import otdd_flash as otdd
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.errors import InputError
+from otdd_flash.labels import measure_classes, metric_of
+from otdd_flash.operators import comparison as comparisons
+from otdd_flash.operators.label_costs import columns_of_sets, set_table
+from otdd_flash.samples import LabeledSamples
+from tests.reference import entropic_transport
+
+DOUBLE = ComputeOptions("cpu", precision="double")
+TIGHT = otdd.Converged(tolerance=1e-9)
+EPSILON = 0.3
+
+
+def tagged(n, names, seed, *, weights=False, share=0.3, dim=3):
+    """Points near the mean of the centres of their labels, one to all of them."""
+    draw = torch.Generator().manual_seed(seed)
+    count = len(names)
+    indicator = torch.rand(n, count, generator=draw) < share
+    indicator[torch.arange(n), torch.randint(count, (n,), generator=draw)] = True
+    shares = indicator.double() / indicator.sum(1, keepdim=True)
+    centres = 2 * torch.randn(count, dim, generator=draw, dtype=torch.float64)
+    points = shares @ centres + torch.randn(n, dim, generator=draw, dtype=torch.float64)
+    masses = torch.rand(n, generator=draw, dtype=torch.float64) + 0.1 if weights else None
+    return LabeledSamples(points, indicator, tuple(names), masses, name=f"tagged {seed}")
+
+
+SOURCE = tagged(40, "abcde", 1)
+TARGET = tagged(30, "wxyz", 2, weights=True)
+
+
+@pytest.fixture(params=["sets", "columns"])
+def way(request, monkeypatch):
+    """Compare sets of labels as classes, or as columns of points."""
+    monkeypatch.setattr(comparisons, "MOST_SETS", 512 if request.param == "sets" else 0)
+    return request.param
+
+
+def label_cost(u, v, table):
+    """u^T W v - u^T W_xx u / 2 - v^T W_yy v / 2, (n, m)."""
+    k = u.shape[1]
+    own, theirs = (((r @ w) * r).sum(1) for r, w in ((u, table[:k, :k]), (v, table[k:, k:])))
+    return u @ table[:k, k:] @ v.T - own[:, None] / 2 - theirs / 2
+
+
+def dense_costs(source, target, table, lambdas=(0.5, 0.5)):
+    """The costs xy, xx and yy."""
+    (u, v), k = (source.shares, target.shares), source.shares.shape[1]
+    blocks = {
+        "xy": (source, target, u, v, table),
+        "xx": (source, source, u, u, table[:k, :k].repeat(2, 2)),
+        "yy": (target, target, v, v, table[k:, k:].repeat(2, 2)),
+    }
+    return {
+        name: lambdas[0] * torch.cdist(x.features, y.features).square()
+        + lambdas[1] * label_cost(p, q, w)
+        for name, (x, y, p, q, w) in blocks.items()
+    }
+
+
+def dense_value(costs, a, b, epsilon=EPSILON):
+    cross = entropic_transport(costs["xy"], a, b, epsilon)[0]
+    own = entropic_transport(costs["xx"], a, a, epsilon)[0]
+    return cross - (own + entropic_transport(costs["yy"], b, b, epsilon)[0]) / 2
+
+
+def no_euclidean():
+    """Squared distances to the middle of a star whose tips are at distance 1 from each other."""
+    table = torch.ones(9, 9, dtype=torch.float64) - torch.eye(9, dtype=torch.float64)
+    table[0, 1:] = table[1:, 0] = 0.25
+    return otdd.ClassDistances.from_full(5 * table, 5)
+
+
+METRICS = {
+    "means": {"labels": "means"},
+    "gaussian": {"labels": "gaussian"},
+    "not Euclidean": {"class_distances": no_euclidean()},
+}
+
+
+def table_of(source, target, labels="gaussian"):
+    return measure_classes(source, target, metric_of(labels)).full
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_several_labels_cost_what_the_dense_formula_says(way, metric):
+    result = otdd.dataset_distance(
+        SOURCE, TARGET, epsilon=EPSILON, solver=TIGHT, compute=DOUBLE, **METRICS[metric]
+    )
+    costs = dense_costs(SOURCE, TARGET, result.class_distances.full)
+    expected = dense_value(costs, SOURCE.masses, TARGET.masses)
+    assert result.value == pytest.approx(expected, abs=1e-7)
+    assert result.bounds[0] - 1e-9 <= expected <= result.bounds[1] + 1e-9
+    assert result.mean_cost == pytest.approx(float(SOURCE.masses @ costs["xy"] @ TARGET.masses))
+
+
+def test_w_is_measured_between_clouds_of_labels():
+    (names, counts), shares = (SOURCE.label_names, SOURCE.label_counts()), SOURCE.shares
+    table = table_of(SOURCE, TARGET, "means")
+    assert names == tuple("abcde")
+    assert counts == (shares > 0).sum(0).tolist()
+    mine = shares * SOURCE.masses[:, None]
+    theirs = TARGET.shares * TARGET.masses[:, None]
+    means = torch.cat(
+        [(m / m.sum(0)).T @ s.features for m, s in ((mine, SOURCE), (theirs, TARGET))]
+    )
+    torch.testing.assert_close(table, torch.cdist(means, means).square())
+
+
+def test_one_label_a_row_is_a_class(way):
+    labels = torch.arange(40) % 5
+    points = SOURCE.features
+    classes = LabeledSamples(points, labels, tuple("abcde"))
+    one_hot = LabeledSamples(points, torch.nn.functional.one_hot(labels), tuple("abcde"))
+    other = LabeledSamples(TARGET.features, torch.arange(30) % 3, tuple("xyz"))
+    found = [
+        otdd.dataset_distance(side, other, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT)
+        for side in (classes, one_hot)
+    ]
+    assert found[0].value == pytest.approx(found[1].value, abs=1e-9)
+    assert torch.equal(found[0].class_distances.full, found[1].class_distances.full)
+    assert one_hot.label_names == classes.class_names
+
+
+def test_the_order_of_labels_changes_nothing(way):
+    def distance(side):
+        return otdd.dataset_distance(side, TARGET, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT)
+
+    order = [3, 0, 4, 1, 2]
+    indicator = SOURCE.shares > 0
+    turned = LabeledSamples(SOURCE.features, indicator[:, order], tuple("abcde"[k] for k in order))
+    assert distance(turned).value == pytest.approx(distance(SOURCE).value, abs=1e-9)
+
+
+def test_a_doubled_label_changes_nothing_where_it_is_alone(way):
+    """Rows that have it have then two labels, at distance 0 from each other."""
+    labels = torch.nn.functional.one_hot(torch.arange(40) % 3)
+    plain = LabeledSamples(SOURCE.features, labels, tuple("abc"))
+    doubled = LabeledSamples(SOURCE.features, labels[:, [0, 1, 2, 2]], tuple("abcC"))
+    values = [
+        otdd.dataset_distance(side, TARGET, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT).value
+        for side in (plain, doubled)
+    ]
+    assert values[0] == pytest.approx(values[1], abs=1e-9)
+
+
+def test_labels_that_are_all_alike_leave_features_alone(way):
+    every = [
+        LabeledSamples(side.features, torch.ones(len(side), 3), tuple("abc"), side.weights)
+        for side in (SOURCE, TARGET)
+    ]
+    table = table_of(*every)
+    found = otdd.dataset_distance(*every, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT)
+    plain = otdd.dataset_distance(
+        *every, epsilon=EPSILON, labels="none", compute=DOUBLE, solver=TIGHT
+    )
+    assert float(table[:3, :3].abs().max()) == 0
+    # The cost is larger by one number everywhere, which the self terms do not have.
+    assert found.value == pytest.approx(plain.value + float(table[0, 3]) / 2, abs=1e-8)
+
+
+def test_a_dataset_is_at_distance_0_from_itself_and_a_shuffled_copy_within_bounds(way):
+    same = otdd.dataset_distance(SOURCE, SOURCE, epsilon=EPSILON, compute=DOUBLE)
+    assert (same.value, same.bounds) == (0, (0, 0))
+    shuffled = SOURCE.take(torch.randperm(40, generator=torch.Generator().manual_seed(0)))
+    found = otdd.dataset_distance(SOURCE, shuffled, epsilon=EPSILON, compute=DOUBLE)
+    assert found.bounds[0] <= 0 <= found.bounds[1]
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("debias", [True, False])
+def test_exact_transport_of_several_labels(way, debias, metric):
+    result = otdd.dataset_distance(
+        SOURCE, TARGET, epsilon=0, debias=debias, compute=DOUBLE, **METRICS[metric]
+    )
+    costs = dense_costs(SOURCE, TARGET, result.class_distances.full)
+    a, b = SOURCE.masses.numpy(), TARGET.masses.numpy()
+    expected = ot.emd2(a, b, costs["xy"].numpy())
+    if debias:
+        expected -= (ot.emd2(a, a, costs["xx"].numpy()) + ot.emd2(b, b, costs["yy"].numpy())) / 2
+    assert result.value == pytest.approx(expected, abs=1e-8)
+    assert result.bounds[0] - 1e-9 <= expected <= result.bounds[1] + 1e-9
+
+
+@pytest.mark.parametrize("lambdas", [(0.0, 0.5), (0.5, 0.0), (2.0, 0.25)])
+@pytest.mark.parametrize("debias", [True, False])
+@pytest.mark.parametrize("metric", ["gaussian", "not Euclidean"])
+def test_weights_of_both_parts(way, lambdas, debias, metric):
+    lambda_x, lambda_y = lambdas
+    result = otdd.dataset_distance(
+        SOURCE,
+        TARGET,
+        epsilon=EPSILON,
+        lambda_x=lambda_x,
+        lambda_y=lambda_y,
+        debias=debias,
+        solver=TIGHT,
+        compute=DOUBLE,
+        **METRICS[metric],
+    )
+    costs = dense_costs(SOURCE, TARGET, result.class_distances.full, lambdas)
+    a, b = SOURCE.masses, TARGET.masses
+    expected = (
+        dense_value(costs, a, b) if debias else entropic_transport(costs["xy"], a, b, EPSILON)[0]
+    )
+    assert result.value == pytest.approx(expected, abs=1e-7)
+
+
+def test_columns_are_the_table_and_their_error_is_bounded():
+    """Where W is not Euclidean, columns of negative sign hold the rest."""
+    for table, euclidean in (
+        (table_of(SOURCE, TARGET, "means"), True),
+        (no_euclidean().full, False),
+    ):
+        ground = otdd.GroundCost()
+        found = columns_of_sets(table, (SOURCE, TARGET), ground)
+        assert (found.negative == 0) == euclidean
+        z = torch.cat(found.tables)
+        signs = torch.ones(z.shape[1], dtype=torch.float64)
+        signs[len(signs) - found.negative :] = -1
+        gaps = (z[:, None] - z).square() @ signs * found.lambda_x
+        error = (gaps - ground.lambda_y * set_table(table, (SOURCE, TARGET))).abs().max()
+        assert error <= found.error < 1e-9 * float(table.max())
+
+
+def test_rows_without_labels_are_refused_by_number():
+    indicator = torch.tensor([[1, 0], [0, 0], [1, 1]])
+    with pytest.raises(InputError, match="1 rows have no label, at row 1; leave those rows out"):
+        LabeledSamples(torch.zeros(3, 2), indicator, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [["cat"], ["dog", "cat"], ["dog"]],
+        [{"cat"}, {"dog", "cat"}, {"dog"}],
+        [("cat",), ("cat", "dog"), ("dog", "dog")],
+        np.array([["cat"], ["dog", "cat"], ["dog"]], dtype=object),
+    ],
+)
+def test_lists_and_sets_of_labels(labels):
+    found = LabeledSamples.from_arrays(torch.zeros(3, 2), labels)
+    assert found.label_names == ("cat", "dog")
+    assert found.shares.tolist() == [[1, 0], [0.5, 0.5], [0, 1]]
+    assert set(found.class_names) == {"cat", "cat+dog", "dog"}
+
+
+def test_samples_keep_their_labels_where_rows_are_taken():
+    rows = torch.tensor([5, 3, 11])
+    taken = SOURCE.take(rows)
+    assert torch.equal(taken.shares, SOURCE.shares[rows])
+    kept = SOURCE.keep_labels([4, 0])
+    mine = (SOURCE.shares[:, [4, 0]] > 0).any(1)
+    assert kept.label_names == ("e", "a")
+    assert torch.equal(kept.shares > 0, SOURCE.shares[mine][:, [4, 0]] > 0)
+    assert SOURCE.fingerprint == SOURCE.to("cpu").fingerprint != taken.fingerprint
