@@ -131,7 +131,7 @@ def set_table(table: Tensor, sides: Sequence[LabeledSamples]) -> Tensor:
 
     half = [between(k, k).diagonal() / 2 for k in (0, 1)]
     rows = [
-        torch.cat([between(i, j) - half[i][:, None] - half[j] for j in (0, 1)], 1) for i in (0, 1)
+        torch.cat([between(i, j) - (half[i][:, None] + half[j]) for j in (0, 1)], 1) for i in (0, 1)
     ]
     return torch.cat(rows)
 
