@@ -125,9 +125,10 @@ def set_table(table: Tensor, sides: Sequence[LabeledSamples]) -> Tensor:
     blocks = [row.tensor_split(cut, 1) for row in table.tensor_split(cut, 0)]
 
     def between(i: int, j: int) -> Tensor:
-        # Both ways, so that blocks of equal sides and distances have equal bits.
-        there = shares[i] @ blocks[i][j] @ shares[j].T
-        return (there + (shares[j] @ blocks[i][j].T @ shares[i].T).T) / 2
+        # Both ways and in one layout, so that blocks of equal sides and distances have equal bits.
+        there = shares[i] @ blocks[i][j].contiguous() @ shares[j].T
+        back = shares[j] @ blocks[i][j].T.contiguous() @ shares[i].T
+        return (there + back.T) / 2
 
     half = [between(k, k).diagonal() / 2 for k in (0, 1)]
     rows = [
