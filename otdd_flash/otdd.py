@@ -38,6 +38,7 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
+from otdd_flash.labels.numbers import with_numbers
 from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
@@ -117,7 +118,9 @@ def dataset_distance(
     refuse_both(epsilon, epsilon_relative)
     source, target = as_samples(source, "source"), as_samples(target, "target")
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
-    metric = metric_of(labels)
+    metric, cost, (source, target) = with_numbers(
+        metric_of(labels), cost, (source, target), class_statistics
+    )
     options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
     if class_distances is not None:
         metric = Given(class_distances)

@@ -60,6 +60,7 @@ from otdd_flash.labels import (
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import as_datasets, measure_all
+from otdd_flash.labels.numbers import with_numbers
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.otdd import prepared
 from otdd_flash.raw_labels import frame_of
@@ -139,7 +140,8 @@ def pairwise_distances(
     """
     refuse_both(epsilon, epsilon_relative)
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
-    metric = metric_of(labels)
+    whole = as_datasets(datasets, at_least=2)
+    metric, cost, whole = with_numbers(metric_of(labels), cost, whole)
     options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
     if not isinstance(options, Exact) and (
         not isinstance(options, Converged) or options.bound_width or options.max_seconds
@@ -149,7 +151,6 @@ def pairwise_distances(
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
         )
     measured_by = metric if class_distances is None else None
-    whole = as_datasets(datasets, at_least=2)
     sides, comparison = prepared(whole, cost, compute, measured_by, min_class_size)
 
     started = time.perf_counter()

@@ -37,12 +37,13 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
+from otdd_flash.label_sets import LabelSets
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.real_numbers import real_tensor
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import TENSORS, LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
@@ -489,9 +490,11 @@ class DistanceResult:
             tensors |= {f"{name}.f": term.f, f"{name}.g": term.g, **plan_tensors(name, term)}
         for side in ("source", "target"):
             samples: LabeledSamples = getattr(self, side)
-            for key in ("features", "labels", "weights"):
+            for key in TENSORS:
                 if getattr(samples, key) is not None:
                     tensors[f"{side}.{key}"] = getattr(samples, key)
+            if samples.label_sets is not None:
+                tensors[f"{side}.members"] = samples.label_sets.members
         return tensors
 
 
@@ -509,11 +512,15 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
     names = summary["classes"]
     sides = {}
     for side in ("source", "target"):
+        members, named = tensors.get(f"{side}.members"), tuple(names[side])
+        sets = None if members is None else LabelSets(named, members.bool())
         sides[side] = LabeledSamples(
             tensors[f"{side}.features"],
             tensors.get(f"{side}.labels"),
-            tuple(names[side]),
+            named if sets is None else sets.set_names,
             tensors.get(f"{side}.weights"),
+            targets=tensors.get(f"{side}.targets"),
+            label_sets=sets,
             name=summary[side],
             subset_hash=summary["subset_hash"][side],
             feature_names=summary.get("feature_names", {}).get(side),

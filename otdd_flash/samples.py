@@ -256,7 +256,7 @@ class LabeledSamples:
     def class_counts(self) -> Tensor:
         """Samples per class (V,), int64."""
         if self.labels is None:
-            raise InputError(f"{self.name} has no labels; {HOW_TO_LABEL}")
+            raise without_classes(self)
         return torch.bincount(self.labels, minlength=len(self.class_names))
 
     @property
@@ -359,7 +359,7 @@ class LabeledSamples:
         they stay in files or in shared memory.
         """
         if self.labels is None:
-            raise InputError(f"{self.name} has no labels; {HOW_TO_LABEL}")
+            raise without_classes(self)
         for c in keep:
             if c >= len(self.class_names):
                 raise InputError(
@@ -425,6 +425,17 @@ HOW_TO_LABEL = (
     "source.pseudo_labels=kmeans or target.pseudo_labels=kmeans), or compare features alone with "
     "labels=none"
 )
+
+
+def without_classes(samples: LabeledSamples) -> InputError:
+    """Return the error for samples whose classes are asked for, and that have none."""
+    if samples.targets is not None:
+        return InputError(
+            f"{samples.name} has numbers and no classes; labels=continuous compares them, or cut "
+            "them into classes first"
+        )
+    return InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
+
 
 HOW_TO_SCALE = (
     "scale them, such as with extractor.standardize=true (in Python otdd.extractors.standardize)"

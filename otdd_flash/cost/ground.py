@@ -69,6 +69,8 @@ class GroundCost:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.target_scale is not None:
+            object.__setattr__(self, "target_scale", tuple(map(float, self.target_scale)))
         if self.lambda_x == self.lambda_y == 0:
             raise InputError("lambda_x and lambda_y are both 0, so every cost is 0; raise one")
 

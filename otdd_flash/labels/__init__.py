@@ -19,6 +19,7 @@ from otdd_flash.labels.measuring import (
 )
 from otdd_flash.labels.metrics import (
     METRICS,
+    Continuous,
     Exact,
     Gaussian,
     Given,
@@ -38,6 +39,7 @@ from otdd_flash.labels.table import ClassDistances, JointClassDistances
 __all__ = [
     "METRICS",
     "ClassDistances",
+    "Continuous",
     "Exact",
     "Gaussian",
     "Given",

@@ -54,7 +54,7 @@ from otdd_flash.labels.pair_cache import PairCache
 from otdd_flash.labels.pairs import PairDistances, all_pairs, symmetric_table
 from otdd_flash.labels.table import ClassDistances, JointClassDistances, class_names, joint_table
 from otdd_flash.plugins import blamed_on
-from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples, check_squares
+from otdd_flash.samples import LabeledSamples, check_squares, without_classes
 from otdd_flash.shown import display, listing
 from otdd_flash.solver.term import DEFAULT_RELATIVE
 
@@ -234,7 +234,7 @@ def measure_classes(
     else:
         for samples in (source, target):
             if samples.labels is None:
-                raise InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
+                raise without_classes(samples)
     if isinstance(metric, Given):
         return metric.read().named_for(class_names(source), class_names(target))
     if statistics is not None:
@@ -249,7 +249,7 @@ def measure_classes(
 def _matched(whole: LabeledSamples, samples: LabeledSamples) -> LabeledSamples:
     """Restrict `whole` to the classes of `samples`, in their order."""
     if whole.labels is None:
-        raise InputError(f"{whole.name} has no labels; {HOW_TO_LABEL}")
+        raise without_classes(whole)
     names = whole.label_names
     if names == samples.label_names:
         return whole

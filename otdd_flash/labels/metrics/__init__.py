@@ -191,6 +191,42 @@ class NoLabels(LabelMetric):
         return PairDistances.exactly(torch.zeros(len(pairs), device=clouds[0].points.device))
 
 
+# The scale that `labels.numbers` finds.
+POOLED = "pooled"
+
+
+@dataclass(frozen=True)
+class Continuous(NoLabels):
+    """||(t_i - s_j) / scale||^2 between the numbers of two rows, in place of class distances.
+
+    Args:
+        scale: what each column of numbers is divided by: `pooled`, its standard deviation over all
+            datasets that are compared; None keeps their units; or one number a column.
+
+    Raises:
+        InputError: it is none of these.
+    """
+
+    name = "continuous"
+
+    scale: str | tuple[float, ...] | None = POOLED
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        scale = self.scale
+        if scale is None or scale == POOLED:
+            return
+        if isinstance(scale, list | tuple) and scale:
+            numbers = tuple(map(float, scale))
+            if all(math.isfinite(each) and each > 0 for each in numbers):
+                object.__setattr__(self, "scale", numbers)
+                return
+        raise InputError(
+            f"labels.scale must be {POOLED}, null, or a positive number for each column of "
+            f"numbers, got {shown(scale)}"
+        )
+
+
 @dataclass(frozen=True)
 class Given(LabelMetric):
     """The class distances of a table, independent of the points.
@@ -343,7 +379,7 @@ class PairFunction(LabelMetric):
 # What `labels=` accepts.
 Labels = str | LabelMetric | Callable[[Tensor, Tensor], Any]
 
-_OWN = (Gaussian, Sinkhorn, Exact, Means, UpperBound, NoLabels, Given)
+_OWN = (Gaussian, Sinkhorn, Exact, Means, UpperBound, NoLabels, Continuous, Given)
 
 
 def _accepted(kind: Any, name: str) -> str | None:
