@@ -34,6 +34,7 @@ from otdd_flash.labels.metrics import (
     metric_of,
 )
 from otdd_flash.labels.metrics.base import LabelMetric
+from otdd_flash.labels.metrics.tree import Tree
 from otdd_flash.labels.table import ClassDistances, JointClassDistances
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "NoLabels",
     "PairFunction",
     "Sinkhorn",
+    "Tree",
     "UpperBound",
     "class_distances",
     "drop_small_classes",

@@ -50,6 +50,7 @@ from otdd_flash.labels.metrics import (
     metric_of,
 )
 from otdd_flash.labels.metrics.base import LabelMetric
+from otdd_flash.labels.metrics.tree import Tree
 from otdd_flash.labels.pair_cache import PairCache
 from otdd_flash.labels.pairs import PairDistances, all_pairs, symmetric_table
 from otdd_flash.labels.table import ClassDistances, JointClassDistances, class_names, joint_table
@@ -123,6 +124,8 @@ def settled_metric(
     Raises:
         InputError: epsilon is 0.
     """
+    if isinstance(metric, Tree) and metric.add is not None:
+        return replace(metric, add=settled_metric(metric.measured, epsilon, datasets, streaming))
     if not isinstance(metric, Sinkhorn) or metric.epsilon is not None:
         return metric
     if epsilon == 0:
@@ -172,8 +175,13 @@ def measure_all(
     """
     if isinstance(metric, Given):
         raise measures_nothing()
+    names = [name for samples in datasets for name in class_names(samples)]
+    if (named := metric.by_names(names)) is not None:
+        rest = measure_all(datasets, metric.measured, cache_dir=cache_dir, progress=progress)
+        ends = [None if part is None else named + part for part in (rest.lower, rest.upper)]
+        return joint_table(datasets, named + rest.full, *ends)
     if isinstance(metric, NoLabels):
-        count = sum(len(class_names(samples)) for samples in datasets)
+        count = len(names)
         return joint_table(datasets, torch.zeros(count, count, dtype=torch.float64))
     clouds, _ = pool(datasets)
     distinct, index = merge_identical(clouds)
@@ -358,6 +366,10 @@ def class_block(
         InputError: labels are missing, or a class is too small or too large for the method.
     """
     shape = len(class_names(first)), len(class_names(second))
+    named = metric.by_names([*class_names(first), *class_names(second)])
+    if named is not None:
+        rest = class_block(first, second, metric.measured, cache_dir=cache_dir)
+        return PairDistances(*(part.double() + named[: shape[0], shape[0] :] for part in rest))
     if isinstance(metric, NoLabels):
         return PairDistances.exactly(torch.zeros(shape))
     same = first is second

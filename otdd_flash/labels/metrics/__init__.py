@@ -45,6 +45,7 @@ from otdd_flash.labels.gaussian import (
     upper_bound_table,
 )
 from otdd_flash.labels.metrics.base import LabelMetric, Measured
+from otdd_flash.labels.metrics.tree import Tree
 from otdd_flash.labels.pairs import PairDistances
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.labels.table import ClassDistances
@@ -379,7 +380,7 @@ class PairFunction(LabelMetric):
 # What `labels=` accepts.
 Labels = str | LabelMetric | Callable[[Tensor, Tensor], Any]
 
-_OWN = (Gaussian, Sinkhorn, Exact, Means, UpperBound, NoLabels, Continuous, Given)
+_OWN = (Gaussian, Sinkhorn, Exact, Means, UpperBound, NoLabels, Continuous, Tree, Given)
 
 
 def _accepted(kind: Any, name: str) -> str | None:
