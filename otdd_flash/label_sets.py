@@ -142,13 +142,14 @@ def encode_rows(labels: Any) -> Encoded:
 
 
 def numbers_of(values: NDArray[Any]) -> NDArray[np.float64] | None:
-    """Return raw values (n,) or (n, q) as numbers (n, q) if they have fractions; else None.
+    """Return raw floats (n,) with fractions, or any (n, q), as numbers (n, q); else None.
 
     Rows of probabilities are no numbers. Missing values are for the caller to refuse.
     """
     if values.dtype.kind != "f" or values.ndim not in (1, 2) or missing_labels(values).any():
         return None
-    if not np.isfinite(values).all() or bool((values == np.floor(values)).all()):
+    whole = values.ndim == 1 and bool((values == np.floor(values)).all())
+    if whole or not np.isfinite(values).all() or values.shape[1:] == (0,):
         return None
     found = values.astype(np.float64).reshape(len(values), -1)
     shares = found.shape[1] > 1 and bool((found >= 0).all())
@@ -175,7 +176,10 @@ def several_of(
         columns = names_of_columns(labels)
         names = columns if columns and values.shape[1:] == (len(columns),) else names
     else:
-        plain = all(not isinstance(row, set | frozenset) and len(row) > 1 for row in rows)
+        # Indices of names are no indicator.
+        plain = class_names is None and all(
+            not isinstance(row, set | frozenset) and len(row) > 1 for row in rows
+        )
         values = np.empty(0)
         if plain and len({len(row) for row in rows}) == 1:
             values = raw_values([list(row) for row in rows])
@@ -185,7 +189,9 @@ def several_of(
         if names is None or len(names) != values.shape[1]:
             names = list(map(str, range(values.shape[1])))
         return values.astype(np.bool_), tuple(map(str, names))
-    return None if rows is None else _of_lists(rows, class_names)
+    # Lists of floats are numbers.
+    numbers = wide and values.dtype.kind == "f"
+    return None if rows is None or numbers else _of_lists(rows, class_names)
 
 
 def _lists_of(labels: Any) -> list[Any] | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from otdd_flash.commands.settings import DatasetPairSettings, SamplingSettings, 
 from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.contributions import Contributions
 from otdd_flash.errors import ConvergenceError, InputError
-from otdd_flash.labels import ClassDistances, Given, LabelMetric, NoLabels, Sinkhorn
+from otdd_flash.labels import ClassDistances, Continuous, Given, LabelMetric, NoLabels, Sinkhorn
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.distance import (
     nearest_table,
@@ -242,6 +242,9 @@ def measure_sampling(
     rows = (result.source, result.target)
     # With `labels=none` there are no class distances to keep.
     full = settings.labels.full and not isinstance(metric, NoLabels)
+    if result.cost.target_scale is not None:
+        # Numbers of subsamples have the scale of the whole.
+        metric = Continuous(result.cost.target_scale)
     if result.labels_epsilon is not None:
         # Class distances of subsamples use the whole datasets' epsilon.
         metric = Sinkhorn(result.labels_epsilon, solver.asked_tolerance)
@@ -253,7 +256,7 @@ def measure_sampling(
     fixed_classes = full or isinstance(metric, Given)
     arguments: dict[str, Any] = {
         "epsilon": result.epsilon,
-        **asdict(result.cost),
+        **{key: getattr(result.cost, key) for key in ("lambda_x", "lambda_y", "ground")},
         "labels": metric,
         "class_distances": result.class_distances if fixed_classes else None,
         "debias": settings.debias,

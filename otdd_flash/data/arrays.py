@@ -29,6 +29,7 @@ from otdd_flash.checks import shown
 from otdd_flash.data.dataset import LabeledDataset, as_inputs
 from otdd_flash.data.request import Request, chosen, reading
 from otdd_flash.errors import DataNotice, InputError, warn
+from otdd_flash.label_sets import split_text
 from otdd_flash.raw_labels import columns_of
 from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, inexact, side_by_side
 from otdd_flash.shown import listing
@@ -55,7 +56,8 @@ def read_arrays(
     path: str | Path | None = None,
     labels_path: str | Path | None = None,
     features: str | Sequence[str] | None = None,
-    label: Word | None = None,
+    label: str | Sequence[str] | None = None,
+    label_separator: Word | None = None,
     drop_unlabelled: bool = False,
 ) -> LabeledDataset:
     """Read vectors (n, d) or images (n, h, w[, c]), with labels and weights if there are any.
@@ -68,7 +70,9 @@ def read_arrays(
             (default: all columns but label and weights).
         label: the npz key (default `y`) or column of the labels; a table's label column is found by
             its name or as its only text column. An npz key `class_names` gives the names of
-            integer labels, if these are under `y`.
+            integer labels, if these are under `y`. Several columns of a table are an indicator of
+            labels, of 0 and 1, or numbers.
+        label_separator: what stands between several labels in one text column, such as "|".
         drop_unlabelled: leave out the rows whose label is missing, instead of refusing them.
 
     Raises:
@@ -82,6 +86,15 @@ def read_arrays(
     request.one_part()
     file = request.locate("path", path)
     skip_label = labels_path is not None
+    named = [label] if isinstance(label, str) else list(label or ())
+    tables = file.suffix.lower() in (".csv", ".parquet")
+    if label_separator is not None and (skip_label or not tables):
+        raise InputError(
+            f"label_separator={label_separator} is of a text column of a csv or parquet file"
+        )
+    if len(named) > 1 and not tables:
+        raise InputError(f"label={named}: several columns are of a csv or parquet file")
+    label = next(iter(named), None)
     if skip_label and label is not None:
         raise InputError(f"give label={label} or labels_path={labels_path}, and not both")
     found: dict[str, Any]
@@ -98,7 +111,12 @@ def read_arrays(
             found = {"inputs": read_npy(file)}
         case ".csv" | ".parquet":
             columns = [features] if isinstance(features, str) else features
-            found = _read_table(file, columns, label, request.weights, skip_label=skip_label)
+            if len(named) > 1:
+                found = _read_table(file, columns, named, request.weights, skip_label=skip_label)
+            else:
+                found = _read_table(file, columns, label, request.weights, skip_label=skip_label)
+            if label_separator is not None:
+                found["labels"] = split_text(found["labels"], label_separator)
         case _:
             raise InputError(
                 f"arrays cannot read {file}: its name must end in npz, npy, csv or parquet"
@@ -160,7 +178,7 @@ def _read_npz(
 def _read_table(
     path: Path,
     features: Sequence[str] | None,
-    label: str | None,
+    label: str | Sequence[str] | None,
     weights: str | None,
     *,
     skip_label: bool,
@@ -191,14 +209,17 @@ def _read_table(
     columns, choices = tuple(table.columns), list[str]()
     if twice := sorted({column for column in columns if columns.count(column) > 1}):
         raise InputError(f"{path} has several columns {twice[0]!r}; give each a name of its own")
-    check_columns([*(features or ()), label], columns, str(path))
+    labels = [label] if isinstance(label, str) else list(label or ())
+    check_columns([*(features or ()), *labels], columns, str(path))
     weight_column = find_weights(columns, weights, str(path))
     # All columns that are not numeric: text, but also dates and lists.
     text = [c for c in columns if not pd.api.types.is_numeric_dtype(table[c])]
     if label is None and not skip_label:
         free = [c for c in columns if c not in (weight_column, *(features or ()))]
         label, choices = find_label(free, [c for c in free if c in text], str(path))
-    inputs = list(features) if features else [c for c in columns if c not in (label, weight_column)]
+        labels = [] if label is None else [label]
+    taken = {*labels, weight_column}
+    inputs = list(features) if features else [c for c in columns if c not in taken]
     if not features:
         others = "other column" if len(inputs) == 1 else f"{len(inputs)} other columns"
         choices.append(f"inputs are its {others}: {listing(inputs, 10)}")
@@ -225,11 +246,32 @@ def _read_table(
     way_out = "features=[COLUMN, ...]" if skip_label else "label=COLUMN and features=[COLUMN, ...]"
     return {
         "inputs": side_by_side(f"{path}: inputs", numbers, double=True),
-        "labels": None if label is None else table[label],
+        "labels": _label_columns(table, labels, str(path), label),
         "weights": None if weight_column is None else table[weight_column],
         "choices": chosen(str(path), choices, way_out),
         "feature_names": tuple(inputs),
     }
+
+
+def _label_columns(table: Any, labels: Sequence[str], where: str, label: Any) -> Any:
+    """Return the label column of a table, or several as an indicator or as numbers."""
+    if not labels or isinstance(label, str):
+        return table[labels[0]] if labels else None
+    columns = columns_of(table[list(labels)])
+    assert columns is not None
+    if any(column.values.dtype.kind not in "iufb" for column in columns):
+        raise InputError(
+            f"{where}: columns {listing(labels)} of labels must hold 0 and 1, or numbers"
+        )
+    values = [np.where(c.missing, np.nan, c.values.astype(np.float64)) for c in columns]
+    matrix = np.stack(values, 1)
+    # As a table, whose columns name the labels.
+    present = matrix[~np.isnan(matrix).any(1)]
+    if bool(((present == 0) | (present == 1)).all()):
+        import pandas as pd
+
+        return pd.DataFrame(np.nan_to_num(matrix), columns=list(labels))
+    return matrix
 
 
 def _csv(path: Path) -> Any:
