@@ -38,6 +38,7 @@ from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table, mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.operators.comparison import Comparison
+from otdd_flash.operators.label_costs import has_sets
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.exact.term import ExactTerm
@@ -79,7 +80,7 @@ def contributions_of(
         comparison: both datasets and the class distances that were used, on the device.
         divergence: the solved terms.
         method: the method of class distances; those of `gaussian` and `means` move with the masses,
-            unless the table is of other rows.
+            unless the table is of other rows or rows have several labels.
         required: whether potentials that the masses do not determine are an error.
 
     Raises:
@@ -88,7 +89,8 @@ def contributions_of(
     Warns:
         NotConvergedWarning: potentials are not determined, and not `required`.
     """
-    moved = bool(_tables(method))
+    # With several labels a row stands in the moments of all its classes.
+    moved = bool(_tables(method)) and not has_sets(comparison.given)
     needs: Needs = frozenset({"a", "classes"}) if moved else frozenset({"a"})
     gradient = DivergenceGradient(comparison, needs)
     for name, term in divergence.terms.items():

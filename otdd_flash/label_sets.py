@@ -81,6 +81,14 @@ class LabelSets:
         )
 
 
+def named_sets(members: Tensor | None, names: Sequence[str]) -> dict[str, Any]:
+    """Return `class_names` and `label_sets` of samples, from stored members of sets, or None."""
+    if members is None:
+        return {"class_names": tuple(names), "label_sets": None}
+    sets = LabelSets(tuple(names), members.bool())
+    return {"class_names": sets.set_names, "label_sets": sets}
+
+
 def sets_of(
     indicator: NDArray[np.bool_], names: Sequence[str]
 ) -> tuple[NDArray[np.int64], LabelSets]:
@@ -119,9 +127,10 @@ class Encoded(NamedTuple):
             InputError: a row has no label; the message names it.
         """
         without = np.asarray(~indicator.any(1))
-        if without.any():
+        if count := int(without.sum()):
             raise InputError(
-                f"{int(without.sum())} rows have no label, {rows_shown(without)}; {HOW_TO_DROP}"
+                f"{count} {'row has' if count == 1 else 'rows have'} no label, "
+                f"{rows_shown(without)}; {HOW_TO_DROP}"
             )
         labels, sets = sets_of(indicator, names)
         return cls(labels, sets.set_names, sets)

@@ -37,7 +37,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
-from otdd_flash.label_sets import LabelSets
+from otdd_flash.label_sets import named_sets
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.comparison import Comparison
@@ -222,7 +222,8 @@ class DistanceResult:
     def class_coupling(self) -> Tensor:
         """Return the mass moved from each source class to each target class, (V_x, V_y) float64.
 
-        It sums to 1: the rounding error of the sum is divided out.
+        Of rows with several labels each label moves its part, u_i^T P_ij v_j. It sums to 1: the
+        rounding error of the sum is divided out.
         """
         per_row = self._applied(self._one_hot(self.target)).values
         per_row = per_row.double()
@@ -478,6 +479,8 @@ class DistanceResult:
     def _one_hot(self, samples: LabeledSamples) -> Tensor:
         if samples.labels is None:
             return torch.ones(len(samples), 1)
+        if samples.label_sets is not None:
+            return samples.shares.float()
         return torch.nn.functional.one_hot(samples.labels, samples.class_total).float()
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -490,11 +493,9 @@ class DistanceResult:
             tensors |= {f"{name}.f": term.f, f"{name}.g": term.g, **plan_tensors(name, term)}
         for side in ("source", "target"):
             samples: LabeledSamples = getattr(self, side)
-            for key in TENSORS:
+            for key in (*TENSORS, "members"):
                 if getattr(samples, key) is not None:
                     tensors[f"{side}.{key}"] = getattr(samples, key)
-            if samples.label_sets is not None:
-                tensors[f"{side}.members"] = samples.label_sets.members
         return tensors
 
 
@@ -512,15 +513,12 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
     names = summary["classes"]
     sides = {}
     for side in ("source", "target"):
-        members, named = tensors.get(f"{side}.members"), tuple(names[side])
-        sets = None if members is None else LabelSets(named, members.bool())
         sides[side] = LabeledSamples(
             tensors[f"{side}.features"],
             tensors.get(f"{side}.labels"),
-            named if sets is None else sets.set_names,
-            tensors.get(f"{side}.weights"),
+            weights=tensors.get(f"{side}.weights"),
             targets=tensors.get(f"{side}.targets"),
-            label_sets=sets,
+            **named_sets(tensors.get(f"{side}.members"), names[side]),
             name=summary[side],
             subset_hash=summary["subset_hash"][side],
             feature_names=summary.get("feature_names", {}).get(side),

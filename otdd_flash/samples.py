@@ -234,6 +234,11 @@ class LabeledSamples:
         return self.class_names if self.label_sets is None else self.label_sets.names
 
     @property
+    def members(self) -> Tensor | None:
+        """Which labels each set has, (S, V) bool on the CPU; None where rows have one class."""
+        return None if self.label_sets is None else self.label_sets.members
+
+    @property
     def shares(self) -> Tensor:
         """The part of a row that each label is, (n, V) float64; rows sum to 1."""
         if self.labels is None:

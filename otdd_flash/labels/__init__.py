@@ -36,6 +36,7 @@ from otdd_flash.labels.metrics import (
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.metrics.tree import Tree
 from otdd_flash.labels.table import ClassDistances, JointClassDistances
+from otdd_flash.operators.label_costs import set_table
 
 __all__ = [
     "METRICS",
@@ -60,5 +61,6 @@ __all__ = [
     "metric_named",
     "metric_of",
     "notice_single_samples",
+    "set_table",
     "settled_metric",
 ]

@@ -160,6 +160,11 @@ class Projected:
     def __init__(self, samples: LabeledSamples) -> None:
         if samples.labels is None:
             raise without_classes(samples)
+        if samples.label_sets is not None:
+            raise InputError(
+                f"{samples.name} has several labels a row, and sliced distances are of one class a "
+                "row; take dataset_distance or pairwise_distances"
+            )
         masses = samples.masses
         # Rows without mass change no quantile function.
         if samples.weights is not None and not bool((masses > 0).all()):

@@ -9,7 +9,7 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.cost.compute import ComputeOptions
-from otdd_flash.errors import InputError
+from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.labels import measure_classes, metric_of
 from otdd_flash.operators import comparison as comparisons
 from otdd_flash.operators.label_costs import columns_of_sets, set_table
@@ -234,7 +234,7 @@ def test_columns_are_the_table_and_their_error_is_bounded():
 
 def test_rows_without_labels_are_refused_by_number():
     indicator = torch.tensor([[1, 0], [0, 0], [1, 1]])
-    with pytest.raises(InputError, match="1 rows have no label, at row 1; leave those rows out"):
+    with pytest.raises(InputError, match="1 row has no label, at row 1; leave those rows out"):
         LabeledSamples(torch.zeros(3, 2), indicator, ("a", "b"))
 
 
@@ -263,3 +263,118 @@ def test_samples_keep_their_labels_where_rows_are_taken():
     assert kept.label_names == ("e", "a")
     assert torch.equal(kept.shares > 0, SOURCE.shares[mine][:, [4, 0]] > 0)
     assert SOURCE.fingerprint == SOURCE.to("cpu").fingerprint != taken.fingerprint
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_contributions_are_slopes_by_masses(way, metric):
+    settings = {"epsilon": EPSILON, "compute": DOUBLE, "solver": TIGHT}
+    result = otdd.dataset_distance(SOURCE, TARGET, **settings, **METRICS[metric])
+    found = result.contributions()
+    assert not found.through_classes
+    for row in (0, 11):
+        values = []
+        for step in (1e-4, -1e-4):
+            weights = SOURCE.masses.clone()
+            weights[row] *= 1 + step
+            side = LabeledSamples(
+                SOURCE.features,
+                SOURCE.labels,
+                SOURCE.class_names,
+                weights,
+                label_sets=SOURCE.label_sets,
+            )
+            moved = otdd.dataset_distance(
+                side, TARGET, class_distances=result.class_distances, **settings
+            )
+            values.append(moved.value)
+        mass = float(SOURCE.masses[row])
+        # Along the simplex: the mass of a row grows by h a_i (1 - a_i), that of all others shrinks.
+        slope = (values[0] - values[1]) / 2e-4 / mass / (1 - mass)
+        assert float(found.values[row]) == pytest.approx(slope, rel=1e-4, abs=1e-6)
+
+
+def test_gradients_by_w(way):
+    """The table of sets is a differentiable function of W between labels."""
+    sides = SOURCE, TARGET
+    full = table_of(*sides).requires_grad_()
+    loss = otdd.sinkhorn_loss(
+        SOURCE.features,
+        TARGET.features,
+        b=TARGET.masses,
+        epsilon=EPSILON,
+        labels_x=SOURCE.labels,
+        labels_y=TARGET.labels,
+        class_table=otdd.labels.set_table(full, sides),
+        class_totals=(SOURCE.class_total, TARGET.class_total),
+        options=TIGHT,
+    )
+    loss.backward()
+    for k, other in ((0, 6), (1, 3)):
+        values = []
+        for step in (1e-4, -1e-4):
+            table = full.detach().clone()
+            table[k, other] += step
+            if (k < 5) == (other < 5):
+                table[other, k] += step
+            else:
+                table[other, k] = table[k, other]
+            given = otdd.ClassDistances.from_full(table, 5)
+            moved = otdd.dataset_distance(
+                *sides, class_distances=given, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT
+            )
+            values.append(moved.value)
+        slope = float(full.grad[k, other] + full.grad[other, k])
+        assert slope == pytest.approx((values[0] - values[1]) / 2e-4, rel=1e-5, abs=1e-9)
+
+
+def test_pairwise_distances_are_those_of_pairs(way):
+    third = tagged(25, "abw", 3)
+    settings = {"epsilon": EPSILON, "compute": DOUBLE, "solver": TIGHT}
+    found = otdd.pairwise_distances([SOURCE, TARGET, third], **settings)
+    assert found.class_distances.class_names[0] == tuple("abcde")
+    expected = otdd.dataset_distance(TARGET, third, **settings)
+    assert float(found.values[1, 2]) == pytest.approx(expected.value, abs=1e-8)
+
+
+def test_results_are_read_back(way, tmp_path):
+    found = otdd.dataset_distance(SOURCE, TARGET, epsilon=EPSILON)
+    read = otdd.DistanceResult.load(found.save(tmp_path / "run"))
+    assert read.source.fingerprint == SOURCE.fingerprint
+    assert read.value == found.value
+    assert torch.equal(read.barycentric_map(), found.barycentric_map())
+    assert read.mean_cost == pytest.approx(found.mean_cost)
+    assert read.class_names == (tuple("abcde"), tuple("wxyz"))
+
+
+def test_the_coupling_of_labels(way):
+    found = otdd.dataset_distance(SOURCE, TARGET, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT)
+    coupling = found.class_coupling()
+    plan = found.apply_plan(torch.eye(30))
+    expected = SOURCE.shares.T @ plan.double() @ TARGET.shares
+    torch.testing.assert_close(coupling, expected / expected.sum(), atol=1e-6, rtol=0)
+
+
+def test_small_labels_are_dropped():
+    indicator = SOURCE.shares > 0
+    indicator[:, 4] = False
+    indicator[:, 0] |= ~indicator.any(1)
+    indicator[0] = torch.tensor([False, False, False, False, True])
+    side = LabeledSamples(SOURCE.features, indicator, tuple("abcde"), name="few")
+    with pytest.warns(DataNotice, match=r"dropped classes of few with fewer .*e \(1\)"):
+        found = otdd.dataset_distance(side, TARGET, epsilon=EPSILON, min_class_size=2)
+    assert found.source.label_names == tuple("abcd")
+    assert len(found.source) == 39
+
+
+def test_subsamples_and_halves_of_rows_with_several_labels():
+    settings = {"epsilon": EPSILON}
+    found = otdd.dataset_distance(SOURCE, TARGET, **settings)
+    interval = otdd.subsample_interval(SOURCE, TARGET, found.value, count=40, **settings)
+    assert interval.lower < found.value < interval.upper
+    floor = otdd.noise_floor(SOURCE, TARGET, **settings)
+    assert floor.size == 15
+
+
+def test_a_sliced_distance_refuses_several_labels():
+    with pytest.raises(InputError, match="tagged 1 has several labels a row"):
+        otdd.sliced_distances([SOURCE, TARGET])
