@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import takes
+from otdd_flash.arguments import Count, Index, takes
 from otdd_flash.contributions import Contributions, contributions_of, exact_contributions
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import SIDES
@@ -39,6 +39,7 @@ from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.label_sets import named_sets
 from otdd_flash.labels import ClassDistances
+from otdd_flash.labels.numbers import targets_of
 from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.raw_labels import frame_of
@@ -48,6 +49,7 @@ from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
 from otdd_flash.solver.term import TransportTerm
+from otdd_flash.target_changes import TargetHistogram, histogram, mean_changes
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
@@ -231,6 +233,36 @@ class DistanceResult:
         return (coupling / coupling.sum()).cpu()
 
     @computes
+    def target_changes(self) -> Tensor:
+        """Return the mean of |t_i - s_j| under the plan, (q,) float64, in units of the numbers.
+
+        Target numbers count in groups of neighbours if there are more than 512 different ones.
+
+        Raises:
+            InputError: rows have no numbers.
+        """
+        self._check_numbers()
+        return mean_changes(self._applied_double, self.source, self.target)
+
+    @computes
+    @takes()
+    def target_histogram(self, column: Index = 0, bins: Count = 24) -> TargetHistogram:
+        """Return the mass that moves between intervals of one column of numbers.
+
+        Args:
+            column: of the numbers, from 0.
+            bins: intervals of equal length over the numbers of both sides.
+
+        Raises:
+            InputError: rows have no numbers, or no such column.
+        """
+        self._check_numbers()
+        count = targets_of(self.source).shape[1]
+        if column >= count:
+            raise InputError(f"there is no column {column} of numbers; there are {count}, from 0")
+        return histogram(self._applied_double, self.source, self.target, column, bins)
+
+    @computes
     def barycentric_map(self) -> Tensor:
         """Return where the plan sends each source point on average: (P y)_i / r_i, shape (n, d).
 
@@ -318,9 +350,20 @@ class DistanceResult:
             "compute": self.compute.settings,
             **({} if self.shared == ALONE else self.shared._asdict()),
             **({} if self.streamed is None else {"streamed": dict(self.streamed)}),
+            **self._numbers(),
             "config": None,
         }
         return json_content({**content, **more})
+
+    def _numbers(self) -> dict[str, Any]:
+        """Return what result.json holds of numbers, if rows have some."""
+        if self.cost.target_scale is None:
+            return {}
+        return {"target_changes": self._changes.tolist()}
+
+    @cached_property
+    def _changes(self) -> Tensor:
+        return self.target_changes()
 
     def to_frame(self) -> DataFrame:
         """Return a pandas table of one row, which starts with the columns of `PairwiseResult`'s.
@@ -403,6 +446,15 @@ class DistanceResult:
         with self._prepared.within_memory():
             f, g = self._potentials_on_device()
             return self._operator.plan(f, g, self.epsilon).applied(values.to(f.device))
+
+    def _applied_double(self, values: Tensor) -> Tensor:
+        return self._applied(values).values
+
+    def _check_numbers(self) -> None:
+        if self.source.targets is None or self.target.targets is None:
+            raise InputError(
+                "these rows have no numbers; labels=continuous compares rows that have some"
+            )
 
     def _conditional_means(self) -> Tensor:
         """Return the means of the target points by the conditional plan of each source point."""

@@ -29,6 +29,7 @@ from otdd_flash.errors import ConvergenceError, InputError
 from otdd_flash.labels import ClassDistances, Continuous, Given, LabelMetric, NoLabels, Sinkhorn
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.distance import (
+    WITHOUT_CLASSES,
     nearest_table,
     summary_table,
     write_contributions,
@@ -117,7 +118,7 @@ def compare(config: DictConfig, directory: Path) -> None:
 
     def tables(summary: dict[str, Any]) -> Iterator[RenderableType]:
         yield summary_table(summary)
-        if result.method != "none":
+        if result.method not in WITHOUT_CLASSES:
             yield nearest_table(result.class_distances.nearest())
 
     def draw() -> Report:

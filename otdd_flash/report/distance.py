@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from functools import partial
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -84,7 +85,9 @@ def write_report(
     projection.png. Rows and columns of class_distances are all source classes and then all target
     classes, marked `source:` and `target:` in the csv file. Rows of class_coupling are source
     classes, its columns target classes. The files of class distances are left out if none were
-    computed (method `none`), and those of the coupling if both sides are one class.
+    computed (methods `none` and `continuous`), and those of the coupling if both sides are one
+    class. Of numbers there is target_histogram (.csv and .png), for each column if there are
+    several.
 
     Args:
         result: the result of `dataset_distance`.
@@ -109,14 +112,15 @@ def write_report(
     names, sides = result.class_names, (result.source.name, result.target.name)
     both = [f"source:{name}" for name in names[0]] + [f"target:{name}" for name in names[1]]
     # Without class distances there is nothing to order by.
-    chosen = order if result.method != "none" else "given"
+    measured = result.method not in WITHOUT_CLASSES
+    chosen = order if measured else "given"
     orders = class_orders(table.full, [len(side) for side in names], chosen)
     writers: Writers = {
         directory / "projection.png": lambda path: projection(
             result.source, result.target, coupling, path, seed
         )
     }
-    if result.method != "none":
+    if measured:
         writers |= {
             directory / "class_distances.csv": lambda path: write_matrix_csv(
                 path, table.full, both, both, corner="class"
@@ -135,6 +139,8 @@ def write_report(
                 [(row.side, row.name, row.nearest, row.distance) for row in table.nearest()],
             ),
         }
+    if result.cost.target_scale is not None:
+        writers |= _target_writers(result, directory, sides)
     if coupling.numel() > 1:
         writers |= {
             directory / "class_coupling.csv": lambda path: write_matrix_csv(
@@ -146,6 +152,53 @@ def write_report(
         }
     shown = [*sides, *names[0], *names[1]]
     return write_each({} if content == "none" else writers, shown, pictures=content == "full")
+
+
+# Methods of `labels` that compare no classes.
+WITHOUT_CLASSES = ("none", "continuous")
+
+
+def _target_writers(result: DistanceResult, directory: Path, sides: tuple[str, str]) -> Writers:
+    """Return what writes the histograms of numbers, a table and a picture for each column."""
+    writers: Writers = {}
+    changes = result.target_changes().tolist()
+    for column, change in enumerate(changes):
+        found = result.target_histogram(column)
+        end = f"_{column}" if len(changes) > 1 else ""
+        names = [f"{low:.4g} to {high:.4g}" for low, high in pairwise(found.edges.tolist())]
+        writers |= {
+            directory / f"target_histogram{end}.csv": partial(
+                _write_histogram, found.masses, names
+            ),
+            directory / f"target_histogram{end}.png": partial(
+                _draw_histogram, found.masses, names, sides, change
+            ),
+        }
+    return writers
+
+
+def _write_histogram(masses: Tensor, names: Sequence[str], path: Path) -> None:
+    write_matrix_csv(path, masses, names, names, corner="source\\target")
+
+
+def _draw_histogram(
+    masses: Tensor, names: Sequence[str], sides: tuple[str, str], change: float, path: Path
+) -> None:
+    rows, columns = (
+        [Group(role, list(names), color)]
+        for role, color in zip(_roles(sides), (SOURCE_COLOR, TARGET_COLOR), strict=True)
+    )
+    heat_map(
+        100 * masses,
+        rows,
+        columns,
+        path,
+        title=f"Mass moved from numbers of {sides[0]} to those of {sides[1]}",
+        value_label="mass, % of the total",
+        decimals=1,
+        zero="",
+        notes=[f"the mean change of a number is {change:.4g}"],
+    )
 
 
 def plot_distance(result: DistanceResult) -> Figure:
@@ -244,12 +297,22 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("classes", f"{_count(classes['source'])} × {_count(classes['target'])}"),
         *([] if ground == "sqeuclidean" else [("ground cost", ground)]),
         ("class distances", labels),
+        *_changes(summary),
         ("converged", f"yes{reached}" if converged else "no"),
         ("marginal error", error),
         ("iterations", str(summary["iterations"])),
         ("seconds", f"{_time(sum(seconds.values()))} ({spent})"),
         ("computed on", ", ".join(str(summary[k]) for k in ("device", "backend", "precision"))),
     ]
+
+
+def _changes(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the row on numbers, if rows have some."""
+    if (found := summary.get("target_changes")) is None:
+        return []
+    pairs = zip(found, summary["target_scale"], strict=True)
+    said = ", ".join(f"{change:.4g} (scale {scale:.4g})" for change, scale in pairs)
+    return [("mean change of numbers", said)]
 
 
 def _sampling(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -278,7 +341,7 @@ def _sampling(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _subsamples_fit(summary: Mapping[str, Any]) -> bool:
     """Return whether a proper part of both sides, the same for both, has two rows of each class."""
-    labelled = summary["labels"] != "none"
+    labelled = summary["labels"] not in WITHOUT_CLASSES
     rows = summary["n"], summary["m"]
     classes = (_count(summary["classes"][side]) * labelled for side in ("source", "target"))
     part = max(2 * max(count, 1) / total for count, total in zip(classes, rows, strict=True))
@@ -552,6 +615,8 @@ def write_contributions(
 
 
 def _class_of(source: LabeledSamples, row: int) -> str:
+    if source.targets is not None and source.labels is None:
+        return ", ".join(f"{number:.4g}" for number in source.targets[row].tolist())
     return "" if source.labels is None else source.class_names[int(source.labels[row])]
 
 
