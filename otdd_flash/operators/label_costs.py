@@ -72,9 +72,10 @@ class LabelColumns:
         """Return samples of side 0 or 1 with these columns, as one class."""
         if samples.dim != self.dim:
             return samples
-        features = samples.features
-        columns = self._columns(samples, side).to(features.device)
-        points = features.double() * self.weight if self.weight != 1 else features.double()
+        # Points of files are read.
+        points = samples.points_of(slice(None)).double()
+        columns = self._columns(samples, side).to(points.device)
+        points = points * self.weight if self.weight != 1 else points
         found = displaced(samples, torch.cat((points, columns), 1), subset_hash=samples.subset_hash)
         for name, part in (("labels", None), ("class_names", ()), ("label_sets", None)):
             object.__setattr__(found, name, part)

@@ -11,6 +11,7 @@ import otdd_flash as otdd
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.labels import measure_classes, metric_of
+from otdd_flash.operators import blocked
 from otdd_flash.operators import comparison as comparisons
 from otdd_flash.operators.label_costs import columns_of_sets, set_table
 from otdd_flash.samples import LabeledSamples
@@ -378,3 +379,31 @@ def test_subsamples_and_halves_of_rows_with_several_labels():
 def test_a_sliced_distance_refuses_several_labels():
     with pytest.raises(InputError, match="tagged 1 has several labels a row"):
         otdd.sliced_distances([SOURCE, TARGET])
+
+
+@pytest.mark.parametrize("kind", ["sets", "columns", "numbers"])
+def test_points_of_files(kind, tmp_path, monkeypatch):
+    """Few sets stream; columns need points in memory, and read them where they fit."""
+    monkeypatch.setattr(comparisons, "MOST_SETS", 512 if kind == "sets" else 0)
+    path = tmp_path / "x.npy"
+    np.save(path, SOURCE.features.numpy())
+    parts = {"labels": SOURCE.labels, "class_names": SOURCE.class_names}
+    parts["label_sets"] = SOURCE.label_sets
+    target, labels = TARGET, "means"
+    if kind == "numbers":
+        parts = {"labels": None, "class_names": (), "targets": torch.arange(40.0)}
+        target = LabeledSamples(TARGET.features, None, (), targets=torch.arange(30.0))
+        labels = "continuous"
+    source = LabeledSamples(otdd.features_file(path), **parts)
+    settings = {"epsilon": EPSILON, "labels": labels}
+    fits = otdd.dataset_distance(source, target, **settings, compute=DOUBLE)
+    monkeypatch.setattr(comparisons, "ASSUMED_FREE", 0)
+    monkeypatch.setattr(blocked, "LEAST_POINTS", 16)
+    small = ComputeOptions("cpu", precision="double", memory_budget=4096)
+    if kind == "sets":
+        found = otdd.dataset_distance(source, target, **settings, compute=small)
+        assert found.streamed is not None
+        assert found.value == pytest.approx(fits.value, abs=1e-6)
+        return
+    with pytest.raises(InputError, match="as columns of points in memory, and these are streamed"):
+        otdd.dataset_distance(source, target, **settings, compute=small)
