@@ -58,11 +58,6 @@ class LabelSets:
         )
 
     @property
-    def rows(self) -> list[list[int]]:
-        """The members as lists of 0 and 1."""
-        return list(self.members.int().tolist())
-
-    @property
     def shares(self) -> Tensor:
         """The part that each label is of a set, (S, V) float64; rows sum to 1."""
         counts = self.members.double()
@@ -72,14 +67,6 @@ class LabelSets:
         """Return some of the sets, with all labels."""
         return LabelSets(self.names, self.members[torch.as_tensor(sets)])
 
-    def equals(self, other: LabelSets | None) -> bool:
-        """Return whether both have the same labels and sets."""
-        return (
-            other is not None
-            and self.names == other.names
-            and torch.equal(self.members, other.members)
-        )
-
 
 def named_sets(members: Tensor | None, names: Sequence[str]) -> dict[str, Any]:
     """Return `class_names` and `label_sets` of samples, from stored members of sets, or None."""
@@ -87,21 +74,6 @@ def named_sets(members: Tensor | None, names: Sequence[str]) -> dict[str, Any]:
         return {"class_names": tuple(names), "label_sets": None}
     sets = LabelSets(tuple(names), members.bool())
     return {"class_names": sets.set_names, "label_sets": sets}
-
-
-def sets_of(
-    indicator: NDArray[np.bool_], names: Sequence[str]
-) -> tuple[NDArray[np.int64], LabelSets]:
-    """Return the index of each row's set (n,), and the distinct sets of an indicator (n, V).
-
-    Sets without the first label come first, and so on. Every row must have a label.
-    """
-    packed, first, indices = np.unique(
-        np.packbits(indicator, axis=1), axis=0, return_index=True, return_inverse=True
-    )
-    members = torch.from_numpy(np.ascontiguousarray(indicator[first], dtype=np.bool_))
-    assert len(packed) == len(members)
-    return indices.reshape(-1).astype(np.int64), LabelSets(tuple(names), members)
 
 
 class Encoded(NamedTuple):
@@ -132,8 +104,18 @@ class Encoded(NamedTuple):
                 f"{count} {'row has' if count == 1 else 'rows have'} no label, "
                 f"{rows_shown(without)}; {HOW_TO_DROP}"
             )
-        labels, sets = sets_of(indicator, names)
-        return cls(labels, sets.set_names, sets)
+        packed = np.packbits(indicator, axis=1)
+        _, first, indices = np.unique(packed, axis=0, return_index=True, return_inverse=True)
+        sets = LabelSets(tuple(names), torch.from_numpy(indicator[first].astype(np.bool_)))
+        return cls(indices.reshape(-1).astype(np.int64), sets.set_names, sets)
+
+    def kept(self, keep: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], Encoded]:
+        """Return the rows that have one of these labels (V,), and what is left of their sets."""
+        assert self.label_sets is not None
+        indicator = self.label_sets.members.numpy()[self.labels][:, keep]
+        rows = np.flatnonzero(indicator.any(1))
+        names = [self.label_sets.names[label] for label in keep]
+        return rows, Encoded.of_indicator(indicator[rows], names)
 
 
 def encode_rows(labels: Any) -> Encoded:
@@ -171,74 +153,55 @@ def several_of(
     """Return the indicator (n, V) and the names of the labels if rows can have several; else None.
 
     Args:
-        labels: an indicator, a list or column of lists or sets, or anything else.
+        labels: an indicator of 0 and 1, a list or column of lists or sets, or anything else.
         class_names: names of labels that are indices; None: labels are told apart by their values.
 
     Raises:
         InputError: labels in lists are missing, of mixed types or beyond the names.
     """
-    rows, names = _lists_of(labels), class_names
-    if rows is None:
-        if getattr(labels, "ndim", 2) != 2 or isinstance(labels, list | tuple):
-            return None
-        values = raw_values(labels)
-        columns = names_of_columns(labels)
-        names = columns if columns and values.shape[1:] == (len(columns),) else names
-    else:
-        # Indices of names are no indicator.
-        plain = class_names is None and all(
-            not isinstance(row, set | frozenset) and len(row) > 1 for row in rows
-        )
-        values = np.empty(0)
-        if plain and len({len(row) for row in rows}) == 1:
-            values = raw_values([list(row) for row in rows])
-    wide = values.ndim == 2 and values.shape[1] > 1 and values.dtype.kind in "iubf"
-    # Rows of 0 and 1 are an indicator, also in lists: labels 0 and 1 come as sets.
-    if wide and bool(((values == 0) | (values == 1)).all()):
-        if names is None or len(names) != values.shape[1]:
-            names = list(map(str, range(values.shape[1])))
-        return values.astype(np.bool_), tuple(map(str, names))
-    # Lists of floats are numbers.
-    numbers = wide and values.dtype.kind == "f"
-    return None if rows is None or numbers else _of_lists(rows, class_names)
+    if (rows := _lists_of(labels)) is not None:
+        return _of_lists([list(row) for row in rows], class_names)
+    if getattr(labels, "ndim", 2) != 2 or isinstance(labels, list | tuple):
+        return None
+    values, names = raw_values(labels), names_of_columns(labels) or class_names
+    if values.ndim != 2 or values.shape[1] == 1 or values.dtype.kind not in "iubf":
+        return None
+    if not bool(((values == 0) | (values == 1)).all()):
+        return None
+    if names is None or len(names) != values.shape[1]:
+        names = [str(label) for label in range(values.shape[1])]
+    return values.astype(np.bool_), tuple(map(str, names))
 
 
 def _lists_of(labels: Any) -> list[Any] | None:
     """Return the rows of a list or column of lists or sets, a missing one empty; else None."""
-    if isinstance(labels, Tensor):
-        return None
-    columns = columns_of(labels)
-    if columns is not None:
-        if len(columns) > 1 or columns[0].values.ndim > 2:
-            return None
-        (column,) = columns
-        values: Any = [
-            () if gone else row for row, gone in zip(column.values, column.missing, strict=True)
-        ]
+    if (columns := columns_of(labels)) is not None:
+        found = zip(columns[0].values, columns[0].missing, strict=True)
+        rows = [() if gone else row for row, gone in found] if len(columns) == 1 else []
     elif isinstance(labels, list | tuple) or getattr(labels, "dtype", None) == np.dtype(object):
-        values = list(labels)
+        rows = [() if row is None else row for row in labels]
     else:
         return None
     kinds = (list, tuple, set, frozenset, np.ndarray)
-    rows = [() if row is None else row for row in values]
-    several = [isinstance(row, kinds) and getattr(row, "ndim", 1) == 1 for row in rows]
-    return rows if several and all(several) and any(map(len, rows)) else None
+    several = all(isinstance(row, kinds) and getattr(row, "ndim", 1) == 1 for row in rows)
+    return rows if several and any(map(len, rows)) else None
 
 
 def _of_lists(
-    rows: Sequence[Any], class_names: Sequence[str] | None
-) -> tuple[NDArray[np.bool_], tuple[str, ...]]:
-    each = [list(row) for row in rows]
-    flat = [entry for row in each for entry in row]
+    rows: Sequence[list[Any]], class_names: Sequence[str] | None
+) -> tuple[NDArray[np.bool_], tuple[str, ...]] | None:
+    flat = [entry for row in rows for entry in row]
+    if any(isinstance(entry, float | np.floating) for entry in flat):
+        # These are numbers.
+        return None
     if class_names is None:
         indices, names = encode_labels(flat)
     else:
-        names = tuple(map(str, class_names))
-        indices = np.asarray(flat)
+        indices, names = np.asarray(flat), tuple(map(str, class_names))
         if indices.dtype.kind not in "iu" or indices.min() < 0 or indices.max() >= len(names):
             raise InputError(f"labels in lists must be indices of {len(names)} names")
-    indicator = np.zeros((len(each), len(names)), np.bool_)
-    indicator[np.repeat(np.arange(len(each)), list(map(len, each))), indices] = True
+    indicator = np.zeros((len(rows), len(names)), np.bool_)
+    indicator[np.repeat(np.arange(len(rows)), list(map(len, rows))), indices] = True
     return indicator, names
 
 

@@ -278,7 +278,7 @@ class LabeledSamples:
             return known[1]
         names = self.class_names
         if (sets := self.label_sets) is not None:
-            names = (*sets.names, "of sets", *("".join(map(str, row)) for row in sets.rows))
+            names = (*sets.names, "in sets", sets.members.numpy().tobytes().hex())
         found = fingerprint(self.features, self.labels, self.weights, names, self.targets)
         self.__dict__["_fingerprint"] = mark, found
         return found
@@ -342,18 +342,14 @@ class LabeledSamples:
         if self.label_sets is None:
             return self.keep_classes(keep)
         assert self.labels is not None
-        members = self.label_sets.members[:, list(keep)]
-        rows = members.any(1).to(self.labels.device)[self.labels].nonzero().squeeze(1)
-        indicator = members[self.labels[rows].cpu()].numpy()
-        names = [self.label_sets.names[label] for label in keep]
-        found = Encoded.of_indicator(indicator, names)
+        rows, found = Encoded(self.labels.cpu().numpy(), self.class_names, self.label_sets).kept(
+            keep
+        )
         assert found.labels is not None
-        kept = self if len(rows) == len(self) else self.take(rows)
+        kept = self if len(rows) == len(self) else self.take(torch.from_numpy(rows))
+        labels = torch.from_numpy(found.labels)
         return replace(
-            kept,
-            labels=torch.from_numpy(found.labels),
-            class_names=found.class_names,
-            label_sets=found.label_sets,
+            kept, labels=labels, class_names=found.class_names, label_sets=found.label_sets
         )
 
     @takes()
@@ -685,11 +681,9 @@ def _may_be_shard() -> bool:
 
 def same_content(one: LabeledSamples, other: LabeledSamples) -> bool:
     """Return whether features, labels, class names and weights agree row by row, in any type."""
-    sets = one.label_sets, other.label_sets
     return one is other or (
         one.class_names == other.class_names
-        and (sets[0].equals(sets[1]) if sets[0] is not None else sets[1] is None)
-        and all(_equal(getattr(one, part), getattr(other, part)) for part in TENSORS)
+        and all(_equal(getattr(one, part), getattr(other, part)) for part in (*TENSORS, "members"))
     )
 
 

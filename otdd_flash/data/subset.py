@@ -150,10 +150,9 @@ def _keep_labels(dataset: LabeledDataset, keep: Sequence[int]) -> LabeledDataset
     sets, labels = dataset.label_sets, dataset.labels
     assert sets is not None
     assert labels is not None
-    indicator = sets.members.numpy()[labels][:, list(keep)]
-    rows, there = np.flatnonzero(indicator.any(1)), np.asarray(indicator.any(0))
+    there = sets.members[np.unique(labels)].any(0).numpy()[list(keep)]
     names = [sets.names[label] for label in keep]
-    if rows.size == 0:
+    if not there.any():
         raise InputError(f"{dataset.name} is empty: no rows are of the classes {listing(names)}")
     if absent := [name for name, kept in zip(names, there, strict=True) if not kept]:
         warn(
@@ -161,9 +160,7 @@ def _keep_labels(dataset: LabeledDataset, keep: Sequence[int]) -> LabeledDataset
             f"{listing(absent, 10)}",
             DataNotice,
         )
-    found = Encoded.of_indicator(
-        indicator[rows][:, there], [name for name, kept in zip(names, there, strict=True) if kept]
-    )
+    rows, found = Encoded(labels, dataset.class_names, sets).kept(np.array(keep)[there])
     return (dataset if len(rows) == len(labels) else dataset.take(rows)).labelled(found)
 
 

@@ -46,7 +46,7 @@ from otdd_flash.flows.space import FeatureSpace
 from otdd_flash.flows.stepping import Batch, Draw, generator, normal_like
 from otdd_flash.labels import ClassDistances, Given, LabelMetric, PairFunction
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.label_costs import has_sets, mean_label_cost
+from otdd_flash.operators.label_costs import has_sets
 from otdd_flash.samples import LabeledSamples, all_finite, displaced, largest_entry
 from otdd_flash.solver.divergence import Divergence, Solved, report_convergence
 from otdd_flash.solver.schedules.base import Schedule
@@ -120,18 +120,16 @@ class FlowSetting:
         With c the target's mean it is lambda_x (sum_i a_i ||x_i - c||^2 + sum_j b_j ||y_j - c||^2)
         plus the part of the classes. It is finite only if all features are.
         """
-        (centre, spread), cost = self._target_moments, self.comparison.ground
-        squares = self.masses @ squared_distances(features, centre)
-        fixed = cost.squared.lambda_x * float(spread) + self._label_cost(class_distances)
-        return float(cost.squared.lambda_x * squares) + fixed
-
-    def _label_cost(self, class_distances: ClassDistances) -> float:
-        """Return the part of the labels in the mean cost."""
         sides, cost = (self.source, self.target), self.comparison.ground
         if cost.target_scale is not None or has_sets(sides):
-            return mean_label_cost(sides, class_distances.full, cost)
+            moved = self.comparison.with_points(self.at(features), self.target)
+            return moved.with_classes(class_distances.full).mean_cost()
+        centre, spread = self._target_moments
+        squares = self.masses @ squared_distances(features, centre)
         own, theirs = self._class_masses
-        return cost.lambda_y * float(own @ class_distances.xy @ theirs)
+        # Both summands are on the CPU.
+        fixed = cost.squared.lambda_x * spread + cost.lambda_y * (own @ class_distances.xy @ theirs)
+        return float(cost.squared.lambda_x * squares + fixed)
 
     def settings(
         self, points: LabeledSamples, goal: LabeledSamples, table: ClassDistances

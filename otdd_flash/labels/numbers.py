@@ -70,25 +70,22 @@ def targets_of(samples: LabeledSamples) -> Tensor:
 
 def _numbered(samples: LabeledSamples) -> LabeledSamples:
     """Return samples with targets and without classes."""
-    if samples.targets is None:
-        if samples.labels is None or samples.label_sets is not None:
-            kind = "no labels" if samples.labels is None else "several labels a row"
-            raise InputError(
-                f"labels=continuous compares numbers, and {samples.name} has {kind}; give one "
-                "number or more for each row, as labels or as targets="
-            )
+    if samples.targets is not None:
+        return replace(samples, labels=None)
+    said = "no labels" if samples.labels is None else "several labels a row"
+    if samples.labels is not None and samples.label_sets is None:
         try:
-            values = torch.tensor(
-                [float(name) for name in samples.class_names], dtype=torch.float64
-            )
+            targets = torch.tensor([*map(float, samples.class_names)], dtype=torch.float64)
         except ValueError as error:
-            raise InputError(
-                f"labels=continuous compares numbers, and {samples.name} has classes: "
-                f"{display(str(error))}; take another method of labels"
-            ) from None
-        targets = values.to(samples.labels.device)[samples.labels]
-        return replace(samples, labels=None, class_names=(), targets=targets)
-    return samples if samples.labels is None else replace(samples, labels=None, class_names=())
+            said = f"classes that are none: {display(str(error))}"
+        else:
+            return replace(
+                samples, labels=None, targets=targets.to(samples.labels.device)[samples.labels]
+            )
+    raise InputError(
+        f"labels=continuous compares numbers, and {samples.name} has {said}; give one number or "
+        "more for each row, as labels or as targets="
+    )
 
 
 def _pooled(datasets: Sequence[LabeledSamples]) -> tuple[float, ...]:

@@ -40,12 +40,11 @@ from otdd_flash.operators.label_costs import (
     MOST_SETS,
     LabelColumns,
     by_labels,
-    check_columns,
     columns_of_sets,
     columns_of_targets,
     has_sets,
     set_table,
-    without_labels,
+    set_table_error,
 )
 from otdd_flash.samples import (
     LabeledSamples,
@@ -85,6 +84,7 @@ class Comparison:
         debias: whether the divergence has self terms, or is the cross term alone.
         epsilon: regularisation, in units of the cost.
         columns: the label cost, where `transformed` points have it as columns; else None.
+        label_error: bound on the error of the label cost by its sums over labels.
     """
 
     given: tuple[LabeledSamples, ...]
@@ -97,6 +97,7 @@ class Comparison:
     debias: bool = True
     epsilon: float = 0.0
     columns: LabelColumns | None = None
+    label_error: float = 0.0
 
     @classmethod
     def prepare(
@@ -201,23 +202,28 @@ class Comparison:
         """
         sides = self.transformed[0], self.transformed[-1]
         if self.ground.target_scale is not None:
-            check_columns(self.streaming is not None, self.ground)
             return self._with_columns(columns_of_targets(sides, self.ground))
         if table is None or not has_sets(sides):
             return replace(self, classes=_class_table(table, sides, self.device))
         names = tuple(len(side.label_names) for side in sides)
         given = ClassTable(table, (names[0], names[1]), torch.device("cpu")).full
-        if self.ground.lambda_y == 0 or not given.any():
-            plain = tuple(map(without_labels, sides))
-            return replace(self, transformed=plain, classes=_class_table(None, plain, self.device))
         if max(side.class_total for side in sides) <= MOST_SETS:
-            wide = set_table(given, sides)
-            return replace(self, classes=_class_table(wide, sides, self.device))
-        check_columns(self.streaming is not None, self.ground)
+            wide = _class_table(set_table(given, sides), sides, self.device)
+            return replace(self, classes=wide, label_error=set_table_error(given, self.ground))
         return self._with_columns(columns_of_sets(given, sides, self.ground))
 
     def _with_columns(self, columns: LabelColumns) -> Comparison:
-        """Return the comparison of points with columns, as one class."""
+        """Return the comparison of points with columns, as one class.
+
+        Raises:
+            InputError: points are streamed, or are compared by no squared distances.
+        """
+        if self.streaming is not None or self.ground.ground == "inner":
+            raise InputError(
+                "numbers, and many sets of labels, are compared as columns of points in memory by "
+                "squared distances; raise memory_budget where these are streamed, and take "
+                "ground=sqeuclidean or cosine in place of inner"
+            )
         sides = self.transformed[0], self.transformed[-1]
         first = columns.appended(sides[0], 0)
         last = first if sides[0] is sides[1] else columns.appended(sides[1], 1)
@@ -229,6 +235,7 @@ class Comparison:
             transformed=(first, last),
             classes=_class_table(None, (first, last), self.device),
             columns=columns,
+            label_error=columns.error,
             ground=ground,
         )
 
@@ -425,9 +432,8 @@ class Comparison:
 
     @property
     def cost_error(self) -> float:
-        """Bound on the error of the cost by that of transformed points, in units of the cost."""
-        error = self.ground.error(self.transformed[0].dim)
-        return error if self.columns is None else error + self.columns.error
+        """Bound on the error of the cost by that of transformed points and of the label cost."""
+        return self.ground.error(self.transformed[0].dim) + self.label_error
 
     @property
     def diameter(self) -> float:

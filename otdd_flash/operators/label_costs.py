@@ -21,28 +21,29 @@ The last two terms are of one side: they cancel in a debiased divergence, as tho
 cost `inner` do. Self terms are then of two different clouds.
 
 Errors of columns are bounded here and widen bounds by `Comparison.cost_error`. `Comparison` calls
-all of it; flows call `mean_label_cost`.
+all of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.cost.points import DOUBLE_UNIT, mass_per_class
-from otdd_flash.errors import InputError
+from otdd_flash.cost.points import DOUBLE_UNIT
 from otdd_flash.samples import LabeledSamples, displaced
 
-# Sets of labels on one side up to which they are classes.
-MOST_SETS = 512
+# Sets of labels on one side up to which they are classes: of so many a processor builds a table in
+# the time of columns (experiments/bench_label_sets.py).
+MOST_SETS = 256
 
-# Eigenvalues below this share of the largest are left out; what they add is in the error.
-NEGLIGIBLE = 1e-13
+# Eigenvalues below V times this share of the largest are rounding and left out; what they add is in
+# the error.
+NEGLIGIBLE = 16 * DOUBLE_UNIT
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +75,16 @@ class LabelColumns:
             return samples
         # Points of files are read.
         points = samples.points_of(slice(None)).double()
-        columns = self._columns(samples, side).to(points.device)
+        table, kind = self.tables[side].to(points.device), samples.labels
+        if self.of_rows:
+            kind = samples.targets
+        assert kind is not None
+        columns = kind * table if self.of_rows else table[kind]
         points = points * self.weight if self.weight != 1 else points
         found = displaced(samples, torch.cat((points, columns), 1), subset_hash=samples.subset_hash)
-        for name, part in (("labels", None), ("class_names", ()), ("label_sets", None)):
+        plain = {"labels": None, "class_names": (), "label_sets": None, "feature_names": None}
+        for name, part in plain.items():
             object.__setattr__(found, name, part)
-        object.__setattr__(found, "feature_names", None)
         return found
 
     def flipped(self, samples: LabeledSamples) -> LabeledSamples:
@@ -94,14 +99,6 @@ class LabelColumns:
             return None
         last = samples.features[:, samples.dim - self.negative :]
         return last.square().sum(1) * (-2 * self.lambda_x)
-
-    def _columns(self, samples: LabeledSamples, side: int) -> Tensor:
-        table = self.tables[side]
-        if self.of_rows:
-            assert samples.targets is not None
-            return samples.targets.to(table.device) * table
-        assert samples.labels is not None
-        return table.to(samples.labels.device)[samples.labels]
 
 
 def shares_of(sides: Sequence[LabeledSamples], device: torch.device) -> list[Tensor]:
@@ -138,6 +135,16 @@ def set_table(table: Tensor, sides: Sequence[LabeledSamples]) -> Tensor:
     return torch.cat(rows)
 
 
+def set_table_error(table: Tensor, ground: GroundCost) -> float:
+    """Bound the rounding error of lambda_y times `set_table`: three sums of V^2 terms."""
+    return 4 * ground.lambda_y * _rounding(len(table)) * float(table.abs().max())
+
+
+def _rounding(count: int) -> float:
+    """Bound the error of two products of V terms each over the size of their terms."""
+    return (4 * count + 32) * DOUBLE_UNIT
+
+
 def by_labels(gradient: Tensor, sides: Sequence[LabeledSamples]) -> Tensor:
     """Pull a gradient by the table of sets back to that by W of their labels."""
     shares = _both_shares(sides, gradient)
@@ -169,7 +176,7 @@ def columns_of_sets(
     half = half - half.mean(1, keepdim=True)
     half = (half + half.T) / 2
     values, vectors = torch.linalg.eigh(half)
-    kept = values.abs() > NEGLIGIBLE * values.abs().max()
+    kept = values.abs() > count * NEGLIGIBLE * values.abs().max()
     values, vectors = values[kept], vectors[:, kept]
     order = torch.argsort(values, descending=True, stable=True)
     values, vectors = values[order], vectors[:, order]
@@ -184,7 +191,7 @@ def columns_of_sets(
     rest = rest - rest.mean(0)
     rest = rest - rest.mean(1, keepdim=True)
     size = float(table.abs().max()) + float((vectors.square() * values.abs()).sum(1).max())
-    unit = (4 * count + 32) * DOUBLE_UNIT
+    unit = _rounding(count)
     error = ground.lambda_y * 2 * (float(torch.linalg.matrix_norm(rest)) + count * unit * size)
     largest = float(embedded.abs().max()) if embedded.numel() else 0.0
     # Of one entry of u^T Q |L|^1/2, of a row of them, and of squared distances between rows.
@@ -216,53 +223,3 @@ def _weights(ground: GroundCost) -> tuple[float, float, float]:
     if (lambda_x := ground.squared.lambda_x) == 0:
         return 0.0, ground.lambda_y, 1.0
     return 1.0, lambda_x, math.sqrt(ground.lambda_y / lambda_x)
-
-
-def mean_label_cost(sides: Sequence[LabeledSamples], table: Tensor, ground: GroundCost) -> float:
-    """Return the mean of the label cost between two datasets, times lambda_y.
-
-    Args:
-        sides: both.
-        table: W (V_x + V_y, V_x + V_y).
-        ground: the weights, and the scale of numbers.
-    """
-    if ground.target_scale is not None:
-        means, squares = [], []
-        for side in sides:
-            assert side.targets is not None
-            scaled = side.targets.cpu() / torch.tensor(ground.target_scale, dtype=torch.float64)
-            means.append(masses := side.masses.cpu() @ scaled)
-            squares.append(float(side.masses.cpu() @ (scaled - masses).square().sum(1)))
-        return ground.lambda_y * (sum(squares) + float((means[0] - means[1]).square().sum()))
-    table = table.cpu().double()
-    shares, own = shares_of(sides, table.device), []
-    for side, of_sets in zip(sides, shares, strict=True):
-        labels = torch.zeros(len(side), dtype=torch.int64) if side.labels is None else side.labels
-        own.append(mass_per_class(side.masses.cpu(), labels.cpu(), len(of_sets)))
-    size = shares[0].shape[1]
-    blocks = table[:size, :size], table[size:, size:]
-    p, q = (masses @ of_sets for masses, of_sets in zip(own, shares, strict=True))
-    mean = float(p @ table[:size, size:] @ q)
-    if has_sets(sides):
-        for masses, of_sets, block in zip(own, shares, blocks, strict=True):
-            mean -= float(masses @ ((of_sets @ block) * of_sets).sum(1)) / 2
-    return ground.lambda_y * mean
-
-
-def check_columns(streamed: bool, ground: GroundCost) -> None:
-    """Raise an `InputError` where points cannot have columns of labels."""
-    if streamed:
-        raise InputError(
-            "numbers, and many sets of labels, are compared as columns of points in memory, and "
-            "these are streamed; raise memory_budget"
-        )
-    if ground.ground == "inner":
-        raise InputError(
-            "numbers, and many sets of labels, are compared by squared distances, which "
-            "ground=inner has none of; take ground=sqeuclidean or cosine"
-        )
-
-
-def without_labels(samples: LabeledSamples) -> LabeledSamples:
-    """Return samples of one class."""
-    return replace(samples, labels=None, label_sets=None, class_names=())

@@ -405,5 +405,7 @@ def test_points_of_files(kind, tmp_path, monkeypatch):
         assert found.streamed is not None
         assert found.value == pytest.approx(fits.value, abs=1e-6)
         return
-    with pytest.raises(InputError, match="as columns of points in memory, and these are streamed"):
+    with pytest.raises(
+        InputError, match=r"columns of points in memory .* where these are streamed"
+    ):
         otdd.dataset_distance(source, target, **settings, compute=small)

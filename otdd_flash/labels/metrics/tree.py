@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,6 @@ from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.pairs import PairDistances
 from otdd_flash.shown import display, listing
-
-# The columns of a csv file, of which the last may be missing.
-COLUMNS = ("name", "parent", "length")
 
 
 @dataclass(frozen=True)
@@ -99,59 +97,46 @@ class Tree(LabelMetric):
                 "distances of points, so that debiased values may be negative",
                 DataNotice,
             )
-        edges: Mapping[str, tuple[str | None, float]] = self.parents  # type: ignore[assignment]
-        ways, roots = [_way(name, edges) for name in names], set[str]()
-        columns: dict[str, int] = {}
-        for name, way in zip(names, ways, strict=True):
-            roots.add(way[-1] if way else name)
-            for node in way[:-1]:
-                columns.setdefault(node, len(columns))
-        if len(roots) > 1:
-            raise InputError(
-                f"there is no way between classes below {listing(sorted(roots), 10)}, which have "
-                "no parents; give them one"
-            )
-        above = torch.zeros(len(names), max(1, len(columns)), dtype=torch.float64)
-        lengths = torch.zeros(max(1, len(columns)), dtype=torch.float64)
+        edges = self.parents
+        assert isinstance(edges, Mapping)
+        ways = [_way(name, edges) for name in names]
+        nodes = {node: place for place, node in enumerate(dict.fromkeys(chain(*ways)))}
+        lengths = torch.tensor([edges.get(node, (None, 0.0))[1] for node in nodes])
+        above = torch.zeros(len(names), len(nodes), dtype=torch.float64)
         for row, way in enumerate(ways):
-            for node in way[:-1]:
-                above[row, columns[node]] = 1
-                lengths[columns[node]] = edges[node][1]
+            above[row, [nodes[node] for node in way]] = 1
+        if not bool((above @ above.T).all()):
+            roots = sorted({way[-1] for way in ways})
+            raise InputError(
+                f"there is no way between classes below {listing(roots, 10)}, which have no "
+                "parents; give them one"
+            )
         # Edges above both count twice in the sum of both ways to the root.
         shared = (above * lengths) @ above.T
         found = (shared.diagonal()[:, None] + shared.diagonal() - 2 * shared).clamp_min(0)
-        return (found.pow(self.power)).fill_diagonal_(0)
+        return found.pow(self.power).fill_diagonal_(0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return power and added metric, and a digest of the tree."""
         assert isinstance(self.parents, Mapping)
         text = json.dumps(sorted(self.parents.items())).encode()
         digest = content_hash({"tree": torch.frombuffer(bytearray(text), dtype=torch.uint8)})
-        added = self.measured
-        more = {} if self.add is None else {"add": added.name, **added.to_dict()}
-        return {"tree": digest, "power": self.power, **more}
+        added = {} if self.add is None else {"add": self.measured.name, **self.measured.to_dict()}
+        return {"tree": digest, "power": self.power, **added}
 
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"labels.path={path} cannot be read: {error}") from None
-    if path.suffix.lower() == ".json":
-        try:
-            found = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path} is no json file: {error}") from None
-        if not isinstance(found, dict):
-            raise InputError(f"{path} must hold the parent of every class by its name")
-        return found
-    rows = list(csv.DictReader(text.splitlines(), skipinitialspace=True))
-    known = set(rows[0]) if rows else set()
-    if not {*COLUMNS[:2]} <= known:
+        if path.suffix.lower() == ".json":
+            return dict(json.loads(text))
+        rows = csv.DictReader(text.splitlines(), skipinitialspace=True)
+        return {row["name"]: (row["parent"] or None, row.get("length") or 1.0) for row in rows}
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
-            f"{path} must have columns name and parent, and perhaps length, got {listing(known)}"
-        )
-    return {row["name"]: (row["parent"] or None, row.get("length") or 1.0) for row in rows}
+            f"labels.path={path} cannot be read: it must be json, the parent of every class by its "
+            f"name, or csv with columns name, parent and perhaps length ({error})"
+        ) from None
 
 
 def _edges(given: Mapping[Any, Any]) -> dict[str, tuple[str | None, float]]:
@@ -160,21 +145,20 @@ def _edges(given: Mapping[Any, Any]) -> dict[str, tuple[str | None, float]]:
     for name, entry in given.items():
         parent, length = entry if isinstance(entry, list | tuple) else (entry, 1.0)
         try:
-            number = float(length)
+            edges[str(name)] = None if parent is None else str(parent), float(length)
         except (TypeError, ValueError):
-            number = math.nan
-        if not 0 <= number < math.inf:
+            edges[str(name)] = None, math.nan
+        if not 0 <= edges[str(name)][1] < math.inf:
             raise InputError(
                 f"the edge above {display(repr(name))} must have a length of 0 or more, got "
                 f"{display(repr(length))}"
             )
-        edges[str(name)] = None if parent is None else str(parent), number
     for name in edges:
         _way(name, edges)
     return edges
 
 
-def _way(name: str, edges: Mapping[str, tuple[str | None, float]]) -> list[str]:
+def _way(name: str, edges: Mapping[str, Any]) -> list[str]:
     """Return the nodes from a class to its root, both included."""
     if name not in edges and all(parent != name for parent, _ in edges.values()):
         raise InputError(
