@@ -80,6 +80,7 @@ class Tree(LabelMetric):
 
     @property
     def single_samples_are_points(self) -> bool:
+        """Whether what is added divides covariances by n - 1."""
         return self.measured.single_samples_are_points
 
     def by_names(self, names: Sequence[str]) -> Tensor:
