@@ -242,7 +242,7 @@ class DistanceResult:
             InputError: rows have no numbers.
         """
         self._check_numbers()
-        return mean_changes(self._applied_double, self.source, self.target)
+        return mean_changes(self._applied, self.source, self.target)
 
     @computes
     @takes()
@@ -260,7 +260,7 @@ class DistanceResult:
         count = targets_of(self.source).shape[1]
         if column >= count:
             raise InputError(f"there is no column {column} of numbers; there are {count}, from 0")
-        return histogram(self._applied_double, self.source, self.target, column, bins)
+        return histogram(self._applied, self.source, self.target, column, bins)
 
     @computes
     def barycentric_map(self) -> Tensor:
@@ -322,6 +322,7 @@ class DistanceResult:
         """
         self._check_unchanged()
         names = {"source": self.source.feature_names, "target": self.target.feature_names}
+        scale = self.cost.target_scale
         content = {
             "source": self.source.name,
             "target": self.target.name,
@@ -350,20 +351,10 @@ class DistanceResult:
             "compute": self.compute.settings,
             **({} if self.shared == ALONE else self.shared._asdict()),
             **({} if self.streamed is None else {"streamed": dict(self.streamed)}),
-            **self._numbers(),
+            **({} if scale is None else {"target_changes": self.target_changes().tolist()}),
             "config": None,
         }
         return json_content({**content, **more})
-
-    def _numbers(self) -> dict[str, Any]:
-        """Return what result.json holds of numbers, if rows have some."""
-        if self.cost.target_scale is None:
-            return {}
-        return {"target_changes": self._changes.tolist()}
-
-    @cached_property
-    def _changes(self) -> Tensor:
-        return self.target_changes()
 
     def to_frame(self) -> DataFrame:
         """Return a pandas table of one row, which starts with the columns of `PairwiseResult`'s.
@@ -446,9 +437,6 @@ class DistanceResult:
         with self._prepared.within_memory():
             f, g = self._potentials_on_device()
             return self._operator.plan(f, g, self.epsilon).applied(values.to(f.device))
-
-    def _applied_double(self, values: Tensor) -> Tensor:
-        return self._applied(values).values
 
     def _check_numbers(self) -> None:
         if self.source.targets is None or self.target.targets is None:

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from otdd_flash.labels.numbers import targets_of
+from otdd_flash.operators.base import Applied
 from otdd_flash.samples import LabeledSamples
 
 # Groups of neighbouring target numbers whose moves are told apart. Within one, numbers on both
 # sides of that of a row cancel.
 GROUPS = 512
 
-# The plan applied to values (m, k): (n, k).
-Apply = Callable[[Tensor], Tensor]
+# The plan applied to values (m, k), with the product (n, k).
+Apply = Callable[[Tensor], Applied]
 
 
 class TargetHistogram(NamedTuple):
@@ -44,7 +45,7 @@ def mean_changes(apply: Apply, source: LabeledSamples, target: LabeledSamples) -
         # Relative to one of them, so that sums do not cancel.
         origin = distinct[len(distinct) // 2]
         values = torch.cat((within, within * (s - origin)[:, None]), 1)
-        masses, sums = apply(values).cpu().double().chunk(2, 1)
+        masses, sums = apply(values).values.cpu().double().chunk(2, 1)
         changes = ((t - origin)[:, None] * masses - sums).abs().sum()
         found.append(changes / masses.sum())
     return torch.stack(found)
@@ -58,6 +59,6 @@ def histogram(
     ends = torch.stack((torch.cat(sides).min(), torch.cat(sides).max())).tolist()
     edges = torch.linspace(ends[0], ends[1], bins + 1, dtype=torch.float64)
     rows, columns = (torch.bucketize(side, edges[1:-1], right=True) for side in sides)
-    moved = apply(torch.nn.functional.one_hot(columns, bins).double()).cpu().double()
+    moved = apply(torch.nn.functional.one_hot(columns, bins).double()).values.cpu().double()
     masses = moved.new_zeros(bins, bins).index_add_(0, rows, moved)
     return TargetHistogram(masses / masses.sum(), edges)

@@ -381,20 +381,19 @@ class DivergenceGradient:
 
     def _without_columns(self, gradient: Gradient, columns: LabelColumns, name: str) -> Gradient:
         """Leave out the gradient by columns of labels; add that of their terms of one side."""
-        if unable := gradient.keys() & SHARED:
-            raise InputError(
-                f"no gradient by {', '.join(unable)} where labels are compared as columns of "
-                "features: numbers, and many sets of labels"
-            )
         comparison = self._comparison
-        sides = zip(POINTS, MASSES, comparison.given, comparison.transformed, strict=True)
-        for key, of_masses, side, transformed in sides:
+        if gradient.keys() & SHARED:
+            raise InputError(
+                "no gradient by classes and weights of the cost where labels are compared as "
+                "columns of features: numbers, and many sets of labels"
+            )
+        for place, (key, masses) in enumerate(zip(POINTS, MASSES, strict=True)):
             if key in gradient:
                 kept = gradient[key][:, : columns.dim] * columns.weight
-                gradient[key] = kept.to(side.features.dtype)
-            alone = None if comparison.debias else columns.one_side(transformed)
-            if of_masses in gradient and key in name and alone is not None:
-                gradient[of_masses] += alone.to(gradient[of_masses].device)
+                gradient[key] = kept.to(comparison.given[place].features.dtype)
+            alone = None if comparison.debias else columns.one_side(comparison.transformed[place])
+            if masses in gradient and key in name and alone is not None:
+                gradient[masses] += alone.to(gradient[masses].device)
         return gradient
 
     def _add(self, name: str, gradient: Gradient, factor: float) -> None:

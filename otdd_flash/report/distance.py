@@ -163,42 +163,18 @@ def _target_writers(result: DistanceResult, directory: Path, sides: tuple[str, s
     writers: Writers = {}
     changes = result.target_changes().tolist()
     for column, change in enumerate(changes):
-        found = result.target_histogram(column)
-        end = f"_{column}" if len(changes) > 1 else ""
-        names = [f"{low:.4g} to {high:.4g}" for low, high in pairwise(found.edges.tolist())]
-        writers |= {
-            directory / f"target_histogram{end}.csv": partial(
-                _write_histogram, found.masses, names
-            ),
-            directory / f"target_histogram{end}.png": partial(
-                _draw_histogram, found.masses, names, sides, change
-            ),
-        }
+        masses, edges = result.target_histogram(column)
+        names = [f"{low:.4g} to {high:.4g}" for low, high in pairwise(edges.tolist())]
+        path = directory / f"target_histogram{f'_{column}' if len(changes) > 1 else ''}.csv"
+        corner = "source\\target"
+        writers[path] = partial(
+            write_matrix_csv, matrix=masses, row_names=names, column_names=names, corner=corner
+        )
+        title = f"Mass moved from numbers of {sides[0]} to those of {sides[1]}"
+        notes = [f"the mean change of a number is {change:.4g}"]
+        draw = partial(_draw_masses, masses, [names, names], sides, title=title, notes=notes)
+        writers[path.with_suffix(".png")] = draw
     return writers
-
-
-def _write_histogram(masses: Tensor, names: Sequence[str], path: Path) -> None:
-    write_matrix_csv(path, masses, names, names, corner="source\\target")
-
-
-def _draw_histogram(
-    masses: Tensor, names: Sequence[str], sides: tuple[str, str], change: float, path: Path
-) -> None:
-    rows, columns = (
-        [Group(role, list(names), color)]
-        for role, color in zip(_roles(sides), (SOURCE_COLOR, TARGET_COLOR), strict=True)
-    )
-    heat_map(
-        100 * masses,
-        rows,
-        columns,
-        path,
-        title=f"Mass moved from numbers of {sides[0]} to those of {sides[1]}",
-        value_label="mass, % of the total",
-        decimals=1,
-        zero="",
-        notes=[f"the mean change of a number is {change:.4g}"],
-    )
 
 
 def plot_distance(result: DistanceResult) -> Figure:
@@ -233,23 +209,30 @@ def draw_class_coupling(
         path: the PNG file.
         orders: the order in which to show the classes of each side.
     """
-    rows, columns = (
-        [Group(role, [classes[index] for index in order], color)]
-        for role, classes, order, color in zip(
-            _roles(sides), names, orders, (SOURCE_COLOR, TARGET_COLOR), strict=True
-        )
-    )
-    heat_map(
-        100.0 * coupling[list(orders[0])][:, list(orders[1])],
-        rows,
-        columns,
+    _draw_masses(
+        coupling[list(orders[0])][:, list(orders[1])],
+        [[of[index] for index in order] for of, order in zip(names, orders, strict=True)],
+        sides,
         path,
         title=f"Mass moved from the classes of {sides[0]} to those of {sides[1]}",
-        value_label="mass, % of the total",
-        decimals=1,
-        # Cells that round to 0 stay empty.
-        zero="",
     )
+
+
+def _draw_masses(
+    masses: Tensor,
+    names: Sequence[Sequence[str]],
+    sides: tuple[str, str],
+    path: str | Path | None,
+    **more: Any,
+) -> None:
+    """Draw masses that sum to 1 in percent, between what the names of both sides stand for."""
+    rows, columns = (
+        [Group(role, list(of), color)]
+        for role, of, color in zip(_roles(sides), names, (SOURCE_COLOR, TARGET_COLOR), strict=True)
+    )
+    # Cells that round to 0 stay empty.
+    label = "mass, % of the total"
+    heat_map(100.0 * masses, rows, columns, path, value_label=label, decimals=1, zero="", **more)
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
