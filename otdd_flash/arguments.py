@@ -170,6 +170,15 @@ group = must(
     lambda value: (isinstance(value, str) and value == "world") or is_a(value, *GROUP_CLASSES),
 )
 count = integer(at_least=1)
+
+
+def penalties(name: str, value: Any) -> Any:
+    """Accept a penalty of unmatched mass, or [of rows, of columns], where None is exact."""
+    if not isinstance(value, list | tuple):
+        return positive(name, value)
+    return sequence(optional(positive), length=2)(name, value)
+
+
 index = integer(at_least=0)
 seed = integer(at_least=0, below=2**32)
 
@@ -384,6 +393,7 @@ ACCEPTED: dict[str, Check] = {
     ),
     "ClassDistances | str | Path": table_or_path,
     "Labels": labels,
+    "Unbalanced": penalties,
     "Costs": either(array(COSTS_SHAPE), COST_BLOCKS_CLASS),
     # Arrays have no gradient.
     "Tensor | CostBlocks": either(tensor(COSTS_SHAPE), COST_BLOCKS_CLASS),

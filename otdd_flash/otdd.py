@@ -44,10 +44,11 @@ from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.shards import takes_shards
 from otdd_flash.solver.divergence import report_convergence
+from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.exact import schedule_of
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term import SolverProgress, epsilon_of_datasets, refuse_both, resolve_epsilon
+from otdd_flash.solver.term import SolverProgress, epsilon_of_datasets, resolve_epsilon
 
 
 # `computes` keeps PyTorch's surrounding modes (autocast, inference, compilation) out,
@@ -70,6 +71,8 @@ def dataset_distance(
     lambda_y: NotNegative = 0.5,
     ground: Ground = "sqeuclidean",
     debias: bool = True,
+    unbalanced: Unbalanced | None = None,
+    unbalanced_relative: Unbalanced | None = None,
     solver: Schedule | None = None,
     compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -100,6 +103,10 @@ def dataset_distance(
             ||y||), with class distances between features of length 1; `inner`, -<x, y>, with a
             class table of yours or `labels="none"`.
         debias: subtract half of both self terms; without, OT_epsilon itself is the value.
+        unbalanced: rho, the price of mass that is not matched, in units of the cost: marginals then
+            cost rho KL(P 1 | a) + rho KL(P^T 1 | b) in the place of being exact. Two numbers
+            [rho_x, rho_y], of which None is exact, need `debias=False`.
+        unbalanced_relative: the same as multiples of the mean cost.
         solver: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
         cache_dir: folder of a database of measured class distances, keyed by the content of the
@@ -115,13 +122,13 @@ def dataset_distance(
         InputError: the request cannot be met; the message says what to change.
         ConvergenceError: `solver.require_convergence` is set and a term stopped early.
     """
-    refuse_both(epsilon, epsilon_relative)
     source, target = as_samples(source, "source"), as_samples(target, "target")
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
     metric, cost, (source, target) = with_numbers(
         metric_of(labels), cost, (source, target), class_statistics
     )
     options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias, ground=ground)
     if class_distances is not None:
         metric = Given(class_distances)
     check_squares(*(class_statistics or ()))
@@ -160,7 +167,8 @@ def dataset_distance(
     mean, scale = comparison.mean_cost, cost.standardized(source.dim)
     name, given, used = resolve_epsilon(epsilon, epsilon_relative, mean)
     with epsilon_of_datasets(name, given, used, mean, scale):
-        comparison = comparison.at(used)
+        constraints = resolve_constraints(unbalanced, unbalanced_relative, mean)
+        comparison = replace(comparison.at(used), constraints=constraints)
         divergence = solve(comparison, options, progress=progress)
     report_convergence(divergence, options)
     seconds = {
@@ -184,6 +192,7 @@ def dataset_distance(
         streamed=None if streaming is None else streaming.tally.summary(seconds["solve"]),
         unchanged=unchanged,
         required=options.require_convergence,
+        constraints=constraints,
     )
 
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import Count, Ground, NotNegative, Progress, takes
+from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import Pair
 from otdd_flash.cost.ground import GroundCost
@@ -67,6 +67,7 @@ from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.shown import NOT_SAMPLED, convergence_text, display, listing
 from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.penalties import penalties_of, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact, schedule_of
@@ -75,7 +76,6 @@ from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import (
     epsilon_of_datasets,
     largest_tolerance,
-    refuse_both,
     resolve_epsilon,
 )
 
@@ -97,6 +97,8 @@ def pairwise_distances(
     lambda_x: NotNegative = 0.5,
     lambda_y: NotNegative = 0.5,
     ground: Ground = "sqeuclidean",
+    unbalanced: Positive | None = None,
+    unbalanced_relative: Positive | None = None,
     solver: Schedule | None = None,
     compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -124,6 +126,9 @@ def pairwise_distances(
         lambda_x: weight of the squared distance between features, or of the `ground` cost.
         lambda_y: weight of the squared distance between classes.
         ground: the cost between features, as for `dataset_distance`.
+        unbalanced: rho, the price of mass that is not matched, in units of the cost, for all pairs.
+        unbalanced_relative: the same as a multiple of the mean cost over all pairs of different
+            datasets.
         solver: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
         cache_dir: folder of a database of measured class distances, keyed by the content of the
@@ -138,11 +143,11 @@ def pairwise_distances(
     Warns:
         NotConvergedWarning: a term stopped early.
     """
-    refuse_both(epsilon, epsilon_relative)
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
     whole = as_datasets(datasets, at_least=2)
     metric, cost, whole = with_numbers(metric_of(labels), cost, whole)
     options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=True, ground=ground)
     if not isinstance(options, Exact) and (
         not isinstance(options, Converged) or options.bound_width or options.max_seconds
     ):
@@ -168,7 +173,9 @@ def pairwise_distances(
     mean, scale = _mean_cost(comparison, table), cost.standardized(sides[0].dim)
     name, given, used = resolve_epsilon(epsilon, epsilon_relative, lambda: mean)
     with epsilon_of_datasets(name, given, used, lambda: mean, scale):
-        found = _solve_all(comparison.at(used), table, options, progress)
+        constraints = resolve_constraints(unbalanced, unbalanced_relative, lambda: mean)
+        comparison = replace(comparison.at(used), constraints=constraints)
+        found = _solve_all(comparison, table, options, progress)
     solved = time.perf_counter()
     labels_epsilon = getattr(metric, "epsilon", None) if class_distances is None else None
     streaming = comparison.streaming
@@ -179,6 +186,7 @@ def pairwise_distances(
         "d": sides[0].dim,
         "labels": "given" if measured_by is None else metric.name,
         **({} if labels_epsilon is None else {"labels_epsilon": labels_epsilon}),
+        **({} if constraints.exact else {"unbalanced": penalties_of(constraints)}),
         "mean_cost": mean,
         **cost.to_dict(),
         "fingerprints": [samples.fingerprint for samples in sides],

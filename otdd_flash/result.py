@@ -37,6 +37,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
+from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.label_sets import named_sets
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.numbers import targets_of
@@ -48,8 +49,10 @@ from otdd_flash.samples import TENSORS, LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
+from otdd_flash.solver.penalties import penalties_of, resolve_constraints, shown_penalties
 from otdd_flash.solver.term import TransportTerm
 from otdd_flash.target_changes import TargetHistogram, histogram, mean_changes
+from otdd_flash.unmatched import Unmatched, unmatched_of
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
@@ -80,6 +83,7 @@ class DistanceResult:
             received; this process alone answers questions about the plan.
         unchanged: marks of both datasets, to refuse questions after they were changed in place.
             None if no array of the user's shares their memory.
+        constraints: what the marginals of the plans owe.
         required: whether it is an error, as with the solve's `require_convergence`, or a warning
             that the masses leave potentials of groups of points undetermined; False for a loaded
             result.
@@ -99,14 +103,21 @@ class DistanceResult:
     streamed: Mapping[str, Any] | None = field(default=None, kw_only=True)
     unchanged: Unchanged | None = field(default=None, kw_only=True, repr=False)
     required: bool = field(default=False, kw_only=True, repr=False)
+    constraints: Constraints = field(default=EXACT, kw_only=True)
 
     def __repr__(self) -> str:
         """Return the distance, its solver bounds and what was compared, in one line."""
         return (
             f"DistanceResult({bounded(self.value, *self.bounds)}, "
-            f"epsilon={self.epsilon:.6g}, {convergence_text(self.converged)}, "
+            f"epsilon={self.epsilon:.6g}, {self._penalties}{convergence_text(self.converged)}, "
             f"{self.source!r} to {self.target!r}, class distances {self.method})"
         )
+
+    @property
+    def _penalties(self) -> str:
+        """What a line of text says of penalties, "" if marginals are exact."""
+        given = penalties_of(self.constraints)
+        return "" if given is None else f"unbalanced={shown_penalties(given)}, "
 
     def __str__(self) -> str:
         """Return the line of `repr`, and one on the sampling error, which bounds do not hold."""
@@ -224,13 +235,14 @@ class DistanceResult:
     def class_coupling(self) -> Tensor:
         """Return the mass moved from each source class to each target class, (V_x, V_y) float64.
 
-        Of rows with several labels each label moves its part, u_i^T P_ij v_j. It sums to 1: the
-        rounding error of the sum is divided out.
+        Of rows with several labels each label moves its part, u_i^T P_ij v_j. It sums to 1, as the
+        rounding error of the sum is divided out, or to the mass that moves where marginals are
+        relaxed.
         """
         per_row = self._applied(self._one_hot(self.target)).values
         per_row = per_row.double()
         coupling = self._one_hot(self.source).double().to(per_row.device).T @ per_row
-        return (coupling / coupling.sum()).cpu()
+        return (coupling / coupling.sum() if self.constraints.exact else coupling).cpu()
 
     @computes
     def target_changes(self) -> Tensor:
@@ -304,6 +316,11 @@ class DistanceResult:
             NotConvergedWarning: the same, if not required; `slopes` then gives the range.
         """
         self._check_unchanged()
+        if not self.constraints.exact:
+            raise InputError(
+                "contributions are those of exact marginals; with unbalanced, result.unmatched() "
+                "says which rows the other dataset does not have"
+            )
         term = self.divergence.xy
         if isinstance(term, ExactTerm):
             return exact_contributions(self._prepared, self.divergence, term)
@@ -311,6 +328,21 @@ class DistanceResult:
             return contributions_of(
                 self._prepared, self.divergence, self.method, required=self.required
             )
+
+    @computes
+    def unmatched(self) -> Unmatched:
+        """Return how much of every class and row the plan leaves, where marginals are relaxed.
+
+        Raises:
+            InputError: marginals are exact, or a dataset was changed in place since.
+        """
+        self._check_unchanged()
+        if self.constraints.exact:
+            raise InputError(
+                "with exact marginals the plan moves all of every row; give unbalanced, or "
+                "unbalanced_relative, the price of mass that is left"
+            )
+        return unmatched_of(self.source, self.target, self.divergence, self.constraints)
 
     def to_dict(self, **more: Any) -> dict[str, Any]:
         """Return the content of result.json, in JSON's own types; `more` replaces or adds keys.
@@ -328,6 +360,7 @@ class DistanceResult:
             "target": self.target.name,
             **self.divergence.to_dict(),
             "epsilon": self.epsilon,
+            **({} if self.constraints.exact else {"unbalanced": penalties_of(self.constraints)}),
             "mean_cost": self.mean_cost,
             "seconds": dict(self.seconds),
             "n": len(self.source),
@@ -501,7 +534,8 @@ class DistanceResult:
             # Questions about the plan take the cross term alone.
             pairs=(SIDES["xy"],),
         )
-        return prepared.with_classes(self.class_distances.full).at(self.epsilon)
+        prepared = prepared.with_classes(self.class_distances.full).at(self.epsilon)
+        return replace(prepared, constraints=self.constraints)
 
     @cached_property
     def _operator(self) -> Operator:
@@ -588,4 +622,5 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
         seconds=summary["seconds"],
         shared=ALONE._replace(**{key: summary[key] for key in Shared._fields if key in summary}),
         streamed=summary.get("streamed"),
+        constraints=resolve_constraints(summary.get("unbalanced"), None, lambda: 1.0),
     )

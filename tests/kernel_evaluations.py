@@ -12,4 +12,4 @@ def evaluation_of(rows: Tensor, columns: Tensor) -> Evaluation:
     """Unpack numbers of rows (S, 2) and of columns (S, 14 + 4 memory) in order."""
     numbers, products = columns[:, :NUMBERS], columns[:, NUMBERS:].chunk(4, 1)
     remembered = [Products(*products[:2]), Products(*products[2:])]
-    return Evaluation(*rows.unbind(1), *numbers.unbind(1), *remembered)
+    return Evaluation(*rows.unbind(1), *numbers.unbind(1), *remembered, numbers[:, 8])

@@ -219,5 +219,5 @@ def test_an_argument_of_an_option_says_where_to_write_it() -> None:
         with pytest.raises(InputError, match=message):
             otdd.gradient_flow(ONE, TWO, **{argument: 1})
     parameters = inspect.signature(otdd.gradient_flow).parameters
-    assert len(parameters) <= 12
+    assert len(parameters) <= 14
     assert not parameters.keys() & ELSEWHERE.keys()

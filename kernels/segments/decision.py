@@ -19,6 +19,10 @@ is at its level of epsilon and at `state_width` numbers,
 six of trust, three of progress and four of levels. What rounding may have done is as
 `formulas.evidence` derives it, from numbers of the passes that come with the costs.
 
+Of relaxed marginals an evaluation has the numbers that `segmented_evaluation` and
+`segmented_softmin` say, of untranslated updates. The translation follows from them here, and
+corrects the sums that hold r or y; it is the last number of a move before its weights.
+
 One lane per segment, as all of them do the same with few numbers.
 """
 
@@ -38,8 +42,8 @@ from otdd_flash.formulas.decision import Goal, Levels, Progress, State, Trust
 from otdd_flash.formulas.differences import Memory
 from otdd_flash.formulas.evidence import CostNumbers, Evaluation, PassErrors, Products
 from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.segments.evaluation import NUMBERS
-from otdd_flash.kernels.segments.move import MOVE
+from otdd_flash.kernels.segments.evaluation import NUMBERS, RELAXED_NUMBERS
+from otdd_flash.kernels.segments.move import MOVE, RELAXED_MOVE
 
 # Numbers of a state before those remembered, of terms, and of costs: mean, spread, offset, errors.
 TRUST, TERMS, COSTS = 14, 8, 12
@@ -117,6 +121,32 @@ def load_products(p_products, MEMORY: tl.constexpr):
     return of_difference, Products(tl.load(p_products), tl.load(p_products + MEMORY))
 
 
+@triton.jit
+def translated(found, owed_rows, owed_columns, left, softness, raised, SELF: tl.constexpr):
+    """Numbers of an evaluation with relaxed marginals, after the translation t, and t.
+
+    r is less by t, and y more, as the residual kept before has its own taken off. Products with
+    what is remembered stay: it has mean zero. A self term needs no translation.
+    """
+    t = tl.zeros_like(left)
+    if not SELF:
+        # What float64 does not hold translates by no more than what it does.
+        ratio = tl.maximum(owed_rows, 1e-300) / tl.maximum(left, 1e-300)
+        t = tl.log(ratio) / softness
+    step, difference, residual = found.mean_step, found.mean_difference, found.mean_residual
+    squares = found.difference_difference + t * (2 * difference + t)
+    of_difference = found.difference_residual + t * (residual - difference - t)
+    infinite = tl.full(left.shape, float("inf"), tl.float64)
+    gap = found.gap / tl.maximum(owed_columns, 1e-300)
+    return Evaluation(
+        found.row_value, found.row_size, found.value, found.size, -infinite, infinite,
+        gap, found.mass, step, difference + t, residual - t,
+        found.step_step, found.step_difference + t * step, squares,
+        found.step_residual - t * step, of_difference,
+        found.remembered_differences, found.remembered_residual, raised,
+    ), t  # fmt: skip
+
+
 # A number of segments that the kernel was compiled for would change their bits.
 @on_its_device
 @triton.jit(do_not_specialize=["count"])
@@ -127,6 +157,7 @@ def segmented_decision_kernel(
     columns_ptr,  # (S, NUMBERS + 4 MEMORY) float64
     costs_ptr,  # (S, COSTS) float64: mean, spread, offset, errors of passes
     settings_ptr,  # (7,) float64
+    softness_ptr,  # (S, 2) float64, 1 / rho of rows and columns, read if RELAXED
     active_ptr,  # (S,) int8
     level_ptr,  # (S,) float64
     state_ptr,  # (S, WIDTH) float64
@@ -137,6 +168,8 @@ def segmented_decision_kernel(
     new_terms_ptr,  # (S, TERMS) float64
     move_ptr,  # (S, MOVE + 2 MEMORY) float64
     SELF: tl.constexpr,
+    RELAXED: tl.constexpr,
+    OF_MASS_ONE: tl.constexpr,
     DAMPING: tl.constexpr,
     NUMBERS: tl.constexpr,
     MEMORY: tl.constexpr,
@@ -167,8 +200,18 @@ def segmented_decision_kernel(
         tl.load(settings_ptr + 5),
         tl.load(settings_ptr + 6),
     )
-    numbers = load_numbers(load_numbers((), p_rows, 2), p_columns, NUMBERS)
-    found = Evaluation(*numbers, *load_products(p_products, MEMORY))
+    numbers = load_numbers(load_numbers((), p_rows, 2), p_columns, 14)
+    # The update of exact marginals raises the dual value by the mean of the residual, number 10.
+    raised = numbers[10]
+    found = Evaluation(*numbers, *(load_products(p_products, MEMORY) + (raised,)))  # noqa: RUF005
+    if RELAXED:
+        p_softness = softness_ptr + 2 * i_segment
+        softness = tl.load(p_softness) + tl.load(p_softness + 1)
+        owed_rows = tl.load(p_rows + (0 if SELF else 2))
+        owed_columns, left = tl.load(p_columns + 14), tl.load(p_columns + 16)
+        found, translation = translated(
+            found, owed_rows, owed_columns, left, softness, tl.load(p_columns + 15), SELF
+        )
     active = tl.load(active_ptr + i_segment)
     now = active != 0
     state = State(
@@ -178,7 +221,7 @@ def segmented_decision_kernel(
         Progress(*load_numbers((), p_state + 7, 3)),
     )
 
-    decision = decide(goal, costs, state, found, SELF)
+    decision = decide(goal, costs, state, found, OF_MASS_ONE)
     iterations, levels, trust, progress = decision.state
     tl.store(new_active_ptr + i_segment, tl.where(decision.done, 0, active).to(tl.int8))
     # The last iteration is at the final epsilon.
@@ -224,6 +267,8 @@ def segmented_decision_kernel(
     tl.store(p_move + 6, step.shift)
     tl.store(p_move + 7, decision.changes.to(tl.float64))
     tl.store(p_move + 8, decision.extrapolation)
+    if RELAXED:
+        tl.store(p_move + 9, translation)
     p_weights = p_move[:, None] + (MOVE + i_slot)
     tl.store(p_weights, step.weights.steps)
     tl.store(p_weights + MEMORY, step.weights.differences)
@@ -234,17 +279,21 @@ def state_width(memory: int) -> int:
     return TRUST + 1 + 2 * memory * memory + memory
 
 
-def constants_of(memory: int, damping: float, symmetric: bool, block: int) -> dict[str, float]:
+def constants_of(
+    memory: int, damping: float, symmetric: bool, block: int, *, relaxed: bool = False
+) -> dict[str, float]:
     """Return the constants of the kernel; arguments as for `segmented_decision`."""
     return {
         "SELF": symmetric,
+        "RELAXED": relaxed,
+        "OF_MASS_ONE": symmetric and not relaxed,
         "DAMPING": damping,
-        "NUMBERS": NUMBERS,
+        "NUMBERS": RELAXED_NUMBERS if relaxed else NUMBERS,
         "MEMORY": memory,
         "WIDTH": state_width(memory),
         "TRUST": TRUST,
         "TERMS": TERMS,
-        "MOVE": MOVE,
+        "MOVE": RELAXED_MOVE if relaxed else MOVE,
         "COSTS": COSTS,
         "BLOCK": block,
     }
@@ -260,6 +309,7 @@ def segmented_decision(
     memory: int,
     damping: float,
     symmetric: bool,
+    softness: Tensor | None = None,
 ) -> Tensor:
     """Decide for all segments; returns their moves (S, 9 + 2 memory) float64.
 
@@ -274,10 +324,12 @@ def segmented_decision(
         memory: remembered differences, a power of two.
         damping: the plain update is g + damping r.
         symmetric: whether rows are columns.
+        softness: (S, 2) float64, 1 / rho of rows and of columns; None where all are exact.
     """
     rows, columns = evaluation
     count = len(columns)
-    move = costs.new_empty((count, MOVE + 2 * memory))
+    relaxed = softness is not None
+    move = costs.new_empty((count, (RELAXED_MOVE if relaxed else MOVE) + 2 * memory))
     states = (
         (state.active.view(torch.int8), state.level, state.numbers, state.terms)
         for state in (before, after)
@@ -290,10 +342,11 @@ def segmented_decision(
         columns,
         costs,
         settings,
+        settings if softness is None else softness,
         *next(states),
         *next(states),
         move,
-        **constants_of(memory, damping, symmetric, block),
+        **constants_of(memory, damping, symmetric, block, relaxed=relaxed),
         num_warps=1,
     )
     return move

@@ -10,6 +10,12 @@ with <u, v> = sum_j b_j u_j v_j and c_j = exp(-r_j / epsilon) of the residual be
 
 and the products of each remembered vector with y, then with r.
 
+Of relaxed marginals (`formulas.marginals`) T'_j is over 1 + epsilon / rho in r, <1, phi(g)> takes
+the place of <1, g>, and with what columns owe, q = e^(-g / rho), <1, |c - q|> that of <1, |c - 1|>.
+After <y, r> come <1, q>, what the update of columns adds to the dual value, less epsilon
+(<1, c> - 1), and <1, q> of the updated potentials. The translation that follows from these is left
+to `segmented_decision`.
+
 `engine.quasi_newton_kernels.KernelVectors` calls it after `segmented_softmin`. One program per
 block of columns of a segment; `segmented_totals` adds the blocks up. A segment of m
 columns has 2 memory rows of m remembered numbers.
@@ -25,11 +31,12 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.segments.softmin import BLOCK, LN_2, merged_softmin
+from otdd_flash.kernels.segments.softmin import BLOCK, LN_2, dual_of, merged_softmin
 from otdd_flash.kernels.segments.step import Sums
 
-# Numbers of a segment without those of remembered vectors.
+# Numbers of a segment without those of remembered vectors, and of one with relaxed marginals.
 NUMBERS = 14
+RELAXED_NUMBERS = 17
 
 
 class Vectors(NamedTuple):
@@ -74,6 +81,7 @@ def segmented_evaluation_kernel(
     segments_ptr,  # (S, 8) int64, columns as rows
     active_ptr,  # (S,) int8
     epsilon_ptr,  # (S,) float64
+    softness_ptr,  # (S, 2) float64, read if RELAXED
     candidate_ptr,  # (entries,) float32
     fresh_ptr,  # (entries,) float32, overwritten
     kept_ptr,  # (entries,) float32
@@ -82,6 +90,7 @@ def segmented_evaluation_kernel(
     partial_ptr,  # (programs, NUMBERS + 2 VECTORS) float64
     LN_2: tl.constexpr,
     MERGED: tl.constexpr,
+    RELAXED: tl.constexpr,
     NUMBERS: tl.constexpr,
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -107,7 +116,11 @@ def segmented_evaluation_kernel(
     before = tl.load(residual_ptr + offset + o_column, mask=m_column, other=0.0)
     # Not yet rounded to what is stored.
     exact = updated - potential.to(tl.float64)
-    fresh = exact.to(tl.float32)
+    if RELAXED:
+        softness = tl.load(softness_ptr + 2 * i_segment + 1)
+        fresh = (updated / (1 + epsilon * softness) - potential.to(tl.float64)).to(tl.float32)
+    else:
+        fresh = exact.to(tl.float32)
     tl.store(fresh_ptr + offset + o_column, fresh, mask=m_column)
     # Columns past the end have no mass.
     masses = tl.load(masses_ptr + start + o_column, mask=m_column, other=0.0)
@@ -118,13 +131,23 @@ def segmented_evaluation_kernel(
     step = tl.where(m_mass, potential - kept, 0.0).to(tl.float64)
     difference = tl.where(m_mass, before - fresh, 0.0).to(tl.float64)
     p_partial = partial_ptr + (NUMBERS + 2 * VECTORS) * i_program.to(tl.int64)
-    tl.store(p_partial, tl.sum(masses * value, 0))
+    if RELAXED:
+        dual, owed = dual_of(value, softness)
+        after, left = dual_of(value + residual, softness)
+        raised = after - dual - epsilon * (left - 1)
+        tl.store(p_partial, tl.sum(masses * dual, 0))
+        tl.store(p_partial + 4, tl.sum(masses * tl.abs(change - owed), 0))
+        tl.store(p_partial + 14, tl.sum(masses * owed, 0))
+        tl.store(p_partial + 15, tl.sum(masses * raised, 0))
+        tl.store(p_partial + 16, tl.sum(masses * left, 0))
+    else:
+        tl.store(p_partial, tl.sum(masses * value, 0))
+        tl.store(p_partial + 4, tl.sum(masses * tl.abs(change - 1), 0))
     tl.store(p_partial + 1, tl.sum(masses * tl.abs(value), 0))
     lowest = tl.min(tl.where(m_mass, value, float("inf")), 0)
     highest = tl.max(tl.where(m_mass, value, -float("inf")), 0)
     tl.store(p_partial + 2, lowest)
     tl.store(p_partial + 3, highest)
-    tl.store(p_partial + 4, tl.sum(masses * tl.abs(change - 1), 0))
     tl.store(p_partial + 5, tl.sum(masses * change, 0))
     tl.store(p_partial + 6, tl.sum(masses * step, 0))
     tl.store(p_partial + 7, tl.sum(masses * difference, 0))
@@ -151,6 +174,7 @@ def segmented_evaluation(
     active: Tensor,
     epsilon: Tensor,
     vectors: Vectors,
+    softness: Tensor | None = None,
 ) -> Tensor:
     """The numbers of evaluations of all active segments, by blocks of columns.
 
@@ -162,11 +186,14 @@ def segmented_evaluation(
         active: (S,) bool, segments to work on.
         epsilon: (S,) float64, in units of the cost.
         vectors: of the columns; `fresh` is overwritten.
+        softness: (S, 2) float64, 1 / rho of rows and of columns; None where all are exact.
 
     Returns:
-        (P, 14 + 4 memory) float64, the numbers above; unspecified for segments that are not active.
+        (P, 14 + 4 memory) float64, or (P, 17 + 4 memory), the numbers above; unspecified for
+        segments that are not active.
     """
-    partial = masses.new_empty((len(blocks), NUMBERS + 2 * vectors.vectors))
+    numbers = NUMBERS if softness is None else RELAXED_NUMBERS
+    partial = masses.new_empty((len(blocks), numbers + 2 * vectors.vectors))
     merged = isinstance(softmin, Sums)
     segmented_evaluation_kernel[(len(blocks),)](
         *(softmin if merged else (softmin, partial)),
@@ -175,6 +202,7 @@ def segmented_evaluation(
         table,
         active.view(torch.int8),
         epsilon,
+        epsilon if softness is None else softness,
         vectors.candidate,
         vectors.fresh,
         vectors.kept,
@@ -183,7 +211,8 @@ def segmented_evaluation(
         partial,
         LN_2=LN_2,
         MERGED=merged,
-        NUMBERS=NUMBERS,
+        RELAXED=softness is not None,
+        NUMBERS=numbers,
         VECTORS=vectors.vectors,
         BLOCK=BLOCK,
     )

@@ -6,7 +6,8 @@ as the newest remembered vectors where they are learnt, and with (g°, r°) <- (
     h = g° + scale r° + shift + sum_k weights_k v_k,      v_k the remembered vectors,
     g <- h + extrapolation (h - level),
 
-and level <- h where a level of epsilon ends. Columns without mass take h = g° + r°, and nothing of
+and level <- h where a level of epsilon ends. Of relaxed marginals r is less by a translation, the
+last number of a move before its weights. Columns without mass take h = g° + r°, and nothing of
 theirs is remembered.
 
 One program per block of columns of a segment.
@@ -23,8 +24,9 @@ from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.segments.evaluation import Vectors
 from otdd_flash.kernels.segments.softmin import BLOCK
 
-# Numbers of a move before its weights.
+# Numbers of a move before its weights, and of one with relaxed marginals.
 MOVE = 9
+RELAXED_MOVE = 10
 
 
 @on_its_device
@@ -41,6 +43,7 @@ def segmented_move_kernel(
     residual_ptr,  # (entries,) float32, overwritten
     level_ptr,  # (entries,) float32, overwritten
     remembered_ptr,  # (VECTORS entries,) float32, overwritten
+    RELAXED: tl.constexpr,
     MOVE: tl.constexpr,
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -74,6 +77,8 @@ def segmented_move_kernel(
     m_mass = tl.load(masses_ptr + start + o_column, mask=m_column, other=0.0) > 0
     potential = tl.load(candidate_ptr + o_entry, mask=m_column, other=0.0)
     fresh = tl.load(fresh_ptr + o_entry, mask=m_column, other=0.0)
+    if RELAXED:
+        fresh -= tl.load(p_move + 9).to(tl.float32)
     kept = tl.load(kept_ptr + o_entry, mask=m_column, other=0.0)
     residual = tl.load(residual_ptr + o_entry, mask=m_column, other=0.0)
     level = tl.load(level_ptr + o_entry, mask=m_column, other=0.0)
@@ -106,9 +111,11 @@ def segmented_move(
         blocks: (P, 2) int32, of `blocks_of`.
         table: (S, 8) int64, as for `segmented_step`, with the columns as rows.
         active: (S,) bool, segments to work on.
-        move: (S, 9 + 2 memory) float64, the numbers of `engine.problems.Move`.
+        move: (S, 9 + 2 memory) float64, the numbers of `engine.problems.Move`; of relaxed marginals
+            with a translation before the weights.
         vectors: of the columns; overwritten.
     """
+    numbers = move.shape[1] - vectors.vectors
     segmented_move_kernel[(len(blocks),)](
         masses,
         blocks,
@@ -116,7 +123,8 @@ def segmented_move(
         active.view(torch.int8),
         move,
         *vectors,
-        MOVE=MOVE,
+        RELAXED=numbers == RELAXED_MOVE,
+        MOVE=numbers,
         VECTORS=vectors.vectors,
         BLOCK=BLOCK,
     )

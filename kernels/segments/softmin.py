@@ -5,6 +5,10 @@
 over the ranges k of a row's columns, in float64, and two sums per segment: <a, f> and <a, |f|> of
 the f that are stored, in float32.
 
+Of relaxed marginals (`formulas.marginals`) f_i is what is above over 1 + epsilon / rho, and sums
+are <a, phi(f)>, <a, |f|> and <a, e^(-f / rho)>. Segments have 1 / rho of rows and of columns, which
+is 0 where one of both is exact.
+
 `engine.quasi_newton_kernels.KernelVectors` calls it in every evaluation. One program per block of
 rows of a segment; `segmented_totals` adds the blocks up. Blocks are fixed
 within a segment, so that the order of additions depends on nothing but the segment.
@@ -53,6 +57,17 @@ def merged_softmin(
     return -epsilon * LN_2 * (top + tl.log2(sums))
 
 
+@triton.jit
+def dual_of(potential, softness):
+    """phi(f) and e^(-f / rho) of potentials, float64, for 1 / rho in `softness`: f and 1 for 0.
+
+    Of a large rho the difference loses digits that are far below those of float32.
+    """
+    owed = tl.exp(-softness * potential)
+    inverse = 1 / tl.where(softness > 0, softness, 1.0)
+    return tl.where(softness > 0, (1 - owed) * inverse, potential), owed
+
+
 @on_its_device
 @triton.jit
 def segmented_softmin_kernel(
@@ -63,10 +78,13 @@ def segmented_softmin_kernel(
     segments_ptr,  # (S, 8) int64
     active_ptr,  # (S,) int8
     epsilon_ptr,  # (S,) float64
+    softness_ptr,  # (S, 2) float64, read if RELAXED
     potential_ptr,  # (entries,) float32, overwritten
-    partial_ptr,  # (programs, 2) float64
+    partial_ptr,  # (programs, SUMS) float64
     LN_2: tl.constexpr,
     MERGED: tl.constexpr,
+    RELAXED: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per block of rows of a segment."""
@@ -84,11 +102,21 @@ def segmented_softmin_kernel(
         ).to(tl.float32)  # fmt: skip
     else:
         softmin = tl.load(highest_ptr + o_row, mask=m_row, other=0.0)
+    if RELAXED:
+        softness = tl.load(softness_ptr + 2 * i_segment)
+        rate = 1 + tl.load(epsilon_ptr + i_segment) * softness
+        softmin = (softmin.to(tl.float64) / rate).to(tl.float32)
     tl.store(p_potential, softmin, mask=m_row)
     masses = tl.load(masses_ptr + start + o_row, mask=m_row, other=0.0)
     softmin = tl.where(masses > 0, softmin, 0.0)
-    tl.store(partial_ptr + 2 * i_program, tl.sum(masses * softmin, 0))
-    tl.store(partial_ptr + 2 * i_program + 1, tl.sum(masses * tl.abs(softmin), 0))
+    p_partial = partial_ptr + SUMS * i_program
+    tl.store(p_partial + 1, tl.sum(masses * tl.abs(softmin), 0))
+    if RELAXED:
+        value, owed = dual_of(softmin.to(tl.float64), softness)
+        tl.store(p_partial, tl.sum(masses * value, 0))
+        tl.store(p_partial + 2, tl.sum(masses * owed, 0))
+    else:
+        tl.store(p_partial, tl.sum(masses * softmin, 0))
 
 
 def blocks_of(table: Tensor) -> Tensor:
@@ -107,6 +135,7 @@ def segmented_softmin(
     active: Tensor,
     epsilon: Tensor,
     potential: Tensor,
+    softness: Tensor | None = None,
 ) -> Tensor:
     """Take the softmin as the potentials of the rows of all active segments.
 
@@ -118,11 +147,14 @@ def segmented_softmin(
         active: (S,) bool, segments to work on.
         epsilon: (S,) float64, in units of the cost.
         potential: (entries,) float32, of the rows, in units of the cost; overwritten.
+        softness: (S, 2) float64, 1 / rho of rows and of columns; None where all are exact.
 
     Returns:
-        (P, 2) float64, the sums above by blocks; unspecified for segments that are not active.
+        (P, 2) or (P, 3) float64, the sums above by blocks; unspecified for segments that are not
+        active.
     """
-    partial = masses.new_empty((len(blocks), 2))
+    sums = 2 if softness is None else 3
+    partial = masses.new_empty((len(blocks), sums))
     merged = isinstance(softmin, Sums)
     segmented_softmin_kernel[(len(blocks),)](
         *(softmin if merged else (softmin, partial)),
@@ -131,10 +163,13 @@ def segmented_softmin(
         table,
         active.view(torch.int8),
         epsilon,
+        epsilon if softness is None else softness,
         potential,
         partial,
         LN_2=LN_2,
         MERGED=merged,
+        RELAXED=softness is not None,
+        SUMS=sums,
         BLOCK=BLOCK,
     )
     return partial

@@ -1,7 +1,8 @@
 """The numbers of whole segments from those of their blocks, always added in the same order.
 
 Shapes: partial numbers (P, 2) of rows and (P', 14 + 4 memory) of columns, the third and fourth of
-which are a minimum and a maximum; totals (S, 2) and (S, 14 + 4 memory), all float64.
+which are a minimum and a maximum; totals (S, 2) and (S, 14 + 4 memory), all float64. Of relaxed
+marginals they are 3 and 17 + 4 memory.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ LOWEST, HIGHEST = tl.constexpr(2), tl.constexpr(3)
 @on_its_device
 @triton.jit
 def segmented_totals_kernel(
-    rows_ptr,  # (P, 2) float64, read if ROWS
+    rows_ptr,  # (P, ROWS) float64, read if ROWS is not 0
     columns_ptr,  # (P', WIDTH) float64
     row_blocks_ptr,  # (S + 1,) int64, the first block of each segment
     column_blocks_ptr,  # (S + 1,) int64
     active_ptr,  # (S,) int8
-    row_totals_ptr,  # (S, 2) float64
+    row_totals_ptr,  # (S, ROWS) float64
     column_totals_ptr,  # (S, WIDTH) float64
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
+    ROW_LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per segment."""
@@ -55,13 +57,15 @@ def segmented_totals_kernel(
     tl.store(column_totals_ptr + i_segment * WIDTH + o, totals, mask=o < WIDTH)
     if ROWS:
         first, last = tl.load(row_blocks_ptr + i_segment), tl.load(row_blocks_ptr + i_segment + 1)
-        o_pair = tl.arange(0, 2)
-        pairs = tl.zeros((BLOCK, 2), tl.float64)
+        o_pair = tl.arange(0, ROW_LANES)
+        pairs = tl.zeros((BLOCK, ROW_LANES), tl.float64)
         for i_block in range(first, tl.where(active, last, first), BLOCK):
             o_row = i_block + o_block
-            p_pair = rows_ptr + 2 * o_row[:, None] + o_pair[None, :]
-            pairs += tl.load(p_pair, mask=(o_row < last)[:, None], other=0.0)
-        tl.store(row_totals_ptr + 2 * i_segment + o_pair, tl.sum(pairs, 0))
+            p_pair = rows_ptr + ROWS * o_row[:, None] + o_pair[None, :]
+            m_pair = (o_row < last)[:, None] & (o_pair < ROWS)[None, :]
+            pairs += tl.load(p_pair, mask=m_pair, other=0.0)
+        p_totals = row_totals_ptr + ROWS * i_segment + o_pair
+        tl.store(p_totals, tl.sum(pairs, 0), mask=o_pair < ROWS)
 
 
 def first_blocks(blocks: Tensor, count: int) -> Tensor:
@@ -80,18 +84,20 @@ def segmented_totals(
     """The numbers of all active segments.
 
     Args:
-        rows: (P, 2) float64, of `segmented_softmin`; None where columns are rows.
+        rows: (P, 2) or (P, 3) float64, of `segmented_softmin`; None where columns are rows.
         columns: (P', 14 + 4 memory) float64, of `segmented_evaluation`.
         row_blocks: (S + 1,) int64, of `first_blocks`.
         column_blocks: (S + 1,) int64, likewise.
         active: (S,) bool, segments to work on.
 
     Returns:
-        (S, 2) and (S, 14 + 4 memory) float64, unspecified for segments that are not active.
+        Totals of as many numbers, float64, and two of rows where columns are rows; unspecified for
+        segments that are not active.
     """
     count, width = len(column_blocks) - 1, columns.shape[1]
     column_totals = columns.new_empty((count, width))
-    row_totals = column_totals[:, :2] if rows is None else columns.new_empty((count, 2))
+    of_rows = 0 if rows is None else rows.shape[1]
+    row_totals = column_totals[:, :2] if rows is None else columns.new_empty((count, of_rows))
     segmented_totals_kernel[(count,)](
         columns if rows is None else rows,
         columns,
@@ -102,7 +108,8 @@ def segmented_totals(
         column_totals,
         WIDTH=width,
         LANES=triton.next_power_of_2(width),
-        ROWS=rows is not None,
+        ROWS=of_rows,
+        ROW_LANES=triton.next_power_of_2(max(1, of_rows)),
         BLOCK=BLOCK,
     )
     return row_totals, column_totals

@@ -32,6 +32,7 @@ from otdd_flash.report.distance import (
     WITHOUT_CLASSES,
     nearest_table,
     summary_table,
+    unmatched_table,
     write_contributions,
     write_report,
 )
@@ -41,6 +42,7 @@ from otdd_flash.sampling import noise_floor, subsample_interval
 from otdd_flash.sampling.comparison import drawable
 from otdd_flash.sampling.halves import half_size
 from otdd_flash.sampling.subsampling import LEVEL, check_count, subsample_sizes
+from otdd_flash.solver.penalties import penalties_of
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact
@@ -55,6 +57,10 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
     debias: bool
     contributions: bool
 
+    @property
+    def debiased(self) -> bool:
+        return self.debias
+
     def check(self) -> None:
         """Raise an `InputError` for settings that are invalid for any data."""
         super().check()
@@ -64,6 +70,14 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
                 "contributions=true at epsilon=0 is of a plan that is proven optimal; add "
                 "solver=exact solver.bound_width=0"
             )
+        if self.unbalanced is None and self.unbalanced_relative is None:
+            return
+        for key in ("subsample", "contributions"):
+            if getattr(self, key):
+                raise InputError(
+                    f"{key} is for exact marginals: leave out {key} or unbalanced, whose "
+                    "unmatched.csv says what is left of every class"
+                )
 
 
 def compare(config: DictConfig, directory: Path) -> None:
@@ -120,6 +134,8 @@ def compare(config: DictConfig, directory: Path) -> None:
         yield summary_table(summary)
         if result.method not in WITHOUT_CLASSES:
             yield nearest_table(result.class_distances.nearest())
+        if not result.constraints.exact:
+            yield unmatched_table(result.unmatched())
 
     def draw() -> Report:
         content, order = settings.report.content, settings.report.order
@@ -261,6 +277,7 @@ def measure_sampling(
         "labels": metric,
         "class_distances": result.class_distances if fixed_classes else None,
         "debias": settings.debias,
+        "unbalanced": penalties_of(result.constraints),
         "solver": solver,
         # The ranks that this process leads, if torchrun started it.
         "compute": replace(result.compute, group=leading()),

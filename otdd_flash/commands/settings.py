@@ -21,8 +21,8 @@ from typing import Any, TypeVar, cast, get_origin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from otdd_flash.arguments import Count, NotNegative, check_fields
-from otdd_flash.checks import LONGEST_SHOWN
+from otdd_flash.arguments import Count, NotNegative, check_fields, penalties
+from otdd_flash.checks import LONGEST_SHOWN, optional
 from otdd_flash.commands.choices import leaves
 from otdd_flash.commands.hydra_errors import check_references, given_at, unknown_key
 from otdd_flash.commands.ranks import leading
@@ -37,6 +37,7 @@ from otdd_flash.report.figures.heat_maps import ORDERS
 from otdd_flash.report.figures.page import CONTENTS
 from otdd_flash.shown import display, hidden
 from otdd_flash.solver.divergence import SCHEDULES
+from otdd_flash.solver.penalties import refuse_unbalanced
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact, schedule_of
@@ -203,14 +204,26 @@ class ComparisonSettings:
     ground: str
     epsilon: NotNegative | None
     epsilon_relative: NotNegative | None
+    unbalanced: Any
+    unbalanced_relative: Any
     min_class_size: Count | None
     solver: SolverSettings
+
+    @property
+    def debiased(self) -> bool:
+        """Whether self terms are subtracted."""
+        return True
 
     def check(self) -> None:
         """Raise an `InputError` for numbers that are invalid for any data."""
         check_fields(self)
         refuse_both(self.epsilon, self.epsilon_relative)
-        schedule_of(self.schedule(), self.epsilon, self.epsilon_relative)
+        options, *_ = schedule_of(self.schedule(), self.epsilon, self.epsilon_relative)
+        accepted = optional(penalties)
+        self.unbalanced = accepted("unbalanced", self.unbalanced)
+        self.unbalanced_relative = accepted("unbalanced_relative", self.unbalanced_relative)
+        given = self.unbalanced, self.unbalanced_relative
+        refuse_unbalanced(*given, options, debias=self.debiased, ground=self.ground)
 
     def cost(self) -> GroundCost:
         return GroundCost(self.lambda_x, self.lambda_y, self.ground)
@@ -306,6 +319,8 @@ class DatasetPairSettings(ComparisonSettings, RuntimeSettings):
         return {
             "epsilon": self.epsilon,
             "epsilon_relative": self.epsilon_relative,
+            "unbalanced": self.unbalanced,
+            "unbalanced_relative": self.unbalanced_relative,
             "labels": metric,
             "min_class_size": self.min_class_size,
             "solver": self.deferred(),

@@ -179,6 +179,8 @@ def study_of(settings: StudySettings, tasks: LoadedTasks) -> Study:
         families=tasks.families,
         epsilon=settings.epsilon,
         epsilon_relative=settings.epsilon_relative,
+        unbalanced=settings.unbalanced,
+        unbalanced_relative=settings.unbalanced_relative,
         labels=settings.metric(),
         cost=settings.cost(),
         min_class_size=settings.min_class_size,

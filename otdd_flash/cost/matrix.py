@@ -225,7 +225,8 @@ def matrix_facts(
         if bool((masses & ~has).any()):
             raise InputError(
                 f"{name} forbids all pairs of {side} {int((masses & ~has).nonzero()[0])}, which "
-                "has mass, with points that have; allow one, or give it the mass 0"
+                "has mass, with points that have; allow one, give it the mass 0, or, with "
+                "unbalanced, give its pairs a finite cost far above the penalty and epsilon"
             )
     found = partners if forbidden else None
     magnitudes = largest, torch.zeros_like(b)

@@ -16,10 +16,12 @@ so that the plan enters with its own marginals r = P 1 and c = P^T 1, not with a
     dD/db = g - epsilon (c / b - 1)             c / b = exp((g - T'(f)) / epsilon)
     dD/dW[k, l] = lambda_y K_kl,                K_kl the mass that P moves from class k to class l
 
-with T, T' the row and column softmin. Mass gradients are defined up to a constant, as masses sum to
-1. A self term has one cloud and one potential on both sides; its gradient is the sum over both.
-These are derivatives by the points after the transformation of the ground cost (`cosine` normalizes
-them). `DivergenceGradient` sums them over the terms of
+with T, T' the row and column softmin. Where marginals are relaxed, only the gradients by masses
+differ: they have phi(f) and phi(g) of `formulas.marginals` in the place of f and g. Mass gradients
+are defined up to a constant, as masses sum to 1. A self term has one cloud and one potential on
+both sides; its gradient is the sum over both. These are derivatives by the points after the
+transformation of the ground cost (`cosine` normalizes them).
+`DivergenceGradient` sums them over the terms of
 
     dS = dOT(x, y) - dOT(x, x) / 2 - dOT(y, y) / 2
 
@@ -46,6 +48,7 @@ from otdd_flash.cost.points import Cut, LessOrigin, class_indices, less_origin, 
 from otdd_flash.derivatives.centred import Assembled, blocks_of, origin_near
 from otdd_flash.derivatives.groups import Groups, report_groups, settled
 from otdd_flash.errors import InputError
+from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.operators.base import Operator, PlanBlock
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.label_costs import LabelColumns
@@ -80,9 +83,9 @@ def cross_gradient(
     if "y" in needs:
         gradient["y"] = plan.from_columns()
     if "a" in needs:
-        gradient["a"] = mass_gradient(plan.operator, term)
+        gradient["a"] = mass_gradient(plan.operator, term, comparison.constraints)
     if "b" in needs:
-        gradient["b"] = mass_gradient(plan.operator, term, columns=True)
+        gradient["b"] = mass_gradient(plan.operator, term, comparison.constraints, columns=True)
     return gradient
 
 
@@ -97,7 +100,8 @@ def self_gradient(
     plan = _Plan(operator, term, comparison, name)
     gradient = plan.from_rows(needs, sides=2)
     if "a" in needs:
-        gradient["a"] = 2 * mass_gradient(plan.operator, term)
+        constraints = comparison.constraints.between(*SIDES[name])
+        gradient["a"] = 2 * mass_gradient(plan.operator, term, constraints)
     if "classes" in gradient:
         # The cost is that of (W + W^T) / 2.
         gradient["classes"] = (gradient["classes"] + gradient["classes"].T) / 2
@@ -244,22 +248,27 @@ def pulled(points: Tensor, masses: Tensor, image: Tensor, origin: Tensor, weight
     return found.mul_(weight).to(points.dtype)
 
 
-def mass_gradient(operator: Operator, term: TransportTerm, *, columns: bool = False) -> Tensor:
+def mass_gradient(
+    operator: Operator, term: TransportTerm, constraints: Constraints, *, columns: bool = False
+) -> Tensor:
     """Return f - epsilon (r / a - 1) (n,), or of `columns` g - epsilon (c / b - 1) (m,), float64.
 
-    It is f - epsilon (exp((f - T) / epsilon) - 1) with T the softmin. D does not depend on the
-    potential of a point without mass, which no solver determines. If it got mass, the potential T
-    would maximize D.
+    Of relaxed marginals it has phi(f) for f. It is f - epsilon (exp((f - T) / epsilon) - 1) with T
+    the softmin. D does not depend on the potential of a point without mass, which no solver
+    determines. If it got mass, the potential T, or the update that it gives, would maximize D.
     """
     f, g, epsilon = term.f, term.g, term.epsilon
     if columns:
-        masses, potential = operator.b, g
-        softmin = operator.softmin_columns(f, epsilon, guess=g).double()
+        masses, potential, marginal = operator.b, g, constraints.columns
+        guess = marginal.softmin_of(g, epsilon)
+        softmin = operator.softmin_columns(f, epsilon, guess=guess).double()
     else:
-        masses, potential = operator.a, f
-        softmin = operator.softmin_rows(g, epsilon, guess=f).double()
-    potential = torch.where(masses > 0, potential.double(), softmin)
-    return potential - epsilon * torch.expm1((potential - softmin) / epsilon)
+        masses, potential, marginal = operator.a, f, constraints.rows
+        guess = marginal.softmin_of(f, epsilon)
+        softmin = operator.softmin_rows(g, epsilon, guess=guess).double()
+    best = marginal.updated(softmin, epsilon)
+    potential = torch.where(masses > 0, potential.double(), best)
+    return marginal.dual(potential) - epsilon * torch.expm1((potential - softmin) / epsilon)
 
 
 def _power_of_two(largest: float) -> float:

@@ -143,7 +143,8 @@ def settled(
 
     Return the term itself if the plan is connected, and None if all offsets are determined. A term
     that has not converged is returned as it is, and is reported elsewhere: its plan is far from the
-    optimum and shows no groups, and its marginal error is that of these potentials.
+    optimum and shows no groups, and its marginal error is that of these potentials. Penalties of
+    relaxed marginals determine every offset.
 
     Args:
         comparison: the costs and masses.
@@ -151,7 +152,9 @@ def settled(
         name: of the term. A self term has one potential, so that an offset of rows is minus that of
             the same points as columns: only groups that send their mass to each other have one.
     """
-    if not term.converged or (name != "xy" and not _may_leave_itself(comparison, name)):
+    if not (term.converged and comparison.constraints.exact):
+        return term, None
+    if name != "xy" and not _may_leave_itself(comparison, name):
         return term, None
     entries, a, b = _entries(comparison, name)
     term = replace(term, f=term.f.to(a.device), g=term.g.to(a.device))

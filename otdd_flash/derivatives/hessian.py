@@ -311,8 +311,8 @@ class SecondDerivatives:
         """Return the changes of the gradients by the points along directions of the points.
 
         Raises:
-            InputError: an input other than points requires a gradient, points are streamed, or an
-                input has been changed in place since.
+            InputError: an input other than points requires a gradient, points are streamed,
+                marginals are relaxed, or an input has been changed in place since.
             ConvergenceError: convergence is required and a linear system was not solved.
         """
         others = [key for key in self._keys if key not in POINTS]
@@ -321,6 +321,11 @@ class SecondDerivatives:
             raise InputError(
                 "the loss is differentiable twice by x and y alone, and its gradient was to be "
                 f"differentiated where {names} require one too; detach {names}"
+            )
+        if not self._comparison.constraints.exact:
+            raise InputError(
+                "second derivatives are those of exact marginals; leave out unbalanced, or take "
+                "differences of gradients"
             )
         if self._comparison.streaming is not None:
             raise InputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Potentials, checked_start, report_convergence
+from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
@@ -54,6 +56,8 @@ def sinkhorn_loss(
     lambda_y: NotNegative | Tensor = 0.5,
     ground: Ground = "sqeuclidean",
     debias: bool = True,
+    unbalanced: Unbalanced | None = None,
+    unbalanced_relative: Unbalanced | None = None,
     start: Potentials | None = None,
     options: Schedule | None = None,
     compute: Compute | None = None,
@@ -96,6 +100,10 @@ def sinkhorn_loss(
         lambda_y: weight of W, likewise.
         ground: `sqeuclidean`, `cosine` or `inner`, as in `GroundCost`.
         debias: False leaves both self terms out.
+        unbalanced: rho, the price of mass that is not matched, in units of the cost, or without
+            `debias` [rho_x, rho_y]: marginals then cost rho_x KL(P 1 | a) + rho_y KL(P^T 1 | b) in
+            the place of being exact. The loss is differentiable once then.
+        unbalanced_relative: the same as multiples of the mean cost, which is a constant then.
         start: potentials by term to start from, {"xy": g, "xx": f, "yy": g}, of one pair.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device; by default on the device of the
@@ -138,9 +146,13 @@ def sinkhorn_loss(
             lambda_y=lambda_y,
             ground=ground,
             debias=debias,
+            unbalanced=unbalanced,
+            unbalanced_relative=unbalanced_relative,
             options=options,
             compute=compute,
         )
+    options = options or Converged()
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias, ground=ground)
     comparison = compared_tensors(
         (x, a, labels_x),
         (y, b, labels_y),
@@ -152,7 +164,9 @@ def sinkhorn_loss(
         debias=debias,
         resident=False,
     )
-    options = options or Converged()
+    mean = comparison.mean_cost
+    constraints = resolve_constraints(unbalanced, unbalanced_relative, mean)
+    comparison = replace(comparison, constraints=constraints)
     inputs: dict[Input, Any] = {
         **{"x": x, "y": y, "a": a, "b": b},
         **{"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y},

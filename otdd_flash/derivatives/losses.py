@@ -15,8 +15,10 @@ from otdd_flash.derivatives.autograd import KnownGradient
 from otdd_flash.derivatives.loss import sinkhorn_loss
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, prefixed
+from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.score_pool import Room
+from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.pooled_solve import Batch
@@ -54,6 +56,8 @@ def sinkhorn_losses(
     lambda_y: NotNegative | Tensor = 0.5,
     ground: Ground = "sqeuclidean",
     debias: bool = True,
+    unbalanced: Unbalanced | None = None,
+    unbalanced_relative: Unbalanced | None = None,
     options: Schedule | None = None,
     compute: Compute | None = None,
 ) -> Tensor:
@@ -77,6 +81,8 @@ def sinkhorn_losses(
         lambda_y: weight of W.
         ground: `sqeuclidean`, `cosine` or `inner`.
         debias: False leaves self terms out.
+        unbalanced: the price of mass that is not matched, as in `sinkhorn_loss`.
+        unbalanced_relative: the same as multiples of the mean cost of each pair.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, as in `sinkhorn_loss`.
 
@@ -130,6 +136,8 @@ def sinkhorn_losses(
                 lambda_y=lambda_y,
                 ground=ground,
                 debias=debias,
+                unbalanced=unbalanced,
+                unbalanced_relative=unbalanced_relative,
                 options=options,
                 compute=compute,
             )
@@ -143,7 +151,11 @@ def sinkhorn_losses(
         return x.flatten(1).sum(1) + y.flatten(1).sum(1)
     others = (a, b, class_table, lambda_x, lambda_y)
     options, labelled = options or Converged(), not (labels_x is None and labels_y is None)
-    simple = ground == "sqeuclidean" and not any(map(_asks_for_gradient, others))
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias, ground=ground)
+    # Mean costs are those of each pair.
+    simple = unbalanced_relative is None
+    constraints = resolve_constraints(unbalanced, None, lambda: 1.0)
+    simple = simple and ground == "sqeuclidean" and not any(map(_asks_for_gradient, others))
     simple = simple and _fits(class_table, class_totals, labelled=labelled)
     simple = simple and _match(x, a, labels_x) and _match(y, b, labels_y)
     if not (simple and isinstance(options, Converged) and _small(x, y, epsilon, options, compute)):
@@ -166,7 +178,7 @@ def sinkhorn_losses(
             batch, clouds = batch.part(there), (clouds[0][there], clouds[1][there])
         given = ComputeOptions.of(compute)
         losses, proved = _side_by_side(
-            batch, clouds, epsilon, options, debias=debias, compute=given
+            batch, clouds, epsilon, options, constraints, debias=debias, compute=given
         )
         if bool(proved.all()) and len(chosen) == count:
             return losses
@@ -180,6 +192,7 @@ def _side_by_side(
     clouds: tuple[Tensor, Tensor],
     epsilon: float,
     options: Converged,
+    constraints: Constraints,
     *,
     debias: bool,
     compute: ComputeOptions,
@@ -191,6 +204,7 @@ def _side_by_side(
         clouds: (B, n, d) and (B, m, d), which may require gradients.
         epsilon: regularisation, in units of the cost.
         options: when to stop.
+        constraints: what marginals owe.
         debias: False leaves self terms out.
         compute: how passes run, and how much memory scores may take.
     """
@@ -208,6 +222,7 @@ def _side_by_side(
             debias=debias,
             wanted=wanted,
             in_triton=uses_triton(compute, clouds[0].device),
+            constraints=constraints,
             budget=None
             if compute.memory_budget == "auto"
             else budget_in_bytes(compute.memory_budget, clouds[0].device),
@@ -243,7 +258,11 @@ def _match(clouds: Clouds, masses: Clouds | None, labels: Clouds | None) -> bool
 
 
 def _small(
-    x: Clouds, y: Clouds, epsilon: float, options: Converged, compute: Compute | None
+    x: Clouds,
+    y: Clouds,
+    epsilon: float,
+    options: Converged,
+    compute: Compute | None,
 ) -> bool:
     """Return whether all pairs are small enough to be solved side by side on stored scores."""
     if options.bound_width is not None or options.max_seconds is not None:

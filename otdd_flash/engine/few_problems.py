@@ -30,6 +30,7 @@ from otdd_flash.formulas.decision import (
 )
 from otdd_flash.formulas.differences import OneMemory
 from otdd_flash.formulas.evidence import Evaluation, Products
+from otdd_flash.formulas.marginals import Marginal
 
 
 class FewProblems(TorchProblems, Protocol):
@@ -58,7 +59,8 @@ class FewQuasiNewton:
     def __init__(
         self, problems: FewProblems, vectors: FewVectors, goal: Goal, form: Form, start: Start
     ) -> None:
-        self._problems, self.vectors, self._form = problems, vectors, form
+        self._problems, self.vectors, self._damping = problems, vectors, form.damping
+        self._of_mass_one = form.symmetric and form.constraints.exact
         self._goal: Goal
         self._states: list[State]
         self._begin(goal, start)
@@ -101,12 +103,12 @@ class FewQuasiNewton:
         for k, found in enumerate(evaluations):
             if not self._active[k]:
                 continue
-            decision = decide(self._goal, self._costs[k], states[k], found, self._form.symmetric)
+            decision = decide(self._goal, self._costs[k], states[k], found, self._of_mass_one)
             memory, slot = self._memories[k], self._memories[k].slot
             # Only the last g that was kept at this level has a residual to compare with.
             begun = math.isfinite(states[k].trust.dual)
             now = decision.plain, decision.rounding
-            step = memory.advance(found, begun, *now, self._form.damping)
+            step = memory.advance(found, begun, *now, self._damping)
             self.vectors.move(k, Move.after(found, decision, slot, step))
             self._states[k], self._active[k] = decision.state, not decision.done
             self._reports[k] = [*decision.reported, float(not decision.done)]
@@ -222,8 +224,15 @@ class FewVectors:
     def evaluate(self, epsilon: Sequence[float], active: Sequence[bool]) -> list[Evaluation]:
         """Evaluate the candidates g; numbers of problems that are not active are unspecified."""
         self.rows, updated = self._problems.softmins(self.candidate, self.rows, epsilon, active)
-        potential = self.candidate.double()
-        torch.sub(updated.double(), potential, out=self._fresh)
+        potential, updated = self.candidate.double(), updated.double()
+        constraints, masses = self._problems.constraints, self._problems.column_masses
+        translation = None
+        if self.rows is not None and self._problems.row_masses is not None:
+            sides = self._problems.row_masses, self.rows, masses, updated
+            translation = constraints.translation(*sides)
+        torch.sub(updated, potential, out=self._fresh)
+        if translation is not None:
+            self._fresh.sub_(translation)
         torch.sub(potential, self.kept, out=self._step)
         torch.sub(self.residual, self._fresh, out=self._difference)
         self._residual.copy_(self._fresh)
@@ -236,23 +245,29 @@ class FewVectors:
         levels: float | Tensor = epsilon[0]
         if any(level != levels for level in epsilon):
             levels = torch.tensor(epsilon, dtype=torch.float64)[:, None]
-        change = torch.exp(self._residual / -levels)
-        several = (potential, potential.abs(), (change - 1).abs_(), change)
-        of_columns = of_rows = torch.bmm(torch.stack(several, 1), self._as_columns)
+        plain = self._residual if translation is None else self._residual + translation
+        terms = constraints.columns.terms(potential, plain, levels)
+        of_columns = of_rows = torch.bmm(torch.stack(terms, 1), self._as_columns)
         if self.rows is not None and self._row_masses is not None:
             f = self.rows.double()
-            of_rows = torch.bmm(torch.stack((f, f.abs()), 1), self._row_masses)
+            of_rows = torch.bmm(
+                torch.stack((constraints.rows.dual(f), f.abs()), 1), self._row_masses
+            )
         weighted = self._newest * self._as_rows
+        lowest, highest = constraints.ends(lowest.amin(1), highest.amax(1))
         parts = (
             of_rows.tolist(),
             of_columns.tolist(),
-            lowest.amin(1).tolist(),
-            highest.amax(1).tolist(),
+            lowest.tolist(),
+            highest.tolist(),
             weighted.sum(2).tolist(),
             torch.bmm(weighted, self._by_newest).tolist(),
             torch.bmm(weighted, self._by_memory).tolist(),
         )
-        return [_evaluation(*of_one) for of_one in zip(*parts, strict=True)]
+        columns, moved = constraints.columns, [0.0] * len(epsilon)
+        if translation is not None:
+            moved = translation.squeeze(1).tolist()
+        return [_evaluation(columns, *of_one) for of_one in zip(moved, *parts, strict=True)]
 
     def move(self, k: int, move: Move) -> None:
         """Choose the next candidate of a problem from the numbers of a move, which are floats."""
@@ -317,6 +332,8 @@ class _OneProblem(NamedTuple):
 
 
 def _evaluation(
+    marginal: Marginal,
+    translation: float,
     of_rows: list[list[float]],
     of_columns: list[list[float]],
     lowest: float,
@@ -327,7 +344,8 @@ def _evaluation(
 ) -> Evaluation:
     """Put together the numbers of one problem."""
     (row_value,), (row_size,), *_ = of_rows
-    (value,), (size,), (gap,), (mass,) = of_columns
+    of_terms = [total for (total,) in of_columns]
+    value, size, gap, mass, raised = marginal.numbers(of_terms, means[2] + translation)
     (step_step, step_difference, step_residual), of_difference, _ = squares
     _, with_difference, with_residual = products
     return Evaluation(
@@ -349,4 +367,5 @@ def _evaluation(
         difference_residual=of_difference[2],
         remembered_differences=Products(with_difference[:MEMORY], with_difference[MEMORY:]),
         remembered_residual=Products(with_residual[:MEMORY], with_residual[MEMORY:]),
+        raised=raised,
     )

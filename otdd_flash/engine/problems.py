@@ -13,7 +13,7 @@ numbers of them for each segment. Among them are inner products of the vectors, 
 u_j v_j. Decisions are made from these numbers alone and never read the vectors. A decision is a few
 coefficients, and a move makes the next candidate: the combination of the vectors with these
 coefficients. A problem of a cloud with itself has one potential, its rows are its columns, and
-r = T(g) - g.
+r = T(g) - g. Where a marginal is relaxed, T'(T(g)) is translated by `Constraints.translation`.
 
 Problems choose how they hold scores: `TorchProblems` in PyTorch, `KernelProblems` of
 `quasi_newton_kernels` in Triton. Their iterations are `Iterations`, which `run` repeats. The
@@ -31,6 +31,7 @@ from torch import Tensor
 from otdd_flash.formulas.decision import Decision, Form, Goal, Levels
 from otdd_flash.formulas.differences import Step
 from otdd_flash.formulas.evidence import CostNumbers, Evaluation, PassErrors
+from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.formulas.operations import Numbers
 
 
@@ -149,6 +150,11 @@ class TorchProblems(Protocol):
     """
 
     @property
+    def constraints(self) -> Constraints:
+        """What marginals owe."""
+        ...
+
+    @property
     def row_masses(self) -> Tensor | None:
         """a (S, n) float64; None of clouds with themselves."""
         ...
@@ -166,6 +172,8 @@ class TorchProblems(Protocol):
         active: Sequence[bool] | Tensor,
     ) -> tuple[Tensor | None, Tensor]:
         """Return f = T(g) (S, n) and T'(f) (S, m), or None and T(g) of clouds with themselves.
+
+        T and T' are the updates of potentials: softmins, and what the marginals make of them.
 
         Args:
             g: (S, m) potentials of columns.

@@ -89,7 +89,8 @@ class QuasiNewton:
         state = state._replace(iterations=state.iterations + active)
         found = self.vectors.evaluate(evaluated_level(self._goal, state), active)
         costs, slot = numbers_of(self._problems), self._memory.slot
-        decision = decide(self._goal, costs, state, found, form.symmetric)
+        of_mass_one = form.symmetric and form.constraints.exact
+        decision = decide(self._goal, costs, state, found, of_mass_one)
         # Only the last g that was kept at this level has a residual to compare with.
         begun = active & state.trust.dual.isfinite()
         plain, rounding = decision.plain, decision.rounding
@@ -184,41 +185,44 @@ class ManyVectors:
         """
         self.rows, updated = self._problems.softmins(self._candidate, self.rows, epsilon, active)
         masses, potential = self._problems.column_masses, self._candidate.double()
-        support = masses > 0
-        self._fresh = updated.double() - potential
+        constraints, row_masses = self._problems.constraints, self._problems.row_masses
+        support, updated = masses > 0, updated.double()
+        self._fresh, translation = updated - potential, None
+        if self.rows is not None and row_masses is not None:
+            translation = constraints.translation(row_masses, self.rows, masses, updated)
+        if translation is not None:
+            self._fresh = self._fresh - translation
         fresh = torch.where(support, self._fresh, 0)
-        change = (fresh / -epsilon[:, None]).exp()
+        plain = fresh if translation is None else fresh + translation
+        held = torch.where(support, potential, 0)
+        terms = constraints.columns.terms(held, plain, epsilon[:, None])
         step, difference = potential - self.kept, self.residual - fresh
         lowest = torch.where(support, potential, torch.inf).amin(1)
         highest = torch.where(support, potential, -torch.inf).amax(1)
-        value, size, gap, mass, *products = totals(
-            torch.stack(
-                (
-                    potential,
-                    potential.abs(),
-                    (change - 1).abs(),
-                    change,
-                    step,
-                    difference,
-                    fresh,
-                    step * step,
-                    step * difference,
-                    difference * difference,
-                    step * fresh,
-                    difference * fresh,
-                )
-            )
-            * masses
+        products = (
+            step,
+            difference,
+            fresh,
+            step * step,
+            step * difference,
+            difference * difference,
+            step * fresh,
+            difference * fresh,
         )
+        sums = totals(torch.stack((*terms, *products)) * masses)
         weighted = torch.stack((difference, fresh), 1) * masses[:, None]
         remembered = totals(self._remembered[:, None] * weighted[:, :, None])
-        f, a = potential, masses
-        if self.rows is not None and self._problems.row_masses is not None:
-            f, a = self.rows.double(), self._problems.row_masses
-        row_value, row_size = totals(torch.stack((f, f.abs())) * a)
-        numbers = (row_value, row_size, value, size, lowest, highest, gap, mass, *products)
+        of_columns, others = sums[: len(terms)].unbind(), sums[len(terms) :].unbind()
+        mean = others[2] if translation is None else others[2] + translation.squeeze(1)
+        value, size, gap, mass, raised = constraints.columns.numbers(of_columns, mean)
+        of_rows = torch.stack((value, size))
+        if self.rows is not None and row_masses is not None:
+            f = self.rows.double()
+            of_rows = totals(torch.stack((constraints.rows.dual(f), f.abs())) * row_masses)
+        ends = constraints.ends(lowest, highest)
+        numbers = (*of_rows.unbind(), value, size, *ends, gap, mass, *others)
         each = [Products(*products.chunk(2, 1)) for products in remembered.unbind(1)]
-        return Evaluation(*numbers, *each)
+        return Evaluation(*[*numbers, *each, raised])
 
     def move(self, move: Move, active: Tensor) -> None:
         """Choose the next candidates; the vectors of problems that are not active stay."""

@@ -23,6 +23,7 @@ from otdd_flash.devices import current, sent
 from otdd_flash.engine.problems import Costs, Start, numbers_of, units_of
 from otdd_flash.engine.recording import Repeated
 from otdd_flash.formulas.decision import Form, Goal, Levels, started
+from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.kernels.segments.decision import (
     TERMS,
     TRUST,
@@ -86,6 +87,7 @@ class QuasiNewtonKernels:
             memory=self.vectors.memory,
             damping=self._form.damping,
             symmetric=self._form.symmetric,
+            softness=self._problems.softness,
         )
         self.vectors.move(move, before.active)
         self._state, self._other = after, before
@@ -183,6 +185,16 @@ def _costs(problems: KernelProblems) -> Tensor:
     return torch.stack((*facts, *errors), 1)
 
 
+def softness_of(constraints: Constraints, segments: int, device: torch.device) -> Tensor | None:
+    """Return `KernelProblems.softness` of segments whose marginals all owe the same."""
+    if constraints.exact:
+        return None
+    found = torch.zeros((segments, 2), dtype=torch.float64, device=device)
+    for k, side in enumerate((constraints.rows, constraints.columns)):
+        found[:, k] = side.softness
+    return found
+
+
 def settings_of(goal: Goal, problems: KernelProblems) -> Tensor:
     """What is asked for (7,), as the kernel reads it; on the host."""
     return torch.tensor((*goal, *units_of(problems)), dtype=torch.float64)
@@ -207,6 +219,14 @@ class KernelProblems(Costs, Protocol):
     @property
     def pace(self) -> Pace:
         """How iterations are launched."""
+        ...
+
+    @property
+    def softness(self) -> Tensor | None:
+        """1 / rho of rows and of columns, (S, 2) float64 on the device; None where all are exact.
+
+        Softmins are of exact marginals all the same: what follows them takes the penalties.
+        """
         ...
 
     @property
@@ -296,18 +316,16 @@ class KernelVectors:
 
     def evaluate(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """Evaluate the candidates: numbers (S, 2) of rows and (S, 14 + 4 memory) of columns."""
-        problems, g = self._problems, self.columns.candidate
+        problems, g, softness = self._problems, self.columns.candidate, self._problems.softness
         rows, own = problems.layouts[0], problems.layouts[-1]
         seen = None
         if not self._own:
             found = problems.softmin_rows(g, self.rows, epsilon, active)
-            seen = segmented_softmin(
-                found, problems.masses[0], rows.blocks, rows.table, active, epsilon, self.rows
-            )
+            there = problems.masses[0], rows.blocks, rows.table, active
+            seen = segmented_softmin(found, *there, epsilon, self.rows, softness)
         softmin = problems.softmin_columns(self.rows, g, epsilon, active)
-        columns = segmented_evaluation(
-            softmin, problems.masses[1], own.blocks, own.table, active, epsilon, self.columns
-        )
+        there = problems.masses[1], own.blocks, own.table, active
+        columns = segmented_evaluation(softmin, *there, epsilon, self.columns, softness)
         return segmented_totals(seen, columns, rows.first_blocks, own.first_blocks, active)
 
     def move(self, numbers: Tensor, active: Tensor) -> None:

@@ -49,6 +49,7 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.label_costs import has_sets
 from otdd_flash.samples import LabeledSamples, all_finite, displaced, largest_entry
 from otdd_flash.solver.divergence import Divergence, Solved, report_convergence
+from otdd_flash.solver.penalties import penalties_of
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import TransportTerm
@@ -147,6 +148,7 @@ class FlowSetting:
             # These metrics are identified by their values alone.
             labels = {"given": content_hash({"W": table.full})}
         types = [torch.promote_types(s.features.dtype, torch.float32) for s in (points, goal)]
+        penalties = penalties_of(self.comparison.constraints)
         solver = asdict(self.solver)
         del solver["require_convergence"]
         return {
@@ -158,6 +160,7 @@ class FlowSetting:
             "labels.method": metric.name,
             **{f"labels.{key}": value for key, value in labels.items()},
             "epsilon": self.comparison.epsilon,
+            **({} if penalties is None else {"unbalanced": penalties}),
             **self.comparison.ground.to_dict(),
             "solver.schedule": self.solver.name,
             **{f"solver.{key}": value for key, value in solver.items()},

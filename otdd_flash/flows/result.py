@@ -271,6 +271,7 @@ class FlowResult:
             "flow.functionals move particles too": settings["flow.functionals"],
             "points moved in another space than that of features": space != "features",
             "rows have numbers or several labels": self._of_other_kinds,
+            "with unbalanced points move by more than conditional plans": "unbalanced" in settings,
         }
         met = "; ".join(reason for reason, holds in reasons.items() if holds)
         if met:

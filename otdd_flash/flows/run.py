@@ -72,6 +72,7 @@ from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.numbers import with_numbers
 from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.samples import LabeledSamples, all_finite, displaced
+from otdd_flash.solver.penalties import refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
@@ -106,6 +107,8 @@ def gradient_flow(
     labels: Labels = "gaussian",
     min_class_size: Count | None = None,
     cost: GroundCost | None = None,
+    unbalanced: Positive | None = None,
+    unbalanced_relative: Positive | None = None,
     solver: Schedule | None = None,
     compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -128,6 +131,11 @@ def gradient_flow(
         min_class_size: drop classes with fewer samples, with a notice.
         cost: the ground cost and its weights, by default half the squared distances
             between features and between classes.
+        unbalanced: rho, the price of mass that is not matched, in units of the cost. Particles
+            that have no counterpart are not drawn to the target, but the self term pushes them
+            apart, until they are several sqrt(epsilon) from one another; leave them out to keep
+            them, by `DistanceResult.unmatched().source_rows`.
+        unbalanced_relative: the same as a multiple of the mean cost at the start.
         solver: how a step is solved and when it stops, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
         cache_dir: the cache of class distances of the start; None uses none.
@@ -153,6 +161,7 @@ def gradient_flow(
         metric_of(labels), cost or GroundCost(), (source, target)
     )
     cost.check_labels(metric.name)
+    refuse_unbalanced(unbalanced, unbalanced_relative, solver, debias=True, ground=cost.ground)
     if cost.ground == "cosine":
         flow = replace(flow, space=DirectionSpace(flow.space, cost))
     check_comparable(source, target)
@@ -189,6 +198,8 @@ def gradient_flow(
     named = partial(epsilon_of_datasets, key, given, used, lambda: mean, scale)
     with named():
         comparison = comparison.at(used)
+    constraints = resolve_constraints(unbalanced, unbalanced_relative, lambda: mean)
+    comparison = replace(comparison, constraints=constraints)
     functionals = build_functionals(flow.functionals, points)
     setting = FlowSetting(comparison, metric, solver, flow, functionals, callbacks)
     settings = setting.settings(points, goal, table)

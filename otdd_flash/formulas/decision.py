@@ -53,6 +53,7 @@ from otdd_flash.formulas.evidence import (
     evaluate_cross,
     evaluate_self,
 )
+from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.formulas.operations import Numbers, constant
 
 INFINITY = math.inf
@@ -114,10 +115,12 @@ class Form(NamedTuple):
     Attributes:
         damping: the plain update is g + damping r.
         symmetric: whether rows and columns are the same points.
+        constraints: what the marginals owe.
     """
 
     damping: float
     symmetric: bool
+    constraints: Constraints = EXACT
 
 
 CROSS, SELF = Form(damping=1.0, symmetric=False), Form(damping=0.5, symmetric=True)
@@ -274,7 +277,7 @@ def restarted(state: State, epsilon: float) -> State:
 
 
 def decide(
-    goal: Goal, costs: CostNumbers, state: State, found: Evaluation, symmetric: bool
+    goal: Goal, costs: CostNumbers, state: State, found: Evaluation, of_mass_one: bool
 ) -> Decision:
     """Decide whether to accept the potentials, and whether the level or the problem ends.
 
@@ -283,11 +286,12 @@ def decide(
         costs: facts and error bounds of the costs.
         state: before the evaluation, but its iterations count it.
         found: the numbers of the evaluation.
-        symmetric: whether these are self terms.
+        of_mass_one: whether there is one potential, whose plan is given mass 1 by a constant: that
+            of a symmetric form whose marginals are exact.
     """
     iterations, levels = state.iterations, state.levels
     epsilon = evaluated_level(goal, state)
-    if symmetric:
+    if of_mass_one:
         evidence, size = evaluate_self(costs, found, epsilon), 2 * found.size
     else:
         evidence, size = evaluate_cross(costs, found, epsilon), found.row_size + found.size

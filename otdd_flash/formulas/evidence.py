@@ -151,18 +151,20 @@ class Products(NamedTuple):
 class Evaluation(NamedTuple):
     """The numbers of an evaluation of the candidates g; (S,) float64 each if not said otherwise.
 
-    The plan is that of g and f = T(g), in a self term f = g, and r is the residual there. The step
-    s leads from the potential accepted last to g, y is the change of r over it, and 1 is the
-    constant vector. Inner products are weighted by the masses.
+    The plan is that of g and the update f of the rows, in a self term f = g, and r is the residual
+    there. The step s leads from the potential accepted last to g, y is the change of r over it, and
+    1 is the constant vector. Inner products are weighted by the masses. What depends on what the
+    marginals owe is said for exact ones; `marginals` has it for others.
 
     Attributes:
-        row_value: <a, f>.
+        row_value: <a, f>, the rows' part of the dual value.
         row_size: <a, |f|>.
-        value: <1, g>.
+        value: <1, g>, likewise.
         size: <1, |g|>.
         lowest: min g over the support.
         highest: max g over the support.
-        gap: sum_j b_j |exp(-r_j / epsilon) - 1|, the L1 error of the plan's column sums.
+        gap: sum_j b_j |exp(-r_j / epsilon) - 1|, the L1 error of the plan's column sums, over the
+            mass that moves.
         mass: sum_j b_j exp(-r_j / epsilon), of the whole plan.
         mean_step: <1, s>.
         mean_difference: <1, y>.
@@ -174,6 +176,8 @@ class Evaluation(NamedTuple):
         difference_residual: <y, r>.
         remembered_differences: `Products` of y with the stored pairs.
         remembered_residual: `Products` of r with them.
+        raised: <1, r>, what the update of the columns adds to the dual value, less epsilon
+            (mass - 1).
     """
 
     row_value: Numbers
@@ -194,6 +198,7 @@ class Evaluation(NamedTuple):
     difference_residual: Numbers
     remembered_differences: Any
     remembered_residual: Any
+    raised: Numbers
 
 
 class Evidence(NamedTuple):
@@ -231,7 +236,7 @@ def evaluate_cross(costs: CostNumbers, found: Evaluation, epsilon: Numbers) -> E
     # The upper bound is that of exact rows: mass 1, so that the dual value is <a, f> + <b, g>.
     highest, osc = at_least(dual, exact) + costs.offset, found.highest - found.lowest
     upper = oscillation_bound(highest, error, osc, costs.spread)
-    gain = found.mean_residual + epsilon * (found.mass - 1)
+    gain = found.raised + epsilon * (found.mass - 1)
     noise, reach = rounding_noise(costs, size, epsilon), floor + costs.errors.reach / epsilon
     value = dual + costs.offset
     lower, upper = value - rounding, upper + rounding
@@ -250,7 +255,7 @@ def evaluate_self(costs: CostNumbers, found: Evaluation, epsilon: Numbers) -> Ev
     # Where the mass overflows, nothing is known of the plan.
     highest = ops.where(dual == -INFINITY, INFINITY, value)
     upper = oscillation_bound(highest, 2 * error, osc, costs.spread)
-    gain, noise = found.mean_residual + shift, rounding_noise(costs, 2 * found.size, epsilon)
+    gain, noise = found.raised + shift, rounding_noise(costs, 2 * found.size, epsilon)
     reach, lower, upper = floor + costs.errors.reach / epsilon, value - rounding, upper + rounding
     return Evidence(dual, gain, noise, floor, reach, value, lower, upper, error)
 

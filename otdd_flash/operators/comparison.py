@@ -27,6 +27,7 @@ from otdd_flash.distributed.ranks import Ranks, ranks_of
 from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import Mark, mark_of, mark_of_tensors
+from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.memory import (
     ASSUMED_FREE,
     check_memory,
@@ -85,6 +86,7 @@ class Comparison:
         epsilon: regularisation, in units of the cost.
         columns: the label cost, where `transformed` points have it as columns; else None.
         label_error: bound on the error of the label cost by its sums over labels.
+        constraints: what the marginals of plans owe.
     """
 
     given: tuple[LabeledSamples, ...]
@@ -98,6 +100,7 @@ class Comparison:
     epsilon: float = 0.0
     columns: LabelColumns | None = None
     label_error: float = 0.0
+    constraints: Constraints = EXACT
 
     @classmethod
     def prepare(
@@ -189,7 +192,13 @@ class Comparison:
         streaming = found.streaming
         if streaming is not None:
             streaming = replace(streaming, tally=self.streaming.tally)
-        return replace(found, streaming=streaming, debias=self.debias, epsilon=self.epsilon)
+        return replace(
+            found,
+            streaming=streaming,
+            debias=self.debias,
+            epsilon=self.epsilon,
+            constraints=self.constraints,
+        )
 
     def with_classes(self, table: Tensor | None) -> Comparison:
         """Return the comparison at class distances W (V_x + V_y, V_x + V_y), on any device.
@@ -392,6 +401,13 @@ class Comparison:
 
             return shared_operator(self, term, ranks, keep_scores=keep_scores)
         return build_operator(cost or self.cost(term), self.compute, keep_scores=keep_scores)
+
+    @property
+    def below_zero(self) -> bool:
+        """Whether costs may be below 0, as W of several labels is that of no points."""
+        table = self.classes.full
+        below = has_sets(self.given) and bool(table.min() < -1e-9 * table.abs().max())
+        return self.signed or below
 
     def mean_cost(self) -> float:
         """Compute the unit of `epsilon_relative`: the mean cost of the cross term.

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import SIDES
 from otdd_flash.engine.few_problems import MEMORY
-from otdd_flash.engine.problems import Evaluated, Vectors
+from otdd_flash.engine.problems import Evaluated, Start, Vectors
 from otdd_flash.engine.quasi_newton_kernels import (
     KernelVectors,
     Pace,
     QuasiNewtonKernels,
     SegmentLayout,
+    softness_of,
 )
 from otdd_flash.formulas.decision import Form
 from otdd_flash.kernels.segments.step import Sums
@@ -38,6 +39,7 @@ from otdd_flash.operators.base import Epsilon, Marginals, Passes
 from otdd_flash.operators.score_pool import (
     PRODUCTS,
     Pool,
+    PooledIterations,
     PooledSegments,
     Room,
     ScorePool,
@@ -102,6 +104,7 @@ class PooledKernelSegments(PooledSegments):
 
     # `pooled_solve` records steps in its own graph and reads the device itself.
     pace: Pace = "ahead"
+    softness: Tensor | None = None
 
     def __init__(self, pool: Pool, tables: Sequence[Tensor], *, own: bool) -> None:
         super().__init__(pool, own=own)
@@ -126,10 +129,21 @@ class PooledKernelSegments(PooledSegments):
         """Return T'(f), or T(f) of self terms, or the sums that it is made of."""
 
     def iterations(self, form: Form) -> QuasiNewtonKernels:
+        self._constraints = form.constraints
+        self.softness = softness_of(form.constraints, len(self._tables[0]), self.device)
         nothing = torch.zeros(self._entries, dtype=torch.float32, device=self.device)
         vectors = KernelVectors(self, nothing, MEMORY)
         goal, start = self.placeholder
         return QuasiNewtonKernels(self, vectors, goal, form, start)
+
+    def begin(
+        self, iterations: PooledIterations, candidate: Tensor, settings: Tensor, start: Start
+    ) -> None:
+        if self.softness is not None:
+            # Penalties may be other ones than those of the last batch.
+            self.softness[:, 0] = self._constraints.rows.softness
+            self.softness[:, 1] = self._constraints.columns.softness
+        super().begin(iterations, candidate, settings, start)
 
     def evaluated(self, vectors: Vectors, epsilon: Tensor) -> Evaluated:
         assert vectors.rows is not None

@@ -123,6 +123,11 @@ class KernelSegments:
         index = torch.arange(len(starts), device=side.device) + starts
         return -classes.squares[index]
 
+    @property
+    def softness(self) -> None:
+        """None: class distances are of exact marginals."""
+        return None
+
     def iterations(
         self, candidate: Tensor, goal: Goal, form: Form, start: Start
     ) -> QuasiNewtonKernels:

@@ -18,6 +18,7 @@ from otdd_flash.cost.facts import CostFacts, CostRange
 from otdd_flash.cost.matrix import MatrixFacts, matrix_facts
 from otdd_flash.cost.points import Cut, Masses
 from otdd_flash.engine.problems import Evaluated, Vectors
+from otdd_flash.formulas.decision import Form
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.half_step import line_parts, matrix_half_step, matrix_sums_of_lines
@@ -211,10 +212,10 @@ class OneMatrix(OneKernelProblem):
 
     operator: MatrixKernelOperator
 
-    def __init__(self, operator: MatrixKernelOperator, *, symmetric: bool) -> None:
+    def __init__(self, operator: MatrixKernelOperator, form: Form) -> None:
         # The column sums of a sweep, until `softmin_columns` takes them.
         self._swept: Swept | None = None
-        super().__init__(operator, symmetric=symmetric)
+        super().__init__(operator, form)
 
     @property
     def ranges(self) -> tuple[int, int]:
@@ -223,7 +224,8 @@ class OneMatrix(OneKernelProblem):
 
     @property
     def _sweeps(self) -> bool:
-        return self.operator.sweeps and not self.symmetric
+        # A sweep sums columns by potentials of rows that are softmins.
+        return self.operator.sweeps and not self.symmetric and self.constraints.exact
 
     def softmin_rows(
         self, g: Tensor, before: Tensor, epsilon: Tensor, active: Tensor

@@ -15,6 +15,7 @@ from otdd_flash.engine.quasi_newton_kernels import (
     Pace,
     QuasiNewtonKernels,
     SegmentLayout,
+    softness_of,
     whole_layout,
 )
 from otdd_flash.formulas.decision import Form, Goal
@@ -30,17 +31,18 @@ class OneKernelProblem(OneProblem):
     If passes are short, steps are recorded as a CUDA graph. Facts of the costs are host tensors.
     """
 
-    def __init__(self, operator: Operator, *, symmetric: bool) -> None:
-        super().__init__(operator, symmetric=symmetric)
+    def __init__(self, operator: Operator, form: Form) -> None:
+        super().__init__(operator, form)
         self._learn()
         self.device, self.masses = operator.a.device, (operator.a, operator.b)
+        self.softness = softness_of(form.constraints, 1, self.device)
         n, m = len(operator.a), len(operator.b)
         rows, columns = self.ranges
         # A self term has one layout, for columns.
         self.layouts: list[SegmentLayout] = [
-            whole_layout(m, n, self.device, rows if symmetric else columns)
+            whole_layout(m, n, self.device, rows if form.symmetric else columns)
         ]
-        if not symmetric:
+        if not form.symmetric:
             self.layouts.insert(0, whole_layout(n, m, self.device, rows))
 
     @property
@@ -81,7 +83,8 @@ class OneKernelProblem(OneProblem):
         self, g: Tensor, before: Tensor, epsilon: Tensor, active: Tensor
     ) -> Sums | Tensor:
         """Return T(g) (n,), or its partial sums."""
-        return self.operator.softmin_rows(g, epsilon[0], before)
+        guess = self.constraints.rows.softmin_of(before, epsilon[0])
+        return self.operator.softmin_rows(g, epsilon[0], guess)
 
     def softmin_columns(
         self, f: Tensor, before: Tensor, epsilon: Tensor, active: Tensor
@@ -89,7 +92,8 @@ class OneKernelProblem(OneProblem):
         """Return T'(f) (m,), or T(f) for a self term, or its partial sums."""
         if self.symmetric:
             return self.operator.softmin_self(f, epsilon[0])
-        return self.operator.softmin_columns(f, epsilon[0], before)
+        guess = self.constraints.columns.softmin_of(before, epsilon[0])
+        return self.operator.softmin_columns(f, epsilon[0], guess)
 
     def keep(self, order: Tensor) -> None:
         """Do nothing: the only problem is never dropped."""

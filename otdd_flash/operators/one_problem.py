@@ -37,15 +37,16 @@ class OneProblem(ABC):
 
     Args:
         operator: the cost (n, m) and the masses.
-        symmetric: whether it is a self term, with one potential for rows and columns.
+        form: of the term; a self term has one potential for rows and columns.
 
     Attributes:
         operator: as given, or as last set by `change`.
-        symmetric: as given.
+        symmetric: whether it is a self term.
+        constraints: what its marginals owe.
     """
 
-    def __init__(self, operator: Operator, *, symmetric: bool) -> None:
-        self.symmetric = symmetric
+    def __init__(self, operator: Operator, form: Form) -> None:
+        self.symmetric, self.constraints = form.symmetric, form.constraints
         self.operator = operator
 
     @property
@@ -108,10 +109,12 @@ class OneTorchProblem(OneProblem):
         active: Sequence[bool] | Tensor,
     ) -> tuple[Tensor | None, Tensor]:
         operator, level = self.operator, float(epsilon[0])
+        rows, columns = self.constraints.rows, self.constraints.columns
         if before is None:
-            return None, operator.softmin_self(g[0], level)[None]
-        f = operator.softmin_rows(g[0], level, before[0])
-        return f[None], operator.softmin_columns(f, level, g[0])[None]
+            return None, columns.updated(operator.softmin_self(g[0], level), level)[None]
+        guess, other = rows.softmin_of(before[0], level), columns.softmin_of(g[0], level)
+        f = rows.updated(operator.softmin_rows(g[0], level, guess), level)
+        return f[None], columns.updated(operator.softmin_columns(f, level, other), level)[None]
 
     def evaluated(self, vectors: Vectors, epsilon: float) -> Evaluated:
         g = vectors.kept[0].to(self.dtype, copy=True)
@@ -119,14 +122,14 @@ class OneTorchProblem(OneProblem):
         return Evaluated(f, g, vectors.updated[0].to(self.dtype))
 
 
-def problem_of(operator: Operator, *, symmetric: bool) -> OneProblem:
+def problem_of(operator: Operator, form: Form) -> OneProblem:
     """Return an operator as the only problem of the engine, in PyTorch or in Triton."""
     if not operator.passes.in_triton:
-        return OneTorchProblem(operator, symmetric=symmetric)
+        return OneTorchProblem(operator, form)
     # Triton may be missing where no kernel runs.
     from otdd_flash.operators.matrix_kernel import MatrixKernelOperator, OneMatrix
     from otdd_flash.operators.one_kernel_problem import OneKernelProblem
 
     if isinstance(operator, MatrixKernelOperator):
-        return OneMatrix(operator, symmetric=symmetric)
-    return OneKernelProblem(operator, symmetric=symmetric)
+        return OneMatrix(operator, form)
+    return OneKernelProblem(operator, form)

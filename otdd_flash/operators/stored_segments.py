@@ -43,6 +43,7 @@ from otdd_flash.engine.problems import Segments, Start, WeightedPoints
 from otdd_flash.engine.quasi_newton import ManyVectors, QuasiNewton
 from otdd_flash.formulas.decision import Form, Goal
 from otdd_flash.formulas.evidence import TRIFLE, PassErrors
+from otdd_flash.formulas.marginals import EXACT
 from otdd_flash.operators.torch_operator import TILE_ELEMENTS_CPU, TILE_ELEMENTS_GPU
 
 # Stands for log(0): finite, so that differences of two of them are 0 and not NaN.
@@ -75,6 +76,7 @@ class PaddedSegments(ABC):
     """
 
     dtype = sum_dtype = torch.float64
+    constraints = EXACT
     symmetric: bool
     masses: list[Tensor]
     mean_cost: Tensor

@@ -26,6 +26,7 @@ from otdd_flash.engine.few_problems import MEMORY, FewQuasiNewton, FewVectors
 from otdd_flash.engine.problems import Evaluated, Start, Vectors
 from otdd_flash.engine.quasi_newton import ManyVectors, QuasiNewton
 from otdd_flash.formulas.decision import Form
+from otdd_flash.formulas.marginals import EXACT
 from otdd_flash.operators.base import Epsilon, Marginals, Passes
 from otdd_flash.operators.one_problem import Scalars
 from otdd_flash.operators.score_pool import (
@@ -165,7 +166,12 @@ class TorchSegments(PooledSegments):
     Args:
         pool: the problems.
         own: whether these are the self terms.
+
+    Attributes:
+        constraints: what their marginals owe, of the form of their iterations.
     """
+
+    constraints = EXACT
 
     def __init__(self, pool: TorchPool, *, own: bool) -> None:
         super().__init__(pool, own=own)
@@ -199,6 +205,7 @@ class TorchSegments(PooledSegments):
 
     def iterations(self, form: Form) -> FewQuasiNewton | QuasiNewton:
         """Make their iterations: few problems are decided upon one by one, in Python floats."""
+        self.constraints = form.constraints
         nothing = torch.zeros_like(self.column_masses, dtype=torch.float32)
         goal, start = self.placeholder
         if self._pool.room.problems <= FEW:
@@ -226,13 +233,15 @@ class TorchSegments(PooledSegments):
         active: Sequence[bool] | Tensor,
     ) -> tuple[Tensor | None, Tensor]:
         levels, flags = list(map(float, epsilon)), list(map(bool, active))
+        marginals, level = self.constraints, _of_each(levels)
         if before is None:
-            return None, self._self_softmins(g, levels, flags)
-        rows = self._anchors[0].softmin(g, levels).float()
+            softmin = self._self_softmins(g, levels, flags)
+            return None, marginals.columns.updated(softmin, level)
+        rows = marginals.rows.updated(self._anchors[0].softmin(g, levels), level).float()
         if not all(flags):
             # Rows of a problem that is done go with what it kept, not with its next candidate.
             rows = torch.where(torch.tensor(flags)[:, None], rows, before)
-        return rows, self._anchors[1].softmin(rows, levels)
+        return rows, marginals.columns.updated(self._anchors[1].softmin(rows, levels), level)
 
     def _self_softmins(self, g: Tensor, epsilon: list[float], active: list[bool]) -> Tensor:
         """Compute T(g) of self terms."""
@@ -267,6 +276,13 @@ class TorchSegments(PooledSegments):
         return torch.cat(parts, 1).flatten()
 
 
+def _of_each(epsilon: list[float]) -> float | Tensor:
+    """Return epsilon of all problems, or of each as (S, 1) where they differ."""
+    if all(level == epsilon[0] for level in epsilon):
+        return epsilon[0]
+    return torch.tensor(epsilon, dtype=torch.float64)[:, None]
+
+
 class _Anchor:
     """p (S, n, m) of the rows' softmins over some columns, T° (S, n), g° (S, m) and epsilon.
 
@@ -291,9 +307,7 @@ class _Anchor:
 
     def softmin(self, potential: Tensor, epsilon: list[float]) -> Tensor:
         """Compute T(g) (S, n) float64 of potentials g (S, m)."""
-        level: float | Tensor = epsilon[0]
-        if any(each != level for each in epsilon):
-            level = torch.tensor(epsilon, dtype=torch.float64)[:, None]
+        level = _of_each(epsilon)
         if not self._epsilon:
             return self._move(potential, epsilon, level)
         shift = torch.sub(potential, self._potential).div_(level)

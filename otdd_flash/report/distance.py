@@ -1,11 +1,12 @@
 """The report of one dataset distance: csv files, pictures and the tables printed for it.
 
-`write_report` writes class_distances, class_coupling, nearest_classes.csv and projection.png.
+`write_report` writes class_distances, class_coupling, nearest_classes.csv and projection.png, and
+with relaxed marginals unmatched.csv and unmatched.png.
 `write_contributions` writes what each source row contributes, and the images that contribute most.
-`summary_table` and `nearest_table` are tables for the terminal, of result.json and of the nearest
-classes. projection.png shows both datasets in their common principal plane, with arrows for the
-mass that moves between classes. `commands.compare` calls these four; `DistanceResult.plot`
-(`result`) calls `plot_distance`.
+`summary_table`, `nearest_table` and `unmatched_table` are tables for the terminal, of result.json,
+of the nearest classes and of what is left of them. projection.png shows both datasets in their
+common principal plane, with arrows for the mass that moves between classes. `commands.compare`
+calls these; `DistanceResult.plot` (`result`) calls `plot_distance`.
 
 A change must keep the names of the files and, in csv files, the order of rows, because users'
 scripts read them: source classes come before target classes, each in its dataset's own order.
@@ -63,6 +64,7 @@ from otdd_flash.report.tables import facts_table, write_matrix_csv, write_table_
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import bounded, display, epsilon_shown, interval, shorten
+from otdd_flash.unmatched import HEADS, Unmatched, UnmatchedClass, by_excess, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,7 +86,8 @@ def write_report(
     These are class_distances and class_coupling (each .csv and .png), nearest_classes.csv and
     projection.png. Rows and columns of class_distances are all source classes and then all target
     classes, marked `source:` and `target:` in the csv file. Rows of class_coupling are source
-    classes, its columns target classes. The files of class distances are left out if none were
+    classes, its columns target classes. Where marginals are relaxed, unmatched (.csv and .png) says
+    what is left of every class. The files of class distances are left out if none were
     computed (methods `none` and `continuous`), and those of the coupling if both sides are one
     class. Of numbers there is target_histogram (.csv and .png), for each column if there are
     several.
@@ -149,6 +152,14 @@ def write_report(
             directory / "class_coupling.png": lambda path: draw_class_coupling(
                 coupling, names, sides, path, orders=orders
             ),
+        }
+    if not result.constraints.exact:
+        unmatched = result.unmatched()
+        writers |= {
+            directory / UNMATCHED_FILE: lambda path: write_table_csv(
+                path, UnmatchedClass._fields, unmatched.classes
+            ),
+            directory / "unmatched.png": lambda path: draw_unmatched(unmatched, sides, path),
         }
     shown = [*sides, *names[0], *names[1]]
     return write_each({} if content == "none" else writers, shown, pictures=content == "full")
@@ -276,6 +287,7 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         *_sampling(summary),
         ("epsilon", epsilon_shown(summary["epsilon"], summary.get("mean_cost"))),
+        *_penalties(summary),
         ("samples", f"{summary['n']} × {summary['m']}, {summary['d']} features"),
         ("classes", f"{_count(classes['source'])} × {_count(classes['target'])}"),
         *([] if ground == "sqeuclidean" else [("ground cost", ground)]),
@@ -296,6 +308,16 @@ def _changes(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     pairs = zip(found, summary["target_scale"], strict=True)
     said = ", ".join(f"{change:.4g} (scale {scale:.4g})" for change, scale in pairs)
     return [("mean change of numbers", said)]
+
+
+def _penalties(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the row on the penalties of unmatched mass, if marginals are relaxed."""
+    given = summary.get("unbalanced")
+    if given is None:
+        return []
+    mean = summary.get("mean_cost")
+    sides = ["exact" if each is None else epsilon_shown(each, mean) for each in given]
+    return [("unbalanced", sides[0] if sides[0] == sides[1] else ", ".join(sides))]
 
 
 def _sampling(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -369,6 +391,80 @@ def nearest_table(rows: Sequence[NearestClass]) -> Table:
         table.caption = f"{left} more classes in {NEAREST_FILE}"
     return table
 
+
+UNMATCHED_FILE = "unmatched.csv"
+
+
+def unmatched_table(unmatched: Unmatched) -> Table:
+    """Make a table of what is left of classes, those that stand out most first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    title = f"unmatched mass of classes; {unmatched.moved:.4g} of all mass moves"
+    table = Table(title=title, title_justify="left")
+    for head in HEADS:
+        table.add_column(head, justify="left" if head in ("side", "class") else "right")
+    every, left = by_excess(unmatched.classes), 0
+    for side in ("source", "target"):
+        rows = [each for each in every if each.side == side]
+        left += max(0, len(rows) - MOST_ROWS)
+        for each in rows[:MOST_ROWS]:
+            _, name, *numbers = shown(each)
+            table.add_row(side, Text(shorten(name, LONGEST_NAME)), *numbers)
+    if left:
+        table.caption = f"{left} more classes in {UNMATCHED_FILE}"
+    return table
+
+
+# Inches: a bar with the space around it, the width of bars and that of their names.
+BAR, BARS, BAR_NAMES = 0.26, 4.2, 1.6
+
+
+def draw_unmatched(unmatched: Unmatched, sides: tuple[str, str], path: str | Path | None) -> None:
+    """Draw what is left of every class as a bar, with a mark at what its self term leaves.
+
+    Args:
+        unmatched: of a distance with relaxed marginals.
+        sides: the names of source and target.
+        path: the PNG file.
+    """
+    every = by_excess(unmatched.classes)
+    bars = [
+        [each for each in every if each.side == side][:MOST_BARS] for side in ("source", "target")
+    ]
+    count = sum(map(len, bars))
+    width = 2 * MARGIN + BAR_NAMES + BARS
+    height = 2 * MARGIN + TITLE + BAR * (count + 3) + 0.3
+    figure, top = new_figure(width, height), height - MARGIN
+    title = fit_title(
+        figure,
+        f"Unmatched mass of the classes of {sides[0]} and {sides[1]}",
+        width - 2 * MARGIN,
+        TITLE_POINTS,
+    )
+    figure.text(MARGIN / width, top / height, title, fontsize=TITLE_POINTS, va="top")
+    top -= TITLE - 0.5 * BAR
+    colors = SOURCE_COLOR, TARGET_COLOR
+    for rows, role, color in zip(bars, _roles(sides), colors, strict=True):
+        tall = BAR * max(1, len(rows))
+        bottom = top - BAR - tall
+        place = (MARGIN + BAR_NAMES) / width, bottom / height, BARS / width, tall / height
+        axes = figure.add_axes(place)
+        at = np.arange(len(rows))
+        axes.barh(at, [100 * each.unmatched for each in rows], height=0.7, color=color)
+        own = [(k, 100 * each.own) for k, each in enumerate(rows) if each.own is not None]
+        axes.plot([x for _, x in own], [k for k, _ in own], "|", color=INK, markersize=9)
+        axes.set_yticks(at, [shorten(each.name, LONGEST_CLASS) for each in rows], fontsize=8)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlim(0, 100)
+        axes.set_title(shorten(role, LONGEST_DATASET), loc="left", fontsize=9)
+        top = bottom - BAR
+    axes.set_xlabel("unmatched, % of the class; the mark is what its self term leaves")
+    save_picture(figure, path)
+
+
+# If a side has more classes, the bars of others are left out.
+MOST_BARS = 30
 
 # If a side has more classes, only the heaviest moves are drawn, and only their ends are named.
 MOST_CLASSES, MOVES_OF_MANY, MOVES_AT_MOST = 20, 14, 40

@@ -53,6 +53,7 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling.comparison import SubsetComparison, drawn_classes, least_rows, subsample
 from otdd_flash.sliced.result import rows_excess
 from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.penalties import has_penalty
 
 # The default m / n: small enough to be cheap, large enough for the classes.
 DEFAULT_FRACTION = 0.25
@@ -146,6 +147,10 @@ def subsample_interval(
         NotConvergedWarning: a distance stopped before the tolerance.
     """
     check_count(count, level)
+    if has_penalty(settings.get("unbalanced"), settings.get("unbalanced_relative")):
+        raise InputError(
+            "the coverage of intervals is known for exact marginals alone; leave out unbalanced"
+        )
     source, target = as_samples(source, "source"), as_samples(target, "target")
     comparison = SubsetComparison(source, target, settings)
     sizes = subsample_sizes(comparison.source, comparison.target, size)

@@ -5,6 +5,13 @@ oscillation; both are widened by the rounding-error bounds of `solver.evidence`.
 is first replaced by its row update f + epsilon log(a / r), in float64, whose plan has row sums a
 and mass 1. A self term's plan is given mass 1 by a constant, and balanced on its diagonal.
 
+Relaxed marginals owe p = a e^(-f / rho_x) and q = b e^(-g / rho_y) in the place of a and b, after a
+translation of the potentials that makes their masses equal. So a plan with exactly the marginals p
+and q costs, beside <C, P> + epsilon KL(P | a b^T), no more than what the penalties charge for them,
+and both upper bounds hold with p and q for a and b. Where both sides are relaxed the plan as it is
+is a third: `formulas.marginals` has its primal value. Marginal errors are relative to the mass that
+the plan moves.
+
 `certify` and `certify_self` take four steps: a `Plan` whose entries are evaluated once, its
 `PlanEvidence`, a few numbers that the device computes, the reading of these, and `conclude`.
 `solver.solve` and the schedule of geomloss call them; `solver.small` records the first two steps
@@ -15,14 +22,22 @@ device, and all tensors there may have a leading dimension B, of B terms at once
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts, larger, lesser
-from otdd_flash.errors import EpsilonOutOfRange
-from otdd_flash.formulas.evidence import dual_value, oscillation_bound
+from otdd_flash.errors import EpsilonOutOfRange, InputError
+from otdd_flash.formulas.evidence import (
+    LEAST_MASS,
+    at_least,
+    at_most,
+    dual_value,
+    oscillation_bound,
+)
+from otdd_flash.formulas.marginals import EXACT, LEAST_MOVING, Constraints, Factors
 from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator
 from otdd_flash.solver.evidence import (
     TINY,
@@ -64,6 +79,7 @@ class Certificate(NamedTuple):
 
     `marginal_error` is a bound of the larger of the L1 errors of rows and of columns, of which
     `undetectable` is the part within rounding. `passes` counts evaluations of `Operator.marginals`.
+    Errors are relative to `mass`, which the plan moves: 1 where marginals are exact.
     """
 
     f: Tensor
@@ -73,6 +89,7 @@ class Certificate(NamedTuple):
     marginal_error: float
     undetectable: float
     passes: int
+    mass: float = 1.0
 
 
 def certify(
@@ -81,6 +98,7 @@ def certify(
     g: Tensor,
     epsilon: float,
     updated: Tensor | None = None,
+    constraints: Constraints = EXACT,
     *,
     polished: bool = False,
     scaled: float = 0.0,
@@ -90,28 +108,35 @@ def certify(
     With `updated`, which is T'(f), of an f (n,) that is T(g) already, it takes the last pass alone;
     else f is a guess of T(g). Where the rounding of these updates is visible, or if `polished`,
     both are done once more in float64, from the sums of the plan, in two passes. It counts as
-    visible only where the plan is scaled by more than `scaled`.
+    visible only where the plan is scaled by more than `scaled`. T and T' are the updates of
+    potentials by what the marginals owe.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
     """
     if updated is None:
-        f = operator.softmin_rows(g, epsilon, f)
-        updated = operator.softmin_columns(f, epsilon, g)
-    plan = lowered_plan(operator, f, g, updated, epsilon, accurate=polished)
+        rows, columns = constraints.rows, constraints.columns
+        f = rows.updated(operator.softmin_rows(g, epsilon, f), epsilon)
+        updated = columns.updated(operator.softmin_columns(f, epsilon, g), epsilon)
+    plan = lowered_plan(operator, f, g, updated, epsilon, constraints, accurate=polished)
     if not polished:
         evidence = cross_evidence(operator, plan, epsilon)
-        numbers = CrossNumbers(*evidence.numbers.tolist())
+        numbers = read_numbers(CrossNumbers, evidence.numbers.tolist())
         if not shows_rounding(operator.costs, numbers, epsilon, scaled):
             return conclude(operator.costs, evidence, numbers, epsilon)
     plan = polished_plan(operator, plan, epsilon, accurate=polished)
     evidence = cross_evidence(operator, plan, epsilon)
-    numbers = CrossNumbers(*evidence.numbers.tolist())
+    numbers = read_numbers(CrossNumbers, evidence.numbers.tolist())
     return conclude(operator.costs, evidence, numbers, epsilon)
 
 
 def certify_self(
-    operator: Operator, f: Tensor, epsilon: float, *, accurate: bool = False
+    operator: Operator,
+    f: Tensor,
+    epsilon: float,
+    constraints: Constraints = EXACT,
+    *,
+    accurate: bool = False,
 ) -> Certificate:
     """Certify a self term by its potential f (n,), in one pass, or two if points are unresolved.
 
@@ -121,15 +146,15 @@ def certify_self(
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
     """
-    plan = self_plan(operator, f.double(), epsilon, accurate=accurate)
+    plan = self_plan(operator, f.double(), epsilon, constraints, accurate=accurate)
     evidence = self_evidence(operator, plan, epsilon)
-    numbers = SelfNumbers(*evidence.numbers.tolist())
+    numbers = read_numbers(SelfNumbers, evidence.numbers.tolist())
     if numbers.unresolved > 0:
         low = lowered(plan.f, plan, plan.sides[0], plan.sums.rows, epsilon)
-        again = self_plan(operator, low, epsilon, accurate=accurate)
+        again = self_plan(operator, low, epsilon, constraints, accurate=accurate)
         again = again._replace(unresolved=plan.unresolved, passes=2)
         evidence = self_evidence(operator, again, epsilon)
-        numbers = SelfNumbers(*evidence.numbers.tolist())
+        numbers = read_numbers(SelfNumbers, evidence.numbers.tolist())
     return conclude(operator.costs, evidence, numbers, epsilon)
 
 
@@ -140,18 +165,32 @@ def conclude(
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
+        InputError: it underflows.
     """
     check_mass(costs, numbers.mass, epsilon)
+    moving = numbers.penalties.moving
+    if moving < LEAST_MOVING:
+        raise InputError(
+            f"no mass moves, or less than {LEAST_MOVING:g} of it: all costs are far above epsilon="
+            f"{epsilon:g} and the penalty of unmatched mass; raise unbalanced or epsilon"
+        )
     dual, sums = numbers.dual(epsilon), evidence.sums
     check_mass(costs, dual, epsilon)
-    ends = dual, numbers.upper(costs, sums, epsilon)
-    bounds = widen_bounds(costs, sums, ends, numbers.mean_error, numbers.size, epsilon)
-    if costs.forbidden:
-        # Both upper bounds of a cross term move mass between any two points, forbidden pairs too.
-        bounds = bounds[0], math.inf
-    undetectable = numbers.noise + 2 * sums.relative_error
+    upper, primal = numbers.upper(costs, sums, epsilon), float(numbers.penalties.primal)
+    if costs.forbidden and math.isfinite(primal):
+        # Other upper bounds move mass between any two points, forbidden pairs too.
+        upper = primal
+    owed = max(numbers.penalties.owed, float(moving))
+    error = larger(numbers.mean_error, numbers.penalties.open_error)
+    size = numbers.size + numbers.penalties.size
+    low, high = widen_bounds(costs, sums, (dual, upper), error, size, epsilon, owed)
+    # Where numbers overflow nothing is known.
+    unknown = math.isnan(high) or (costs.forbidden and not math.isfinite(primal))
+    bounds = -math.inf if math.isnan(low) else low, math.inf if unknown else high
+    undetectable = numbers.noise + 2 * sums.relative_error + sums.underflow / moving
     error = numbers.gap + undetectable
-    return Certificate(evidence.f, evidence.g, dual, bounds, error, undetectable, evidence.passes)
+    passes, moving = evidence.passes, float(moving)
+    return Certificate(evidence.f, evidence.g, dual, bounds, error, undetectable, passes, moving)
 
 
 def shows_rounding(
@@ -177,10 +216,10 @@ def conclude_many(
     """Compute values, marginal errors and whether these suffice, (B,) each, of B terms.
 
     They do not where `certify` or `certify_self` would evaluate again or raise: the rounding of
-    potentials with this unit is visible, or the mass overflows.
+    potentials with this unit is visible, or the mass over- or underflows.
     """
     error, value = numbers.gap + numbers.noise + 2 * sums.relative_error, numbers.dual(epsilon)
-    fine = ~numbers.needs_refinement(unit)
+    fine = ~numbers.needs_refinement(unit) & (numbers.penalties.moving >= LEAST_MOVING)
     return value, error, fine & numbers.mass.isfinite() & value.isfinite()
 
 
@@ -213,17 +252,19 @@ def lowered_plan(
     g: Tensor,
     updated: Tensor,
     epsilon: Epsilon,
+    constraints: Constraints = EXACT,
     *,
     accurate: bool = False,
 ) -> Plan:
-    """Evaluate the plan of f (n,) and min(g, T'(f)) (m,): no column exceeds its mass.
+    """Evaluate the plan of f (n,) and min(g, T'(f)) (m,): no column exceeds what it owes.
 
-    `updated` is T'(f); columns without mass take it.
+    `updated` is T'(f), which may be translated; columns without mass take it.
     """
+    updated = constraints.untranslated(operator.a, f, operator.b, g, updated, epsilon)
     unit = torch.finfo(operator.passes.dtype).eps / 2
     g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
     g = torch.sub(g, g.abs(), alpha=MARGIN * unit).double()
-    return cross_plan(operator, f.double(), g, epsilon, accurate=accurate)
+    return cross_plan(operator, f.double(), g, epsilon, constraints, accurate=accurate)
 
 
 def polished_plan(operator: Certifiable, plan: Plan, epsilon: Epsilon, *, accurate: bool) -> Plan:
@@ -231,68 +272,147 @@ def polished_plan(operator: Certifiable, plan: Plan, epsilon: Epsilon, *, accura
 
     Unresolved points, whose factors are 1, get potentials so low that their errors are negligible.
     """
-    b, (rows, columns) = operator.b, plan.sides
-    factors, _ = row_update(operator, plan)
-    f = lowered(plan.f + epsilon * factors.log(), plan, rows, plan.sums.rows, epsilon)
+    constraints, (rows, columns) = plan.constraints, plan.sides
+    logs, _ = row_update(operator, plan, epsilon)
+    f = lowered(plan.f + epsilon * logs, plan, rows, plan.sums.rows, epsilon)
     g = lowered(plan.g, plan, columns, plan.sums.columns, epsilon)
-    scaled = cross_plan(operator, f, g, epsilon, accurate=accurate)
-    g = g - epsilon * excess(scaled.sums.columns, b)
-    polished = cross_plan(operator, f, g, epsilon, accurate=accurate)
+    scaled = cross_plan(operator, f, g, epsilon, constraints, accurate=accurate)
+    above = excess(scaled.sums.columns, scaled.owed[..., columns])
+    g = g - constraints.columns.updated(epsilon * above, epsilon)
+    polished = cross_plan(operator, f, g, epsilon, constraints, accurate=accurate)
     return polished._replace(unresolved=plan.unresolved, passes=3)
 
 
 def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
     """Compute the numbers of a cross term, with its rows updated but for the unresolved ones."""
-    sums, points, (rows, columns) = plan.sums, (plan.masses, plan.absent), plan.sides
-    factors, updated_rows = row_update(operator, plan)
-    shift = epsilon * factors.log()
-    f, g = plan.f + shift, plan.g
-    returned = f.to(operator.passes.dtype), g.to(operator.passes.dtype)
+    sums, constraints, (rows, columns) = plan.sums, plan.constraints, plan.sides
+    logs, unscaled = row_update(operator, plan, epsilon)
+    updated_f = plan.f + epsilon * logs
+    to = constraints.translated(operator.a, updated_f, operator.b, plan.g)
+    returned = to.f.to(operator.passes.dtype), to.g.to(operator.passes.dtype)
     both = torch.cat((sums.rows, sums.columns), -1)
-    held = torch.cat((plan.f, g), -1).masked_fill_(plan.absent, 0)
-    linear_before = dot(both, held)
-    held[..., rows].add_(shift)
-    errors = errors_of(operator, plan, f, updated_rows, epsilon)
-    growth = _growth(plan, both, errors, held - torch.cat(returned, -1), epsilon)
-    kappa, total = fitting_scale(*points, both, sums.relative_error), sums.rows.sum(-1)
+    before = torch.cat((plan.f, plan.g), -1).masked_fill_(plan.absent, 0)
+    held = torch.cat((to.f, to.g), -1).masked_fill_(plan.absent, 0)
+    # Row sums of the plan of f and g, and of that which is scaled until its rows are what they owe.
+    own = constraints.rows.owed(operator.a, updated_f)
+    updated_rows = torch.where(unscaled, sums.rows, own)
+    kappa = fitting_scale(plan.owed, plan.absent, both, sums.relative_error)
+    total = sums.rows.sum(-1)
     # A mass that is not far above the underflow bound is not scaled up.
-    total_scaled = total.clamp_min(max(SCALABLE * sums.underflow, TINY))
-    updated = torch.cat((updated_rows, operator.b), -1)
-    filling = filling_of(operator, *points, both, kappa)
+    scalable = total.clamp_min(max(SCALABLE * sums.underflow, TINY))
+    reached, owed_rows, fit, share = to.adjusted(updated_rows, own, kappa, scalable)
+    owed_columns = constraints.columns.owed(operator.b, to.g)
+    owed = torch.cat((owed_rows, owed_columns), -1)
+    errors = errors_of(operator, plan, to.f, updated_rows, epsilon)
+    growth = _growth(plan, both, errors, held - torch.cat(returned, -1), epsilon)
+    updated = torch.cat((reached, owed_columns), -1)
+    filling = filling_of(operator, plan.masses, plan.absent, owed, both, fit)
     row_oscillation, column_oscillation = oscillations(held, plan.absent, rows, columns)
     numbers = CrossNumbers(
         kappa=kappa,
         mass=sums.columns.sum(-1),
         unresolved=(plan.masses * plan.unresolved).sum(-1),
         total=total,
-        moved=distance(sums.rows, updated_rows),
-        missed=distance(sums.columns, operator.b),
-        scaled_gap=updated_gap(both, updated, total_scaled),
-        row_gap=distance(updated_rows, operator.a),
-        factor=factors.amax(-1),
+        moved=distance(sums.rows, reached),
+        missed=distance(sums.columns, owed_columns),
+        scaled_gap=updated_gap(both, updated, share),
+        row_gap=distance(reached, owed_rows),
+        factor=logs.amax(-1).exp_(),
         row_growth=dot(updated_rows, growth[..., rows]),
         column_growth=dot(sums.columns, growth[..., columns]),
         largest_growth=growth[..., columns].amax(-1),
-        linear=dot(plan.masses, held),
+        linear=dot(plan.masses, constraints.dual(held, rows)),
         updated=updated_rows.sum(-1),
-        size=dot(plan.masses, held.abs()),
-        linear_before=linear_before,
+        # |phi(f)| is at most |f| times the larger of 1 and e^(-f / rho).
+        size=dot(torch.maximum(plan.masses, owed), held.abs()),
+        linear_before=dot(both, before),
         missing_rows=filling.rows,
         missing_columns=filling.columns,
         filling_costs=filling.costs,
         filling_entropy=filling.entropy,
         row_oscillation=row_oscillation,
         column_oscillation=column_oscillation,
-        mean_error=dot(plan.masses, plan.cost_errors),
+        mean_error=dot(owed, plan.cost_errors),
         row_error=plan.cost_errors[..., rows].amax(-1),
         column_error=plan.cost_errors[..., columns].amax(-1),
     )
-    return PlanEvidence(*returned, torch.stack(numbers, -1), sums, plan.passes)
+    vectors = both, before, owed, held, updated_f, updated_rows - sums.rows
+    given = plan, numbers, vectors
+    more = () if to.factors is None else _cross_penalties(*given, to.factors, epsilon)
+    told = torch.stack((*numbers[:-1], *more), -1)
+    return PlanEvidence(*returned, told, sums, plan.passes)
+
+
+def _cross_penalties(
+    plan: Plan,
+    numbers: CrossNumbers,
+    vectors: tuple[Tensor, ...],
+    factors: Factors,
+    epsilon: Epsilon,
+) -> tuple[Tensor, ...]:
+    """Compute the `Penalties` of a cross term.
+
+    Args:
+        plan: as it was evaluated.
+        numbers: of the plan.
+        vectors: (n + m,) of both sides: sums, potentials, what they owe, potentials after the
+            update and the translation; and (n,) potentials of rows after the update alone, and by
+            how much it moves row sums.
+        factors: of that translation.
+        epsilon: regularisation.
+    """
+    constraints, (rows, columns) = plan.constraints, plan.sides
+    sums, before, owed, held, updated, changed = vectors
+    relative = plan.sums.relative_error
+    masses, reached, potentials = (
+        [each[..., side] for side in (rows, columns)] for each in (plan.masses, sums, before)
+    )
+    least = SCALABLE * plan.sums.underflow
+    primal, most = constraints.primal(masses, reached, potentials, epsilon, relative, least)
+    largest = torch.maximum(sums, torch.cat(most, -1))
+    # What rows owe before or after the translation, whichever is more.
+    own = owed[..., rows] * torch.exp(factors.exponent.clamp_min(0))[..., None]
+    size = constraints.rows.update_size(own, before[..., rows], updated, epsilon)
+    exponent = factors.exponent.abs()
+    tilt = factors.mass * (torch.expm1(factors.exponent) - factors.exponent)
+    # The mass after the translation is as exact as its exponents.
+    rounded = epsilon * (tilt + factors.mass * exponent) * (1 + exponent + factors.mass.log().abs())
+    return Penalties(
+        owed=factors.mass,
+        price=numbers.linear - dot(owed, held),
+        shift=numbers.updated * torch.expm1(-factors.exponent).abs(),
+        moved=changed.abs().sum(-1),
+        tilt=tilt,
+        fit=factors.fit,
+        primal=primal,
+        open_error=dot(largest, plan.cost_errors) + epsilon * numbers.noise,
+        moving=numbers.updated,
+        wanted=plan.owed[..., columns].sum(-1),
+        size=dot(sums, before.abs()) + size + rounded,
+        uneven=_uneven(numbers, factors.mass, epsilon),
+        swing=torch.ones_like(tilt) * (1 + epsilon * constraints.columns.softness),
+    )
+
+
+def _uneven(numbers: CrossNumbers, mass: Tensor, epsilon: Epsilon) -> Tensor:
+    """Bound what a filling costs, (), whose rows miss another mass than its columns.
+
+    After the translation both owe the same `mass` (), as far as t / rho tells. A side that is
+    relaxed may get what the other misses: its mean cost, its penalty's slope and its logarithms.
+    """
+    u, v = (numbers.missing_rows.abs(), numbers.missing_columns.abs())
+    less = torch.minimum(u, v).clamp_min(TINY)
+    logs = numbers.filling_entropy.abs() / less - 2 * less.log() + 4
+    largest = numbers.size / mass + numbers.row_oscillation + numbers.column_oscillation
+    mean = numbers.filling_costs.abs() / less / torch.maximum(u, v).clamp_min(TINY)
+    added: Tensor = (u - v).abs() * (mean + largest + epsilon * logs)
+    return added
 
 
 def self_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
-    """Compute the numbers of a self term from the plan of one potential, of mass 1."""
+    """Compute the numbers of a self term from the plan of one potential, at its best level."""
     a, sums, rows = operator.a, plan.sums, plan.sums.rows
+    marginal = plan.constraints.rows
     returned, held = plan.f.to(operator.passes.dtype), plan.f.masked_fill(plan.absent, 0)
     growth = _growth(plan, rows, plan.errors, held - returned, epsilon)
     costs, errors = sums.own_costs, plan.cost_errors
@@ -304,18 +424,40 @@ def self_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEv
     (oscillation,) = oscillations(held, plan.absent, *plan.sides)
     outside = off_diagonal_sums(diagonal, rows, sums.relative_error, spread)
     numbers = SelfNumbers(
-        gap=distance(rows, a),
+        missed=distance(rows, plan.owed),
         mass=rows.sum(-1),
         unresolved=(plan.masses * plan.unresolved).sum(-1),
         growth=dot(rows, growth),
-        linear=dot(a, held),
-        row_size=dot(a, held.abs()),
+        linear=dot(a, marginal.dual(held)),
+        row_size=dot(torch.maximum(a, plan.owed), held.abs()),
         oscillation=oscillation,
-        balancing=balancing(a, plan.absent, diagonal, outside),
-        row_error=dot(a, plan.cost_errors),
+        balancing=balancing(plan.owed, plan.absent, diagonal, outside),
+        row_error=dot(plan.owed, plan.cost_errors),
         largest_error=plan.cost_errors.amax(-1),
     )
-    return PlanEvidence(returned, returned, torch.stack(numbers, -1), sums, plan.passes)
+    more = () if plan.constraints.exact else _self_penalties(plan, numbers, epsilon)
+    told = torch.stack((*numbers[:-1], *more), -1)
+    return PlanEvidence(returned, returned, told, sums, plan.passes)
+
+
+def _self_penalties(plan: Plan, numbers: SelfNumbers, epsilon: Epsilon) -> tuple[Tensor, ...]:
+    """Compute the `Penalties` of a self term."""
+    rows, relative, owed = plan.sums.rows, plan.sums.relative_error, plan.owed.sum(-1)
+    held = plan.f.masked_fill(plan.absent, 0)
+    off = torch.full_like(rows[..., :1], 2 * relative)
+    charged = plan.constraints.rows.charged(plan.masses, rows, held, (-off, off))
+    names = "price", "shift", "moved", "tilt", "fit", "uneven"
+    unread = dict.fromkeys(names, torch.zeros_like(owed))
+    return Penalties(
+        owed=owed,
+        **unread,
+        primal=2 * charged + epsilon * (1 - numbers.mass),
+        open_error=2 * dot(rows, plan.cost_errors) + epsilon * numbers.noise,
+        moving=numbers.mass,
+        wanted=owed,
+        size=2 * dot(rows, held.abs()),
+        swing=torch.ones_like(owed) * (1 + epsilon * plan.constraints.rows.softness),
+    )
 
 
 def _growth(plan: Plan, sums: Tensor, errors: Tensor, rounding: Tensor, epsilon: Epsilon) -> Tensor:
@@ -323,23 +465,62 @@ def _growth(plan: Plan, sums: Tensor, errors: Tensor, rounding: Tensor, epsilon:
     return growth_of(sums, errors.masked_fill(plan.unresolved, 0) + rounding.abs(), epsilon)
 
 
+class Penalties(NamedTuple):
+    """Numbers of a plan with relaxed marginals; the defaults are those of exact ones.
+
+    Attributes:
+        owed: the mass mu of p and of q, of the translated potentials.
+        price: rho_x KL(p | a) + rho_y KL(q | b) + <p, f> + <q, g> - <a, f> - <b, g>, which is
+            <a, phi(f)> + <b, phi(g)> - <p, f> - <q, g>.
+        shift: by how much the row sums of the plan of these potentials are off p, all one way.
+        moved: by how much the update of rows, without the translation, moves their sums.
+        tilt: mu (1 / s - 1 + log s) for the factor s that makes them p.
+        fit: the factor that makes kappa P fit p and q.
+        primal: primal value of the plan as it was evaluated; infinite if it is not admissible.
+        open_error: what errors of costs may do to it and to the dual value.
+        moving: the mass that the plan moves, to which marginal errors are relative.
+        wanted: the mass that columns owe, before the translation.
+        size: of potentials, whose rounding `CrossNumbers.size` does not know of.
+        uneven: what is added to the primal value of the filled plan, as the mass that its rows miss
+            is known to be that of its columns up to rounding.
+        swing: 1 + epsilon / rho_y. Potentials g* whose plan has what g owes are softmins of costs
+            plus epsilon log(q / b), so that osc g + osc g* is at most that times osc g, plus R.
+    """
+
+    owed: Any = 1.0
+    price: Any = 0.0
+    shift: Any = 0.0
+    moved: Any = math.inf
+    tilt: Any = 0.0
+    fit: Any = 1.0
+    primal: Any = math.inf
+    open_error: Any = 0.0
+    moving: Any = 1.0
+    wanted: Any = 1.0
+    size: Any = 0.0
+    uneven: Any = 0.0
+    swing: Any = 1.0
+
+
 class CrossNumbers(NamedTuple):
     """Numbers of a cross term's plan with sums r and c, before and after the update of its rows.
 
+    Exact marginals owe p = a and q = b, at any potentials.
+
     Attributes:
-        kappa: the largest factor <= 1 with which no row or column exceeds its mass, before.
+        kappa: the largest factor <= 1 with which no row or column exceeds what it owes, before.
         mass: sum of c, before.
         unresolved: mass of the unresolved points, of which errors may hide all.
         total: sum of r, before.
-        moved: sum_i r_i |s_i - 1| for the factors s of the update, the change of the row sums.
-        missed: ||c - b||_1, before.
+        moved: sum_i r_i |s_i - 1| for the factors s that make rows p, the change of the row sums.
+        missed: ||c - q||_1, before.
         scaled_gap: a bound on that after.
-        row_gap: ||r - a||_1, after.
+        row_gap: ||r - p||_1, after.
         factor: max s.
         row_growth: <r, `solver.evidence.growth_of`>, after.
         column_growth: <c, growth>, before.
         largest_growth: of a column.
-        linear: the linear part of the dual, <a, f> + <b, g>, after.
+        linear: the part of the dual of marginals, <a, phi(f)> + <b, phi(g)>, after.
         updated: sum of r, after.
         size: <a, |f|> + <b, |g|>, after.
         linear_before: <r, f> + <c, g>, before.
@@ -348,10 +529,11 @@ class CrossNumbers(NamedTuple):
         filling_costs: `Filling.costs`, likewise.
         filling_entropy: `Filling.entropy`, likewise.
         row_oscillation: max f - min f, after.
-        column_oscillation: max g - min g.
-        mean_error: of costs, <a, A> + <b, B>.
+        column_oscillation: max g - min g, after.
+        mean_error: of costs, <p, A> + <q, B>.
         row_error: max A.
         column_error: max B.
+        penalties: of relaxed marginals.
     """
 
     kappa: Any
@@ -379,6 +561,7 @@ class CrossNumbers(NamedTuple):
     mean_error: Any
     row_error: Any
     column_error: Any
+    penalties: Penalties = Penalties()
 
     @property
     def filling(self) -> Filling[Any]:
@@ -389,21 +572,25 @@ class CrossNumbers(NamedTuple):
 
     @property
     def column_gap(self) -> Any:
-        """A bound on ||c - b||_1 after the update."""
+        """A bound on ||c - q||_1 after the update."""
         return lesser(self.moved + self.missed, self.scaled_gap)
 
     @property
     def gap(self) -> Any:
         """A bound on the larger of the marginal errors after the update, but for `noise`."""
-        return larger(self.column_gap, self.row_gap)
+        shift, moving = self.penalties.shift, self.penalties.moving
+        # Columns before the translation have moved by no more than rows by the update alone.
+        columns = at_most(self.column_gap + shift, self.missed + self.penalties.moved)
+        return larger(columns, self.row_gap + shift) / moving
 
     @property
     def noise(self) -> Any:
         """The marginal error that errors of costs may hide, a bound."""
+        moved = self.moved + self.penalties.shift
         columns = undetectable_after_update(
-            self.column_growth / 2, self.largest_growth / 2, self.factor, self.moved
+            self.column_growth / 2, self.largest_growth / 2, self.factor, moved
         )
-        return self.row_growth / 2 + self.unresolved + columns
+        return (self.row_growth / 2 + self.unresolved + columns) / self.penalties.moving
 
     def dual(self, epsilon: float) -> Any:
         """Return the dual value after the update."""
@@ -411,17 +598,23 @@ class CrossNumbers(NamedTuple):
 
     def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
         """Return the lesser upper bound for the perturbed costs, on the host."""
-        kappa, relative = self.kappa, sums.relative_error
+        relative, penalties = sums.relative_error, self.penalties
+        owed, fit = penalties.owed, self.kappa * penalties.fit
         spread = perturbed_spread(costs, sums, self.row_error + self.column_error)
-        plan_cost = kappa * (self.linear_before + epsilon * math.log(kappa) * self.total)
-        retained = kappa * min(self.total, self.mass)
-        upper: float = filled_value(self.filling, plan_cost, retained, epsilon)
-        upper += filled_slack(relative, self.size, spread, epsilon)
+        found = [penalties.primal]
+        if fit > 0:
+            plan_cost = fit * (self.linear_before + epsilon * math.log(fit) * self.total)
+            retained = fit * min(self.total, self.mass)
+            filled: float = filled_value(self.filling, plan_cost, retained, epsilon, owed)
+            filled += filled_slack(relative, self.size, spread * max(1.0, owed), epsilon)
+            found.append(filled + penalties.price + penalties.uneven)
         if self.row_gap == 0:
-            dual, osc = self.dual(epsilon), self.column_oscillation
-            slack = oscillation_slack(relative, self.row_oscillation + osc, spread)
-            upper = min(upper, oscillation_bound(dual, self.column_gap, osc, spread) + slack)
-        return upper
+            dual, osc = self.dual(epsilon), self.column_oscillation * penalties.swing
+            slack = oscillation_slack(relative, self.row_oscillation + osc, spread) * max(1.0, owed)
+            moved = oscillation_bound(dual, self.column_gap, osc, spread)
+            found.append(moved + epsilon * penalties.tilt + slack)
+        # What is NaN bounds nothing.
+        return min((bound for bound in found if not math.isnan(bound)), default=math.inf)
 
     def needs_refinement(self, unit: float, scaled: float = 0.0) -> Any:
         """Return whether to evaluate the plan once more.
@@ -429,7 +622,8 @@ class CrossNumbers(NamedTuple):
         It is if a point is unresolved, or rounding of the potentials, of this unit, is visible:
         kappa is less than it explains. A scaling by up to `scaled` is accepted.
         """
-        most = MOST_SCALED * (1 - self.mass) + SCALED_UNITS * unit
+        wanted = at_least(self.penalties.wanted, LEAST_MASS)
+        most = MOST_SCALED * (1 - self.mass / wanted) + SCALED_UNITS * unit
         return (self.unresolved > 0) | (1 - (self.kappa + scaled) > most)
 
 
@@ -437,19 +631,20 @@ class SelfNumbers(NamedTuple):
     """Numbers of a self term's plan, made symmetric and given mass 1, with sums r.
 
     Attributes:
-        gap: ||r - a||_1.
+        missed: ||r - p||_1.
         mass: sum of r.
         unresolved: mass of the unresolved points, of which errors may hide all.
         growth: <r, `solver.evidence.growth_of`>.
-        linear: <a, f>.
+        linear: <a, phi(f)>.
         row_size: <a, |f|>.
         oscillation: max f - min f.
         balancing: see `solver.evidence.balancing`.
-        row_error: of costs, <a, A>.
+        row_error: of costs, <p, A>.
         largest_error: max A.
+        penalties: of relaxed marginals.
     """
 
-    gap: Any
+    missed: Any
     mass: Any
     unresolved: Any
     growth: Any
@@ -459,6 +654,12 @@ class SelfNumbers(NamedTuple):
     balancing: Any
     row_error: Any
     largest_error: Any
+    penalties: Penalties = Penalties()
+
+    @property
+    def gap(self) -> Any:
+        """The marginal error, but for `noise`."""
+        return self.missed / self.penalties.moving
 
     @property
     def size(self) -> Any:
@@ -467,13 +668,13 @@ class SelfNumbers(NamedTuple):
 
     @property
     def mean_error(self) -> Any:
-        """<a, A> of both sides."""
+        """<p, A> of both sides."""
         return 2 * self.row_error
 
     @property
     def noise(self) -> Any:
         """The marginal error that errors of costs may hide, on both sides."""
-        return self.growth + 2 * self.unresolved
+        return (self.growth + 2 * self.unresolved) / self.penalties.moving
 
     def dual(self, epsilon: float) -> Any:
         """Return the dual value at f on both sides."""
@@ -481,15 +682,16 @@ class SelfNumbers(NamedTuple):
 
     def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
         """Return the lesser upper bound for the perturbed costs, on the host."""
-        spread = perturbed_spread(costs, sums, 2 * self.largest_error)
+        spread, owed = perturbed_spread(costs, sums, 2 * self.largest_error), self.penalties.owed
         # The primal value of the plan that is balanced on its diagonal.
-        upper: float = 2 * self.linear + epsilon * self.balancing
-        if self.mass > 0.5:
-            # Both marginals have mass 1.
-            dual, osc = self.dual(epsilon), self.oscillation
-            slack = oscillation_slack(sums.relative_error, 2 * osc, spread)
-            upper = min(upper, oscillation_bound(dual, 2 * self.gap, osc, spread) + slack)
-        return upper
+        found = [self.penalties.primal, 2 * self.linear + epsilon * (self.balancing + (1 - owed))]
+        if 0.5 * owed < self.mass < 2 * owed:
+            # Both marginals have the same mass.
+            dual, osc = self.dual(epsilon), self.oscillation * self.penalties.swing
+            slack = oscillation_slack(sums.relative_error, 2 * osc, spread) * max(1.0, owed)
+            found.append(oscillation_bound(dual, 2 * self.missed, osc, spread) + slack)
+        # What is NaN bounds nothing.
+        return min((bound for bound in found if not math.isnan(bound)), default=math.inf)
 
     def needs_refinement(self, unit: float) -> Any:
         """Return whether to evaluate the plan once more: a point is unresolved."""
@@ -498,6 +700,13 @@ class SelfNumbers(NamedTuple):
 
 # The numbers of a plan: tensors () or (B,) on the device, floats once the host has read them.
 PlanNumbers = CrossNumbers | SelfNumbers
+AnyNumbers = TypeVar("AnyNumbers", CrossNumbers, SelfNumbers)
+
+
+def read_numbers(kind: type[AnyNumbers], numbers: Sequence[Any]) -> AnyNumbers:
+    """Return the numbers as `PlanEvidence` has them, with those of relaxed marginals, if any."""
+    own = len(kind._fields) - 1
+    return kind(*numbers[:own])._replace(penalties=Penalties(*numbers[own:]))
 
 
 class Plan(NamedTuple):
@@ -515,7 +724,10 @@ class Plan(NamedTuple):
         cost_errors: (k,) errors of costs as in `sums`, 0 where there is no mass.
         errors: (k,) A and B of `solver.evidence`, likewise.
         unresolved: (k,) bool, the points with mass whose error bound exceeds epsilon / 2: errors of
-            costs may be as large as all of their mass.
+            costs may be as large as all of their mass. None of relaxed marginals, which owe a
+            distant point little, and would owe one of a low potential all the more.
+        constraints: what marginals owe.
+        owed: (k,) that, at these potentials.
         passes: evaluations of `Operator.marginals`.
     """
 
@@ -527,6 +739,8 @@ class Plan(NamedTuple):
     cost_errors: Tensor
     errors: Tensor
     unresolved: Tensor
+    constraints: Constraints
+    owed: Tensor
     passes: int = 1
 
     @property
@@ -552,38 +766,55 @@ def check_mass(costs: CostFacts, mass: float, epsilon: float) -> None:
 
 
 def cross_plan(
-    operator: Certifiable, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool
+    operator: Certifiable,
+    f: Tensor,
+    g: Tensor,
+    epsilon: Epsilon,
+    constraints: Constraints = EXACT,
+    *,
+    accurate: bool,
 ) -> Plan:
     """Evaluate the plan of f (n,) and g (m,), float64."""
     sums = operator.marginals(f, g, epsilon, accurate=accurate)
     masses = torch.cat((operator.a, operator.b), -1)
-    absent = masses == 0
+    absent, owed = masses == 0, constraints.owed(masses, f, g)
     errors = torch.cat((sums.row_errors, sums.column_errors), -1).masked_fill_(absent, 0)
     # Errors of stored costs need the rest of the plan, and unresolved points need all errors.
-    plan = Plan(f, g, sums, masses, absent, errors, errors, unresolved=absent)
+    plan = Plan(f, g, sums, masses, absent, errors, errors, absent, constraints, owed)
     errors = errors_of(operator, plan, f, sums.rows, epsilon)
-    return plan._replace(errors=errors, unresolved=find_unresolved(errors, epsilon))
+    return plan._replace(errors=errors, unresolved=find_unresolved(errors, epsilon, constraints))
 
 
-def self_plan(operator: Certifiable, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
-    """Evaluate the plan of f (n,) and f, made symmetric, and given mass 1 by a constant.
+def self_plan(
+    operator: Certifiable,
+    f: Tensor,
+    epsilon: Epsilon,
+    constraints: Constraints = EXACT,
+    *,
+    accurate: bool,
+) -> Plan:
+    """Evaluate the plan of f (n,) and f, made symmetric, and given its mass by a constant: 1.
 
-    A mass that is not far above the underflow bound stays as it is.
+    That of relaxed marginals is `Marginal.level`'s. A mass that is not far above the underflow
+    bound stays as it is.
     """
     sums = operator.marginals(f, None, epsilon, accurate=accurate)
     row_errors, column_errors = sums.row_errors, sums.column_errors
-    rows = (sums.rows + sums.columns) / 2
+    rows, marginal = (sums.rows + sums.columns) / 2, constraints.rows
     total = rows.sum(-1, keepdim=True)
-    total.masked_fill_(total < SCALABLE * sums.underflow, 1)
-    f, rows = f - epsilon / 2 * total.log(), rows / total
+    level = marginal.level(total, operator.a, f, epsilon)
+    level = level.masked_fill(total < SCALABLE * sums.underflow, 1)
+    f, rows = f - epsilon / 2 * level.log(), rows / level
     largest, absent = torch.maximum(row_errors, column_errors), operator.a == 0
     cost_errors = errors = largest.masked_fill(absent, 0)
     if sums.cost_rounding:
-        x, y = (sums.cost_rounding * each for each in _sizes(operator, f, f, rows, epsilon))
+        sizes = _sizes(operator, f, f, rows, epsilon, constraints)
+        x, y = (sums.cost_rounding * each for each in sizes)
         errors = torch.maximum(row_errors + x, column_errors + y).masked_fill_(absent, 0)
     sums = sums._replace(rows=rows, columns=rows, row_errors=largest, column_errors=largest)
-    unresolved = find_unresolved(errors, epsilon)
-    return Plan(f, f, sums, operator.a, absent, cost_errors, errors, unresolved)
+    unresolved, owed = find_unresolved(errors, epsilon, constraints), marginal.owed(operator.a, f)
+    told = operator.a, absent, cost_errors, errors, unresolved, constraints, owed
+    return Plan(f, f, sums, *told)
 
 
 def errors_of(
@@ -592,36 +823,48 @@ def errors_of(
     """Return A and B (n + m,) of a plan whose f (n,) and row sums (n,) were replaced by these."""
     if not plan.sums.cost_rounding:
         return plan.cost_errors
-    sizes = torch.cat(_sizes(operator, f, plan.g, rows, epsilon), -1)
+    sizes = torch.cat(_sizes(operator, f, plan.g, rows, epsilon, plan.constraints), -1)
     return plan.cost_errors + plan.sums.cost_rounding * sizes.masked_fill_(plan.absent, 0)
 
 
 def _sizes(
-    operator: Certifiable, f: Tensor, g: Tensor, rows: Tensor, epsilon: Epsilon
+    operator: Certifiable,
+    f: Tensor,
+    g: Tensor,
+    rows: Tensor,
+    epsilon: Epsilon,
+    constraints: Constraints,
 ) -> tuple[Tensor, Tensor]:
     """Return (n,) and (m,) whose sums bound |C_ij| in a plan of these potentials and row sums.
 
     A cost is f_i + g_j less epsilon times the exponent e. As P_ij <= r_i, e <= log(r_i / a_i) -
-    log b_j; where it is negative, |e| exp(e) < 1. Unspecified where there is no mass.
+    log b_j; where it is negative, |e| exp(e) < 1, which is little beside a mass of 1. Unspecified
+    where there is no mass.
     """
     above = (rows / operator.a).log().clamp_min(0) + 1
+    if not constraints.exact:
+        # Of less mass |e| exp(e) is at most that for e < -K alone, with K = -2 log(mass): 2 x
+        # exp(-2 x) <= exp(-x) for x = -log(mass). It is nowhere above 1 / e = 0.367...
+        mass = rows.sum(-1, keepdim=True)
+        above = above + torch.where(mass < 0.36, -2 * mass.log(), 0)
     return f.abs() + epsilon * above, g.abs() - epsilon * operator.b.log()
 
 
-def find_unresolved(errors: Tensor, epsilon: Epsilon) -> Tensor:
+def find_unresolved(errors: Tensor, epsilon: Epsilon, constraints: Constraints = EXACT) -> Tensor:
     """Return where 2 A_i > epsilon, (k,) bool; errors are 0 where there is no mass."""
-    return errors > epsilon / 2
+    return errors > epsilon / 2 if constraints.exact else torch.zeros_like(errors, dtype=torch.bool)
 
 
-def row_update(operator: Certifiable, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Scale rows by a / r, except unresolved ones and those with sums near the underflow bound.
+def row_update(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
+    """Scale rows to what they owe, but unresolved ones and sums near the underflow bound.
 
     Returns:
-        The factors (n,), and the row sums (n,) after the scaling.
+        The logarithms of factors (n,), and which rows are not scaled (n,) bool.
     """
-    a, rows = operator.a, plan.sums.rows
-    unscaled = (rows <= SCALABLE * plan.sums.underflow * a) | plan.unresolved[..., plan.sides[0]]
-    return (a / rows).masked_fill_(unscaled, 1), torch.where(unscaled, rows, a)
+    rows, place = plan.sums.rows, plan.sides[0]
+    unscaled = (rows <= SCALABLE * plan.sums.underflow * operator.a) | plan.unresolved[..., place]
+    logs = plan.constraints.rows.log_factors(operator.a, rows, plan.f, epsilon)
+    return logs.masked_fill_(unscaled, 0), unscaled
 
 
 def lowered(potential: Tensor, plan: Plan, side: slice, sums: Tensor, epsilon: Epsilon) -> Tensor:

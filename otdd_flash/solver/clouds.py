@@ -14,6 +14,7 @@ from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Divergence, Potentials, checked_start, report_convergence
+from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.exact import refuse_start, schedule_of
 from otdd_flash.solver.solving import solve
@@ -31,9 +32,15 @@ def sinkhorn(
     cost: GroundCost | None = None,
     options: Schedule | None = None,
     compute: Compute | None = None,
+    unbalanced: Unbalanced | None = None,
+    unbalanced_relative: Unbalanced | None = None,
     progress: SolverProgress | None = None,
 ) -> TransportTerm:
     """Compute OT_epsilon(source, target) = min_P <C, P> + epsilon KL(P | a b^T).
+
+    With `unbalanced`, marginals need not be a and b, at a price: OT_epsilon is then
+
+        min_P <C, P> + epsilon KL(P | a b^T) + rho_x KL(P 1 | a) + rho_y KL(P^T 1 | b).
 
     A solve that stops early returns what it has reached, whose bounds hold, and warns. Potentials
     are those of its last iteration: within the marginal error, offsets between groups of points
@@ -50,6 +57,8 @@ def sinkhorn(
             features and between classes.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
+        unbalanced: rho, or [rho_x, rho_y], in units of the cost; None is exact.
+        unbalanced_relative: the same as multiples of the mean cost.
         progress: called as progress("xy", iteration, marginal error).
 
     Returns:
@@ -67,7 +76,12 @@ def sinkhorn(
     options, *_ = schedule_of(options, epsilon, None)
     x, y = as_samples(source, "source"), as_samples(target, "target")
     compute = ComputeOptions.of(compute)
+    ground = "sqeuclidean" if cost is None else cost.ground
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, ground=ground)
     comparison = Comparison.between(x, y, epsilon, class_table, cost, compute, debias=False)
+    mean = comparison.mean_cost
+    constraints = resolve_constraints(unbalanced, unbalanced_relative, mean)
+    comparison = replace(comparison, constraints=constraints)
     divergence = solve(comparison, options, progress=progress)
     report_convergence(divergence, options)
     return _with_one_side(divergence, comparison)
@@ -102,6 +116,8 @@ def sinkhorn_divergence(
     options: Schedule | None = None,
     compute: Compute | None = None,
     debias: bool = True,
+    unbalanced: Unbalanced | None = None,
+    unbalanced_relative: Unbalanced | None = None,
     start: Potentials | None = None,
     progress: SolverProgress | None = None,
 ) -> Divergence:
@@ -112,9 +128,13 @@ def sinkhorn_divergence(
     `start` holds potentials by term to start from, {"xy": g, "xx": f, "yy": g}. Clouds of equal
     fingerprint are one cloud: a single self term, the value 0 and the bounds [0, 0].
 
+    With `unbalanced` (Sejourne et al. 2019, Sinkhorn divergences for unbalanced optimal transport)
+    all three terms are relaxed, by one rho for both sides. A further term, epsilon / 2 times the
+    squared difference of both masses, is 0 as masses sum to 1.
+
     Raises:
-        InputError: as for `sinkhorn`, a block [x, x] or [y, y] is not symmetric, or `start` holds
-            potentials of other clouds or NaN.
+        InputError: as for `sinkhorn`, two different penalties with `debias`, a block [x, x] or
+            [y, y] is not symmetric, or `start` holds potentials of other clouds or NaN.
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
 
     Warns:
@@ -124,7 +144,12 @@ def sinkhorn_divergence(
     x, y = as_samples(source, "source"), as_samples(target, "target")
     refuse_start(options, start)
     compute = ComputeOptions.of(compute)
+    ground = "sqeuclidean" if cost is None else cost.ground
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias, ground=ground)
     comparison = Comparison.between(x, y, epsilon, class_table, cost, compute, debias=debias)
+    mean = comparison.mean_cost
+    constraints = resolve_constraints(unbalanced, unbalanced_relative, mean)
+    comparison = replace(comparison, constraints=constraints)
     start = checked_start(comparison, start)
     divergence = solve(comparison, options, start=start, progress=progress)
     report_convergence(divergence, options)

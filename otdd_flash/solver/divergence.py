@@ -487,6 +487,7 @@ class TermSolves:
         solve = next(solve for kind, solve in SOLVES.items() if isinstance(options, kind))
         progress = None if self._progress is None else partial(self._progress, name)
         form = CROSS if name == "xy" or self.compared.signed else SELF
+        form = form._replace(constraints=self.compared.constraints.between(*SIDES[name]))
         epsilon = self.compared.epsilon
         term = solve(operator, epsilon, options, form, start=start, progress=progress)
         self.backends[name] = operator.passes.backend

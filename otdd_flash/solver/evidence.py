@@ -126,17 +126,23 @@ def widen_bounds(
     mean_error: Number,
     size: Number,
     epsilon: float,
+    mass: float = 1.0,
 ) -> tuple[float, float]:
     """Widen the dual value and an upper bound for the perturbed costs, () each, to bounds for C.
 
     By eta, with <a, A> + <b, B> in `mean_error`; by the effect of the sums' errors on potentials;
-    and by the rounding of sums over points, whose `size` is <a, |f|> + <b, |g|>.
+    and by the rounding of sums over points, whose `size` is <a, |f|> + <b, |g|>. `mass` is that of
+    the marginals.
     """
     # `max` returns an upper bound of NaN, as it comes first: then nothing is proved.
     dual, upper = ends[0], max(reversed(ends))
-    shares = share_of_costs(sums.cost_rounding, upper, costs.lowest)
-    additions = (sums.rows.shape[-1] + sums.columns.shape[-1] + 16) * DOUBLE_UNIT * (size + epsilon)
-    rounding = mean_error + shares + sums.relative_error * epsilon + additions
+    most = max(1.0, mass)
+    shares: Number | float = 0.0
+    if sums.cost_rounding:
+        shares = share_of_costs(sums.cost_rounding, upper, most * costs.lowest)
+    terms = sums.rows.shape[-1] + sums.columns.shape[-1] + 16
+    additions = terms * DOUBLE_UNIT * (size + most * epsilon)
+    rounding = mean_error + shares + sums.relative_error * most * epsilon + additions
     return float(dual - rounding), float(upper + rounding)
 
 
@@ -228,14 +234,19 @@ class Filling(NamedTuple, Generic[Number]):
 
 
 def filling_of(
-    operator: Certifiable, masses: Tensor, absent: Tensor, sums: Tensor, scale: Tensor
+    operator: Certifiable,
+    masses: Tensor,
+    absent: Tensor,
+    owed: Tensor,
+    sums: Tensor,
+    scale: Tensor,
 ) -> Filling[Tensor]:
-    """Measure the filling of a plan whose sums (n + m,), scaled, are at most the masses (n + m,).
+    """Measure the filling of a plan whose sums (n + m,), scaled, are at most what is owed (n + m,).
 
     Masses are 0 where a point is `absent` (n + m,).
     """
     n = operator.a.shape[-1]
-    missing = torch.addcmul(masses, sums, scale[..., None], value=-1)
+    missing = torch.addcmul(owed, sums, scale[..., None], value=-1)
     u, v = missing[..., :n], missing[..., n:].contiguous()
     # A mass of 0, of which nothing is missing, is replaced by 1.
     shares = missing / (masses + absent)
@@ -248,7 +259,7 @@ def filling_of(
 
 
 def filled_value(
-    filling: Filling[float], plan_cost: float, retained: float, epsilon: float
+    filling: Filling[float], plan_cost: float, retained: float, epsilon: float, mass: float = 1.0
 ) -> float:
     """Bound the primal value of the plan of f (n,), g (m,), filled to its marginals, from above.
 
@@ -260,16 +271,20 @@ def filled_value(
         sum P log (P / a b^T) - (1 - t) log(1 - t)
             + sum u log(u / a) + sum v log(v / b) - 2 t log t.
 
+    Of marginals with another mass mu, 1 - t and t are in units of mu in all logarithms but one of
+    t; and KL(P | a b^T) has another 1 - mu.
+
     Args:
         filling: of u and v.
         plan_cost: <r, f> + <c, g>.
         retained: the mass of P, 1 - t.
         epsilon: in units of the cost.
+        mass: mu.
     """
     missing = max(filling.rows, filling.columns)
-    entropy = filling.entropy - _x_log_x(retained) - 2 * _x_log_x(missing)
+    mixed = _x_log(retained, mass) + _x_log(missing, mass) + _x_log(missing, 1.0)
     costs = filling.costs / filling.columns if filling.columns > 0 else 0.0
-    return plan_cost + costs + epsilon * entropy
+    return plan_cost + costs + epsilon * (filling.entropy - mixed + (1 - mass))
 
 
 def fitting_scale(masses: Tensor, absent: Tensor, sums: Tensor, relative: float) -> Tensor:
@@ -347,6 +362,9 @@ def balancing(a: Tensor, absent: Tensor, diagonal: Tensor, sums: RowSums) -> Ten
     return ends.amax(0).masked_fill_(absent, 0).sum(-1)
 
 
-def _x_log_x(x: float) -> float:
-    """Return x log x of a mass; 0 where there is none."""
-    return x * math.log(x) if x > 0 else 0.0
+def _x_log(x: float, whole: float) -> float:
+    """Return x log(x / whole) of a mass; 0 where there is none."""
+    if x <= 0:
+        return 0.0
+    share = x / whole
+    return x * (math.log(share) if share > 0 else math.log(x) - math.log(whole))

@@ -23,6 +23,7 @@ from otdd_flash.cost.ground import NO_OFFSET, Offset
 from otdd_flash.cost.matrix import CostBlocks, FunctionCosts, MatrixFacts, matrix_facts
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import EpsilonOutOfRange, InputError
+from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.given_costs import (
     CostSource,
@@ -64,6 +65,7 @@ class MatrixComparison:
         compute: how passes run.
         self_costs: C_xx (n, n) and C_yy (m, m) for a divergence, on the device.
         epsilon: regularisation, in units of the cost.
+        constraints: what the marginals of plans owe.
         identical: False: equal masses at equal costs are not looked for.
         cost_error: 0: costs are those that were given.
         signed: False: self terms are of one cloud.
@@ -77,6 +79,7 @@ class MatrixComparison:
     compute: ComputeOptions
     self_costs: tuple[SelfCosts, SelfCosts] | None = None
     epsilon: float = 0.0
+    constraints: Constraints = EXACT
 
     @classmethod
     def prepare(
@@ -145,6 +148,12 @@ class MatrixComparison:
             )
         found = copy(self)
         object.__setattr__(found, "epsilon", epsilon)
+        return found
+
+    def with_constraints(self, constraints: Constraints) -> MatrixComparison:
+        """Return the comparison with what the marginals of plans owe; it shares what is cached."""
+        found = copy(self)
+        object.__setattr__(found, "constraints", constraints)
         return found
 
     @property

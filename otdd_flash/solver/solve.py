@@ -109,7 +109,7 @@ def solve_term(
         operator: the cost (n, m) and the masses; in a self term rows and columns are one cloud.
         epsilon: regularisation, in units of the cost.
         options: when to stop; its `max_seconds` count from here.
-        form: `CROSS`, or `SELF` for a cloud with itself.
+        form: `CROSS`, or `SELF` for a cloud with itself, with what marginals owe.
         start: column potential (m,) to start from at the final epsilon, without levels.
         progress: called whenever the marginals were evaluated, as progress(iteration, error).
 
@@ -127,7 +127,7 @@ def solve_term(
     # original points, continues from there, or only certifies where rounding is small.
     refined, (refine, aim) = operator.refined, aim_of(budget, operator.costs, form)
     first = aim * BEFORE_REFINED if refine and refined is not operator else aim
-    problem = problem_of(operator, symmetric=form.symmetric)
+    problem = problem_of(operator, form)
     goal, taken = goal_of(options, epsilon, first), torch.full((1,), budget.iterations).double()
     iterations = problem.iterations(candidate, goal, form, Start(levels, taken))
     iterate(budget, problem, iterations, first)
@@ -264,25 +264,29 @@ def initial_potential(
         A column potential (m,), the levels, and the passes that computing it took.
     """
     if start is None and not form.symmetric:
-        return initial_cross_potential(budget, operator)
+        return initial_cross_potential(budget, operator, form)
     final = Levels.descending(torch.full((1,), budget.epsilon, dtype=torch.float64))
     if start is None:
-        return _constant(operator, budget.epsilon).to(operator.costs.dtype), final, 0
+        return _constant(operator, budget.epsilon, form).to(operator.costs.dtype), final, 0
     return start.to(operator.costs.dtype), final, 0 if form.symmetric else 0.0
 
 
-def _constant(operator: Operator, epsilon: float) -> Tensor:
+def _constant(operator: Operator, epsilon: float, form: Form) -> Tensor:
     """Return a constant f (n,) whose plan has about mass 1: half of -epsilon log of its mass at 0.
+
+    Where the marginal is relaxed it is lower, that of the largest dual value of a constant.
 
     By Jensen's inequality the mass at 0 is no less than exp(-mean cost / epsilon), its limit for
     epsilon far above the costs. Nor is it less than that of the diagonal, sum_i a_i^2
     exp(-C_ii / epsilon), its limit for epsilon far below them.
     """
     highest = min(operator.costs.mean, -epsilon * float(operator.a.square().sum().log()))
-    return torch.full_like(operator.a, highest / 2)
+    return form.constraints.rows.updated(torch.full_like(operator.a, highest / 2), epsilon / 2)
 
 
-def initial_cross_potential(budget: Budget, operator: Operator) -> tuple[Tensor, Levels, float]:
+def initial_cross_potential(
+    budget: Budget, operator: Operator, form: Form
+) -> tuple[Tensor, Levels, float]:
     """Compute the initial potential of a cross term, 0 or from a sample, and its levels of epsilon.
 
     A small epsilon is approached through levels, each ended at a coarse marginal error and started
@@ -304,6 +308,7 @@ def initial_cross_potential(budget: Budget, operator: Operator) -> tuple[Tensor,
     Args:
         budget: counts the iterations.
         operator: the cost (n, m) and the masses.
+        form: a cross term, with what marginals owe.
 
     Returns:
         A column potential (m,), the levels, and passes in units of n m, beside two for each counted
@@ -314,9 +319,11 @@ def initial_cross_potential(budget: Budget, operator: Operator) -> tuple[Tensor,
         nothing = torch.zeros_like(operator.b, dtype=operator.costs.dtype)
         return nothing, Levels.trying(budget.epsilon, _scale(operator)), 0.0
     top = first_level(budget.epsilon, _scale(operator), SAMPLED_TOP)
-    f, passes = _of_sample(budget, operator, *sample, float(top))
+    f, passes = _of_sample(budget, operator, *sample, float(top), form)
     budget.iterations += 1
-    return operator.softmin_columns(f, float(top)), Levels.descending(top), passes
+    softmin = operator.softmin_columns(f, float(top))
+    updated = form.constraints.columns.updated(softmin, float(top))
+    return updated, Levels.descending(top), passes
 
 
 def draw_sample(operator: Operator) -> tuple[Tensor, Operator] | None:
@@ -344,19 +351,25 @@ def _drawn(masses: Tensor, count: int, draw: torch.Generator) -> Tensor:
 
 
 def _of_sample(
-    budget: Budget, operator: Operator, columns: Tensor, sampled: Operator, level: float
+    budget: Budget,
+    operator: Operator,
+    columns: Tensor,
+    sampled: Operator,
+    level: float,
+    form: Form,
 ) -> tuple[Tensor, float]:
     """Solve a sample; return its extended row potential (n,), and passes as its caller."""
     # A sample is not certified: rounding there is no reason to refuse.
     goal = Goal(level, LEVEL_TOLERANCE, MOST_ERROR, SAMPLE_ITERATIONS)
     nothing = torch.zeros_like(sampled.b)
-    problem = problem_of(sampled, symmetric=False)
+    problem = problem_of(sampled, form)
     levels = Levels.descending(first_level(level, _scale(sampled)))
     start = Start(levels, torch.zeros_like(levels.level))
-    iterations = problem.iterations(nothing, goal, CROSS, start)
+    iterations = problem.iterations(nothing, goal, form, start)
     told = run_one(iterations, lambda *_: budget.out_of_time())
     updated = problem.evaluated(iterations.vectors, level).updated
-    f, part = _extended(operator, columns, updated, level)
+    softmin, part = _extended(operator, columns, updated, level)
+    f = form.constraints.rows.updated(softmin, level)
     share = len(sampled.a) * len(sampled.b) / (len(operator.a) * len(operator.b))
     return f, 2 * told.iterations * share + part - 1
 
@@ -463,10 +476,10 @@ def certify_last(
 
     Without `refine` a scaling within the tolerance is accepted.
     """
-    operator, epsilon = problem.operator, budget.epsilon
+    operator, constraints, epsilon = problem.operator, problem.constraints, budget.epsilon
     if problem.symmetric:
         f = (last.g + last.updated) / 2
-        certificate = certify_self(operator, f, epsilon, accurate=polished)
+        certificate = certify_self(operator, f, epsilon, constraints, accurate=polished)
         budget.count(certificate)
         budget.passes += certificate.passes - 1
         return certificate
@@ -474,9 +487,9 @@ def certify_last(
         # The last evaluation has taken the certificate's first two passes.
         known = last.f, last.g, epsilon, last.updated
         scaled = 0.0 if refine else budget.tolerance
-        certificate = certify(operator, *known, polished=polished, scaled=scaled)
+        certificate = certify(operator, *known, constraints, polished=polished, scaled=scaled)
     else:
-        certificate = certify(operator, last.f, last.updated, epsilon)
+        certificate = certify(operator, last.f, last.updated, epsilon, constraints=constraints)
         budget.count(certificate)
     budget.passes += certificate.passes
     return certificate

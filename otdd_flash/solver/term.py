@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -76,6 +76,8 @@ class TransportTerm:
         passes: evaluations of the n x m scores, those of samples and certification included.
         converged: whether the goal of the options was reached.
         stopped_by: why the solve ended.
+        mass: the mass that the plan moves, to which `marginal_error` is relative; 1 unless
+            marginals are relaxed.
     """
 
     f: Tensor
@@ -89,6 +91,7 @@ class TransportTerm:
     passes: float
     converged: bool
     stopped_by: StoppedBy
+    mass: float = field(default=1.0, kw_only=True)
 
     @classmethod
     def from_certificate(
@@ -124,6 +127,7 @@ class TransportTerm:
             passes,
             converged,
             stopped_by=reached if converged else unless_converged,
+            mass=certificate.mass,
         )
 
     def moved(self, device: torch.device) -> Self:
@@ -133,11 +137,12 @@ class TransportTerm:
     def widened(self, error: float) -> TransportTerm:
         """Widen bounds and error for a cost that is off by at most `error`."""
         low, high = self.bounds
+        error_of_value = error * max(1.0, self.mass)
         # No entry of the plan changes by more than this factor, nor do its marginals.
         growth = math.expm1(error / self.epsilon)
         return replace(
             self,
-            bounds=(low - error, high + error),
+            bounds=(low - error_of_value, high + error_of_value),
             marginal_error=self.marginal_error + growth * (1 + self.marginal_error),
         )
 
@@ -150,12 +155,14 @@ class TransportTerm:
         # Infinite bounds, which JSON cannot hold, are null in files.
         low, high = -math.inf if low is None else low, math.inf if high is None else high
         numbers = {key: summary[key] for key in SUMMARIZED}
-        return cls(f, g, epsilon, bounds=(low, high), **numbers)
+        mass = summary.get("mass", 1.0)
+        return cls(f, g, epsilon, bounds=(low, high), **numbers, mass=mass)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary of the term for result.json."""
         numbers = {key: getattr(self, key) for key in SUMMARIZED}
-        return {"value": numbers.pop("value"), "bounds": list(self.bounds), **numbers}
+        moved = {} if self.mass == 1 else {"mass": self.mass}
+        return {"value": numbers.pop("value"), "bounds": list(self.bounds), **numbers, **moved}
 
 
 def largest_tolerance(tolerances: Iterable[float | None]) -> float | None:

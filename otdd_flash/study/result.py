@@ -322,12 +322,15 @@ class StudyResult:
         return kind.nearer * levelled(values, unit=kind.unit, lower=lower, upper=upper)
 
     def epsilon_text(self) -> str:
-        """Return a phrase on the epsilon of transport and of `sinkhorn` class distances, or ""."""
+        """Return a phrase on epsilon, penalties and the epsilon of class distances, or ""."""
         if self.epsilon is None:
             return ""
         own = getattr(self.setup.settings.labels, "epsilon", None)
         classes = "" if own is None else f"; class distances by sinkhorn, epsilon {own:.6g}"
-        return f"epsilon {epsilon_shown(self.epsilon, self.mean_cost)}{classes}"
+        penalties = "".join(
+            f", {name}={value:g}" for name, value in self.setup.settings.penalties.items()
+        )
+        return f"epsilon {epsilon_shown(self.epsilon, self.mean_cost)}{penalties}{classes}"
 
     def notes(self) -> tuple[str, ...]:
         """Return sentences on what was left out, and why."""

@@ -51,6 +51,9 @@ class Settings:
         measure: the measure that chooses sources, fixed before any gain is known.
         epsilon: of the transport, in units of the cost; None if it is relative.
         epsilon_relative: epsilon as a multiple of the mean cost over all pairs.
+        unbalanced: the penalty of both marginals, in units of the cost; None if it is relative, or
+            marginals are exact.
+        unbalanced_relative: the penalty as a multiple of the mean cost over all pairs.
         labels: the method of class distances.
         cost: the ground cost.
         solver: how transport is solved.
@@ -68,6 +71,8 @@ class Settings:
     measure: str
     epsilon: float | None
     epsilon_relative: float | None
+    unbalanced: float | None
+    unbalanced_relative: float | None
     labels: LabelMetric
     cost: GroundCost
     solver: Schedule
@@ -86,11 +91,18 @@ class Settings:
         return {
             "epsilon": self.epsilon,
             "epsilon_relative": self.epsilon_relative,
+            **self.penalties,
             "labels": self.metric,
             "cost": self.cost.to_dict(),
             "solver": asdict(self.solver),
             **self.machine,
         }
+
+    @property
+    def penalties(self) -> dict[str, float]:
+        """What marginals cost; empty where they are exact, as in keys of earlier folders."""
+        given = {"unbalanced": self.unbalanced, "unbalanced_relative": self.unbalanced_relative}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def metric(self) -> dict[str, Any]:

@@ -33,7 +33,16 @@ from typing import Any
 
 import torch
 
-from otdd_flash.arguments import Count, NotNegative, Progress, Seed, Word, check_fields, takes
+from otdd_flash.arguments import (
+    Count,
+    NotNegative,
+    Positive,
+    Progress,
+    Seed,
+    Word,
+    check_fields,
+    takes,
+)
 from otdd_flash.checks import integer, mapping, optional
 from otdd_flash.cost.compute import Compute, ComputeOptions, uses_triton
 from otdd_flash.cost.ground import GroundCost
@@ -56,6 +65,7 @@ from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.comparison import check_comparable
 from otdd_flash.plugins import blamed_on
 from otdd_flash.sampling.subsampling import LEVEL, check_count
+from otdd_flash.solver.penalties import has_penalty, refuse_unbalanced
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact, schedule_of
@@ -115,6 +125,10 @@ class Study:
         epsilon_relative: epsilon as a multiple of the mean cost over all pairs of different tasks;
             instead of `epsilon`. If neither is given, epsilon is 0.01 of that mean; 0 is the
             unregularised cost, by `otdd.Exact()`.
+        unbalanced: rho, the price of mass that is not matched, in units of the cost; None is exact
+            marginals. Not with `subsample`.
+        unbalanced_relative: the same as a multiple of the mean cost over all pairs of different
+            tasks.
         labels: the method of class distances, as for `pairwise_distances`. For a function, the
             study stores its value for one pair of classes, and can be resumed only with a function
             that returns the same value.
@@ -141,6 +155,8 @@ class Study:
     families: Mapping[str, str] | None = None
     epsilon: NotNegative | None = None
     epsilon_relative: NotNegative | None = None
+    unbalanced: Positive | None = None
+    unbalanced_relative: Positive | None = None
     labels: Labels = "gaussian"
     cost: GroundCost | None = None
     min_class_size: Count | None = None
@@ -177,8 +193,15 @@ class Study:
             )
         # Called here for its errors.
         refuse_both(self.epsilon, self.epsilon_relative)
-        self._schedule()
+        options, *_ = self._schedule()
         metric, cost = metric_of(self.labels), self.cost or GroundCost()
+        penalties = self.unbalanced, self.unbalanced_relative
+        refuse_unbalanced(*penalties, options, debias=True, ground=cost.ground)
+        if self.subsample is not None and has_penalty(*penalties):
+            raise InputError(
+                "the coverage of intervals is known for exact marginals alone; leave out subsample "
+                "or unbalanced"
+            )
         if metric.name == "given":
             raise InputError(
                 "a study measures its class distances itself; choose any labels but given"
@@ -335,6 +358,8 @@ class Study:
             measure=measure_that_chooses(self.measure, self.measures or ()),
             epsilon=epsilon,
             epsilon_relative=relative,
+            unbalanced=self.unbalanced,
+            unbalanced_relative=self.unbalanced_relative,
             labels=metric,
             cost=cost,
             solver=solver,

@@ -63,6 +63,14 @@ TABLE = """
     epsilon_relative=1e-30 -> epsilon_relative=1e-30 is too small for float32 | raise epsilon_r
     epsilon=0.1 epsilon_relative=0.2 -> got both, epsilon=0.1 and epsilon_relative=0.2
     epsilon=1e-30 -> , or give epsilon_relative=0.01 in its place
+    unbalanced=-1 -> unbalanced must be positive
+    unbalanced=1 unbalanced_relative=2 -> got both, unbalanced=1 and unbalanced_relative=2
+    unbalanced=[1,null] -> debias=false
+    unbalanced=1 subsample=39 -> subsample is for exact marginals
+    unbalanced=1 contributions=true -> contributions is for exact marginals
+    unbalanced=1 epsilon=0 -> epsilon=0 | takes exact marginals; leave out unbalanced
+    unbalanced=1 solver=geomloss -> takes exact marginals; leave out unbalanced
+    flow unbalanced=1 epsilon=0 -> distances alone take 0
     epsilon=0 solver=geomloss -> epsilon=0 is solved by solver=exact | leave solver out
     epsilon_relative=0.1 solver=exact -> for epsilon=0, got epsilon_relative=0.1
     epsilon=0 solver.tolerance=1e-3 -> solver.schedule=exact has no solver.tolerance

@@ -72,6 +72,25 @@ def test_nearest_classes_are_printed_and_written_in_the_order_that_is_asked_for(
 
 
 @pytest.mark.slow
+def test_what_is_left_of_classes_is_printed_and_written(command, read, rows):
+    from otdd_flash.unmatched import UnmatchedClass
+
+    ended = command("unbalanced_relative=0.3", "target.classes=[0,1]", "labels=means")
+    assert ended.code == 0, ended.err
+    assert "unmatched mass of classes" in ended.out
+    found = rows("run/unmatched.csv")
+    assert tuple(found[0]) == UnmatchedClass._fields
+    assert [row["side"] for row in found] == ["source"] * 5 + ["target"] * 2
+    assert Path("run/unmatched.png").stat().st_size > 1000
+    result = read("run/result.json")
+    assert result["unbalanced"] == pytest.approx([0.3 * result["mean_cost"]] * 2)
+    assert result["terms"]["xy"]["mass"] < 1
+    ended = command("unbalanced=[1.0,null]", "debias=false", "report=none", "noise_floor=true")
+    assert ended.code == 0, ended.err
+    assert read("run/result.json")["unbalanced"] == [1.0, None]
+
+
+@pytest.mark.slow
 def test_the_result_and_the_table_tell_of_the_sampling_error(command, read):
     more = ("subsample=39", "subsample_size=26", "noise_floor=true", "max_samples=52")
     # Of 39 solves each ends soon.

@@ -147,6 +147,21 @@ def test_without_transfer_shards_share_a_folder_and_late_solves_end_with_3(
 
 
 @pytest.mark.slow
+def test_penalties_reach_the_terms(study, rows) -> None:
+    few = ("transfer=null", "measures=[otdd]", "overwrite=true", "epsilon=0.1")
+    values = []
+    for given in ([], ["unbalanced=0.5"], ["unbalanced_relative=1e+06"]):
+        assert study(*few, *given).code == 0
+        kept = json.loads((Path("run") / "study.json").read_text())
+        assert [f"{key}={kept[key]:g}" for key in kept if "unbal" in key] == given
+        assert all(each in (Path("run") / "report.html").read_text() for each in given)
+        values.append([float(row["value"]) for row in rows("run/pairs.csv")])
+    exact, relaxed, nearly = values
+    assert all(0 < one < other for one, other in zip(relaxed, exact, strict=True))
+    assert nearly == pytest.approx(exact, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_page_and_130(study, undrawn, monkeypatch) -> None:
     from otdd_flash.commands import study as command
 
@@ -198,6 +213,9 @@ REFUSED = r"""
     labels.full=true -> labels.full=true has no meaning in a study
     tasks=null -> tasks must be one of digits, images, got null
     NOWHERE measures=[oddt] -> unknown measure 'oddt'; choose one of
+    NOWHERE unbalanced=1 unbalanced_relative=2 -> got both, unbalanced=1 and unbalanced_relative=2
+    NOWHERE unbalanced=1 epsilon=0 -> epsilon=0.* exact marginals; leave out unbalanced
+    NOWHERE unbalanced=1 subsample=39 -> leave out subsample or unbalanced
     NOWHERE study.workers=0 -> study.workers must be at least 1, got 0
     NOWHERE study.shard=2/1 -> study.shard must be I/N
     NOWHERE study.resume=true -> study.resume=true, but there is no .*study.json; give the folder

@@ -62,7 +62,9 @@ def states(count: int) -> tuple[State, Evaluation]:
     # <a, f>, <1, g> and the mass give a dual near that of before.
     numbers[0], numbers[2] = near / 2 + numbers[0] * 1e-3, near / 2
     numbers[7] = 1 + spread(-9, -1)
-    return State(1 + whole(41), levels, trust, progress), Evaluation(*numbers, dual, dual)
+    return State(1 + whole(41), levels, trust, progress), Evaluation(
+        *numbers, dual, dual, numbers[10]
+    )
 
 
 EXTREMES = (-math.inf, -2.5, -0.0, 0.0, 1e-300, 0.5, 800.0, math.inf, math.nan)
@@ -163,7 +165,7 @@ def test_directions_are_those_of_tensors() -> None:
         }
         none = torch.zeros((), dtype=DOUBLE)
         products = [Products(*(slots @ each / 30).chunk(2)) for each in (difference, residual)]
-        found = Evaluation(*[none] * 16, *products)._replace(**scalars)
+        found = Evaluation(*[none] * 16, *products, none)._replace(**scalars)
         of_all, of_one = each_of(found, lambda of: of[None]), each_of(found, Tensor.tolist)
         slot = alone.slot
         assert slot == int(together.slot)
@@ -188,7 +190,7 @@ ZEROS = Products([0.0] * MEMORY, [0.0] * MEMORY)
 def test_numbers_that_overflow_have_no_direction(extreme: float) -> None:
     """As tensors they would be infinite, or NaN: nothing is raised, and a plain update follows."""
     memory = OneMemory(MEMORY)
-    found = Evaluation(*[1.0] * 16, *[ZEROS] * 2)
+    found = Evaluation(*[1.0] * 16, *[ZEROS] * 2, 0.0)
     found = found._replace(mean_step=0.0, mean_difference=0.0, mean_residual=0.0)
     step = memory.advance(found, True, False, 0.0, 0.25)
     assert step.learnt
@@ -202,5 +204,5 @@ def test_numbers_that_overflow_have_no_direction(extreme: float) -> None:
 
 
 def test_nothing_remembered_has_no_direction() -> None:
-    found = Evaluation(*[0.0] * 16, *[ZEROS] * 2)
+    found = Evaluation(*[0.0] * 16, *[ZEROS] * 2, 0.0)
     assert OneMemory(MEMORY).advance(found, False, False, 0.0, 0.25)[1:] == (0.25, 0.0, [])

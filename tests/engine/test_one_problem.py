@@ -28,7 +28,7 @@ def test_before_any_evaluation_the_start_is_what_there_is(symmetric, in_triton) 
     again = solve(whole, 0.5, Converged(1e-4, max_iterations=1), start=first.g)
     assert again.iterations == 1
     assert again.marginal_error <= first.marginal_error * (1 + 1e-9)
-    one = problem_of(whole, symmetric=symmetric)
+    one = problem_of(whole, SELF if symmetric else CROSS)
     iterations = one.iterations(first.g, GOAL, SELF if symmetric else CROSS, START)
     last = one.evaluated(iterations.vectors, 0.5)
     assert torch.equal(last.g, first.g)
@@ -75,7 +75,7 @@ def test_whole_solves_in_triton_are_those_of_the_reference(size, relative) -> No
 def test_a_pass_may_be_off_by_half_a_unit_of_its_sums(dtype) -> None:
     """And by a unit of potentials; costs by half of what they may be off by together."""
     operator, unit = problem(30, 40, dtype), torch.finfo(dtype).eps / 2
-    errors = problem_of(operator, symmetric=False).scalars[0].errors
+    errors = problem_of(operator, CROSS).scalars[0].errors
     costs = operator.costs
     assert float(errors.mean) == float(errors.largest) == pytest.approx(costs.error / 2)
     assert float(errors.sums) == unit / 2
@@ -91,7 +91,7 @@ def test_an_evaluation_of_a_cloud_with_itself_is_one_pass(symmetric, monkeypatch
         monkeypatch.setattr(
             operator, name, lambda *given, run=run, name=name: passes.append(name) or run(*given)
         )
-    one = problem_of(InTriton(operator), symmetric=symmetric)
+    one = problem_of(InTriton(operator), SELF if symmetric else CROSS)
     form = SELF if symmetric else CROSS
     one.iterations(0 * operator.b.float(), GOAL, form, START).step()
     assert passes == ["softmin_rows", "softmin_columns"][: 1 if symmetric else 2]

@@ -36,6 +36,7 @@ class Drawn:
 
     dtype = sum_dtype = torch.float32
     memory, device = MEMORY, DEVICE
+    softness = None
 
     def __init__(self, form):
         self.draw = torch.Generator().manual_seed(3)

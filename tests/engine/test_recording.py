@@ -82,7 +82,7 @@ def begin(operator, top):
     start = Start(Levels.descending(level), torch.zeros_like(level))
     goal = Goal(top / 8, 1e-3, 0.1, 100)
     form = SELF if symmetric else CROSS
-    return problem_of(operator, symmetric=symmetric).iterations(nothing, goal, form, start)
+    return problem_of(operator, form).iterations(nothing, goal, form, start)
 
 
 @pytest.mark.slow

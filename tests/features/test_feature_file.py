@@ -116,6 +116,26 @@ def test_classes_without_samples_leave_features_in_their_file(tmp_path):
     assert isinstance(result.source.features, FileFeatures)
 
 
+def test_streamed_points_with_relaxed_marginals(tmp_path):
+    features = otdd.features_file(written(tmp_path, "npy"))
+    streamed = otdd.LabeledSamples(features, None, ())
+    resident = otdd.LabeledSamples(torch.from_numpy(np.load(tmp_path / "features.npy")), None, ())
+    other = otdd.LabeledSamples(points()[:40] + 1, None, ())
+    found = [
+        otdd.dataset_distance(
+            side,
+            other,
+            labels="none",
+            unbalanced_relative=0.5,
+            compute=otdd.ComputeOptions("cpu", memory_budget=1),
+        )
+        for side in (streamed, resident)
+    ]
+    assert isinstance(found[0].source.features, FileFeatures)
+    assert found[0].value == pytest.approx(found[1].value, rel=1e-5)
+    assert found[0].unmatched().moved == pytest.approx(found[1].unmatched().moved, rel=1e-3)
+
+
 @pytest.mark.slow
 def test_half_types_of_files_are_those_numbers_in_float32(tmp_path):
     """Particles would be rounded at every step, and class distances of bfloat16 have no number."""

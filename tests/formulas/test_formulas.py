@@ -64,7 +64,8 @@ class Dense(NamedTuple):
         b, g, change = self.b, self.g, (-self.residual / EPSILON).exp()
         numbers = [self.a @ self.f, self.a @ self.f.abs(), b @ g, b @ g.abs(), g.min(), g.max()]
         numbers += [b @ (change - 1).abs(), b @ change, *[b.sum() * 0] * 2, b @ self.residual]
-        found = Evaluation(*map(float, numbers), *[0.0] * 5, NOTHING, NOTHING)
+        parts = *map(float, numbers), *[0.0] * 5, NOTHING, NOTHING
+        found = Evaluation(*parts, float(b @ self.residual))
         errors = PassErrors(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, REACH, 0.0)
         mean = float(self.a @ self.cost @ b)
         costs = CostNumbers(mean, self.spread, OFFSET, errors, UNIT, UNIT_OF_SUMS)
@@ -179,7 +180,7 @@ def decided(
     if age:
         state = state._replace(progress=state.progress._replace(gap=error, dual=dual, age=age))
     state = state._replace(trust=state.trust._replace(dual=1.0, lowest=0.1))
-    found = Evaluation(*[0.0] * 16, NOTHING, NOTHING)
+    found = Evaluation(*[0.0] * 16, NOTHING, NOTHING, 0.0)
     found = found._replace(row_value=dual - 0.5, value=0.5, row_size=0.75, size=0.5)
     found = found._replace(gap=error, mass=1.0)
     errors = PassErrors(rounding, rounding, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -230,26 +230,35 @@ def segments(capability: int, given: dict[str, Any], *, steps_alone: bool) -> Ta
     if steps_alone:
         return taken
     tile = tile._replace(warps=4)
-    # Of many segments, and of a single one.
-    for memory, merged in ((4, True), (8, False)):
+    # Of many segments, and of a single one, with exact and with relaxed marginals.
+    for memory, merged, relaxed in ((4, True, False), (8, False, False), (8, True, True)):
         block, vectors = {"BLOCK": softmin.BLOCK}, {"VECTORS": 2 * memory}
-        of_sums = {"LN_2": 0.7, "MERGED": merged, **block}
-        width, lanes = evaluation.NUMBERS + 4 * memory, {"LANES": 64, "BLOCK": totals.BLOCK}
+        of_sums = {"LN_2": 0.7, "MERGED": merged, "RELAXED": relaxed, **block}
+        numbers = evaluation.RELAXED_NUMBERS if relaxed else evaluation.NUMBERS
+        width, lanes = numbers + 4 * memory, {"LANES": 64, "BLOCK": totals.BLOCK}
+        of_rows = (3 if relaxed else 2) * merged
+        moved = move.RELAXED_MOVE if relaxed else move.MOVE
         for kernel, constants in (
-            (softmin.segmented_softmin_kernel, of_sums),
+            (softmin.segmented_softmin_kernel, {"SUMS": max(2, of_rows)} | of_sums),
+            (evaluation.segmented_evaluation_kernel, {"NUMBERS": numbers} | of_sums | vectors),
             (
-                evaluation.segmented_evaluation_kernel,
-                {"NUMBERS": evaluation.NUMBERS} | of_sums | vectors,
+                totals.segmented_totals_kernel,
+                {"WIDTH": width, "ROWS": of_rows, "ROW_LANES": 4 if relaxed else 2} | lanes,
             ),
-            (totals.segmented_totals_kernel, {"WIDTH": width, "ROWS": merged} | lanes),
-            (move.segmented_move_kernel, {"MOVE": move.MOVE} | vectors | block),
+            (
+                move.segmented_move_kernel,
+                {"MOVE": moved, "RELAXED": relaxed} | vectors | block,
+            ),
         ):
-            name = f"{kernel.__name__}{' merged' * merged}"
+            name = f"{kernel.__name__}{' merged' * merged}{' relaxed' * relaxed}"
             taken[name] = compiled(kernel, constants, 0, tile)
         # Of self terms and of others.
-        constants = decision.constants_of(memory, 0.5, merged, decision.BLOCK_ON_GPU)
-        kernel, one_warp = decision.segmented_decision_kernel, tile._replace(warps=1)
-        taken[f"decision {memory}"] = compiled(kernel, constants, 0, one_warp)
+        for own in (True, False) if relaxed else (merged,):
+            given = memory, 0.5, own, decision.BLOCK_ON_GPU
+            constants = decision.constants_of(*given, relaxed=relaxed)
+            kernel, one_warp = decision.segmented_decision_kernel, tile._replace(warps=1)
+            name = f"decision {memory}{' relaxed' * relaxed}{' own' * own}"
+            taken[name] = compiled(kernel, constants, 0, one_warp)
     return taken
 
 

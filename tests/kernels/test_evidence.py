@@ -51,9 +51,9 @@ def evaluate_kernel(
     costs = CostNumbers(mean, spread, offset, errors, unit, unit_of_sums)
     epsilon = tl.load(epsilon_ptr + i_problem)
     if SELF:
-        evidence = of_self(costs, Evaluation(*numbers), epsilon)
+        evidence = of_self(costs, Evaluation(*numbers, numbers[10]), epsilon)
     else:
-        evidence = of_cross(costs, Evaluation(*numbers), epsilon)
+        evidence = of_cross(costs, Evaluation(*numbers, numbers[10]), epsilon)
     for k in tl.static_range(9):
         tl.store(out_ptr + k * COUNT + i_problem, evidence[k])
 
@@ -86,7 +86,7 @@ def test_a_kernel_evaluates_like_pytorch(own):
 
     mean_cost, spread, offset, *errors = costs.unbind(1)
     facts = CostNumbers(mean_cost, spread, offset, PassErrors(*errors), *UNITS)
-    evaluation = Evaluation(*rows.unbind(1), *columns.unbind(1), *rows.unbind(1))
+    evaluation = Evaluation(*rows.unbind(1), *columns.unbind(1), *rows.unbind(1), columns[:, 8])
     expected = (evaluate_self if own else evaluate_cross)(facts, evaluation, epsilon)
     for name, found, true in zip(Evidence._fields, out, expected, strict=True):
         torch.testing.assert_close(found, true, rtol=1e-13, atol=1e-13, msg=name)

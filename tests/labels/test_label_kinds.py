@@ -409,3 +409,19 @@ def test_points_of_files(kind, tmp_path, monkeypatch):
         InputError, match=r"columns of points in memory .* where these are streamed"
     ):
         otdd.dataset_distance(source, target, **settings, compute=small)
+
+
+def test_relaxed_marginals_of_several_labels(monkeypatch):
+    settings = {"epsilon": EPSILON, "unbalanced": 1.0, "compute": DOUBLE, "solver": TIGHT}
+    found = []
+    for most in (512, 0):
+        monkeypatch.setattr(comparisons, "MOST_SETS", most)
+        found.append(otdd.dataset_distance(SOURCE, TARGET, labels="means", **settings))
+    assert found[0].value == pytest.approx(found[1].value, abs=1e-7)
+    left = found[0].unmatched()
+    assert [each.name for each in left.classes] == list("abcdewxyz")
+    assert sum(each.mass for each in left.classes[:5]) == pytest.approx(1)
+    for most in (512, 0):
+        monkeypatch.setattr(comparisons, "MOST_SETS", most)
+        with pytest.raises(InputError, match="class distances of several labels are below 0 here"):
+            otdd.dataset_distance(SOURCE, TARGET, class_distances=no_euclidean(), **settings)

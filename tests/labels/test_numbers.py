@@ -192,3 +192,14 @@ def test_contributions_of_rows_with_numbers():
     torch.testing.assert_close(
         found.contributions().values, expected.contributions().values, atol=1e-6, rtol=0
     )
+
+
+def test_relaxed_marginals_of_numbers():
+    settings = {"epsilon": 0.3, "unbalanced": 0.5, "compute": DOUBLE, "solver": TIGHT}
+    sides = diabetes(ONE), diabetes(OTHER)
+    found = otdd.dataset_distance(*sides, labels="continuous", **settings)
+    scale = found.cost.target_scale[0]
+    hand = by_hand(ONE, scale), by_hand(OTHER, scale)
+    expected = otdd.dataset_distance(*hand, labels="none", **settings)
+    assert found.value == pytest.approx(expected.value, abs=1e-8)
+    assert found.unmatched().moved == pytest.approx(expected.unmatched().moved, abs=1e-6)

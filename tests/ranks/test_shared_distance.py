@@ -90,6 +90,26 @@ def test_shards_have_the_distance_of_the_whole(size: int, uneven: bool, precisio
     assert upper - lower < 0.01 * truth
 
 
+def of_relaxed_shards() -> dict[str, Any]:
+    rank = torch.distributed.get_rank()
+    shards = [side.take(torch.arange(rank, len(side), 2)) for side in datasets()]
+    compute = otdd.ComputeOptions("cpu", group=torch.distributed.group.WORLD)
+    found = otdd.dataset_distance(*shards, epsilon=EPSILON, unbalanced=1.5, compute=compute)
+    return {**summary(found), "mass": found.divergence.xy.mass}
+
+
+@pytest.mark.slow
+def test_shards_with_relaxed_marginals() -> None:
+    first, other = pool(2).run(of_relaxed_shards)
+    assert torch.equal(first["f"], other["f"])
+    # Rows of shards stand in another order.
+    alone = otdd.dataset_distance(*datasets(), epsilon=EPSILON, unbalanced=1.5, compute="cpu")
+    assert first["value"] == pytest.approx(alone.value, rel=1e-5)
+    assert first["mass"] == pytest.approx(alone.divergence.xy.mass, rel=1e-3)
+    assert first["bounds"][0] <= alone.bounds[1]
+    assert alone.bounds[0] <= first["bounds"][1]
+
+
 INTEGERS = torch.tensor([[1], [5], [(1 << 24) + 1], [(1 << 24) + 3]])
 
 

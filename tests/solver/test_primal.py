@@ -63,7 +63,7 @@ def filled(
     """The value of a plan with these sums that is not scaled."""
     masses, one = torch.cat((operator.a, operator.b)), torch.ones((), dtype=torch.float64)
     held = torch.where(masses > 0, torch.cat(potentials), 0)
-    filling = filling_of(operator, masses, masses == 0, torch.cat(sums), one)
+    filling = filling_of(operator, masses, masses == 0, masses, torch.cat(sums), one)
     numbers = filling._make(map(float, filling))
     paid, kept = (
         float(dot(torch.cat(sums), held)),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.engine.recording import Recorded
 from otdd_flash.errors import InputError
+from otdd_flash.formulas.marginals import Constraints, Exact, RelaxedByKL
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.samples import LabeledSamples
@@ -26,7 +29,7 @@ from otdd_flash.solver.term import TransportTerm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_TRITON = ComputeOptions(device=DEVICE, backend="triton")
-CLASSES = 3
+CLASSES, SIDES = 3, ("rows", "columns")
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +137,97 @@ def test_terms_are_proved(
     assert_proved(found, problem(x, y, epsilon, ComputeOptions("cpu"), ground=ground))
 
 
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize(
+    ("rho", "debias", "weights"),
+    [
+        ((0.5, 0.5), True, True),
+        ((1e-2, 1e-2), True, False),
+        ((1e3, 1e3), True, False),
+        ((0.3, math.inf), False, True),
+        ((math.inf, 2.0), False, False),
+    ],
+)
+def test_relaxed_terms_are_proved(rho: tuple[float, float], debias: bool, weights: bool) -> None:
+    """In recordings, with the gradients by points that they compute."""
+    x, y = side(18, 0, weights=weights), side(13, 1)
+    kinds = [Exact() if each == math.inf else RelaxedByKL(each) for each in rho]
+    given = problem(x, y, 0.3, debias=debias)
+    given = replace(given, constraints=Constraints(*kinds))
+    found = solved(given)
+    dense = problem(x, y, 0.3, ComputeOptions("cpu"))
+    for name, term in found.items():
+        sides, own = dense.sides(name), (rho[0], rho[0]) if name != "xy" else rho
+        points, labels = ([getattr(one, key) for one in sides] for key in ("features", "labels"))
+        cost = reference.dense_cost(*points, 0.5, 0.5 * dense.block(name), *labels)
+        a, b = (one.masses for one in sides)
+        rows, columns = a > 0, b > 0
+        cost, a, b = cost[rows][:, columns], a[rows], b[columns]
+        truth, *_ = reference.unbalanced_transport(cost, a, b, 0.3, own)
+        low, high = term.bounds
+        assert low <= truth <= high, name
+        assert term.converged
+        assert high - low < 3e-3 * abs(truth)
+        f, g = term.f[rows].double(), term.g[columns].double()
+        plan = reference.plan(cost, a, b, f, g, 0.3)
+        owed = a * (-f / own[0]).exp(), b * (-g / own[1]).exp()
+        errors = [float((plan.sum(1 - k) - owed[k]).abs().sum()) for k in (0, 1)]
+        assert max(errors) / float(plan.sum()) <= term.marginal_error + 1e-9
+        assert term.mass == pytest.approx(float(plan.sum()), rel=2e-3)
+    gradients: list[Tensor] = []
+    solved(given, gradient_callbacks={0: gradients.append, 1: gradients.append})
+    points = [one.features.double().requires_grad_() for one in (x, y)]
+    loss = otdd.sinkhorn_loss(
+        *points,
+        x.masses,
+        y.masses,
+        epsilon=0.3,
+        labels_x=x.labels,
+        labels_y=y.labels,
+        class_table=table(),
+        unbalanced=[None if each == math.inf else each for each in rho],
+        debias=debias,
+        options=Converged(tolerance=1e-9),
+    )
+    for part, expected in zip(gradients, torch.autograd.grad(loss, points), strict=True):
+        off = (part.double().cpu() - expected).abs().max()
+        assert float(off) < 2e-3 * float(expected.abs().max())
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("sides", ["both", "rows", "columns"])
+def test_penalties_share_a_recording(sides: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solve takes the penalty of its own problem, to the last bit, whatever was solved before."""
+    made: list[pooled_solve.PooledSolve] = []
+    plain = pooled_solve.PooledSolve.__init__
+
+    def init(self: pooled_solve.PooledSolve, *args: Any, **kwargs: Any) -> None:
+        made.append(self)
+        plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(pooled_solve.PooledSolve, "__init__", init)
+
+    def terms(rho: float) -> tuple[dict[str, TransportTerm], list[Tensor]]:
+        kinds = [Exact() if sides not in ("both", name) else RelaxedByKL(rho) for name in SIDES]
+        given = problem(side(9, 2), side(8, 3), 0.5, debias=sides == "both")
+        given, gradients = replace(given, constraints=Constraints(*kinds)), list[Tensor]()
+        return solved(given, gradient_callbacks={0: gradients.append}), gradients
+
+    penalties = (0.3, 2.0, 1e3)
+    together = [terms(rho) for rho in penalties]
+    assert len(made) == 1
+    for rho, (found, gradients) in zip(penalties, together, strict=True):
+        forget()
+        fresh, expected = terms(rho)
+        assert torch.equal(gradients[0], expected[0])
+        for name, term in fresh.items():
+            assert torch.equal(term.f, found[name].f)
+            assert torch.equal(term.g, found[name].g)
+            assert (term.value, term.bounds) == (found[name].value, found[name].bounds)
+    values = [found["xy"].value for found, _ in together]
+    assert values == sorted({*values}), "a larger penalty costs more"
+
+
 @pytest.mark.slow
 def test_what_stood_there_before_changes_nothing() -> None:
     """A room that served a larger problem, with masses and more classes, to the last bit."""
@@ -220,7 +314,10 @@ class Asked(TorchDispatchMode):
 
 
 @pytest.mark.slow
-def test_nothing_that_is_recorded_asks_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rho", [(), (0.3, 0.3), (math.inf, 2.0), (2.0, math.inf)])
+def test_nothing_that_is_recorded_asks_the_device(
+    rho: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A recording of what does would fail, and only on a GPU."""
     launched: list[str] = []
     plain = Recorded.run
@@ -232,7 +329,11 @@ def test_nothing_that_is_recorded_asks_the_device(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Recorded, "run", run)
     x, y = side(12, 0, weights=True), side(9, 1)
-    solved(problem(x, y, 0.5), gradient_callbacks={0: list, 1: list})
+    given = problem(x, y, 0.5, debias=math.inf not in rho)
+    if rho:
+        kinds = [Exact() if each == math.inf else RelaxedByKL(each) for each in rho]
+        given = replace(given, constraints=Constraints(*kinds))
+    solved(given, gradient_callbacks={0: list, 1: list})
     assert {"_prepare", "_iterate", "_certify", "_differentiate"} <= set(launched)
 
 

@@ -217,6 +217,8 @@ def test_degenerate_numbers_say_why_there_is_no_correlation_or_gain(result):
             },
         ),
         (3, {}),
+        (2, {"unbalanced_relative": 0.3}),
+        (2, {"epsilon_relative": 0.05, "unbalanced": 2.0, "noise_floor": True}),
     ],
     ids=str,
 )
@@ -230,7 +232,12 @@ def test_distances_are_those_of_dataset_distance(tmp_path, count, settings):
     same = {"lambda_x": cost.lambda_x, "lambda_y": cost.lambda_y, "ground": cost.ground}
     same |= {"compute": compute, "labels": settings.get("labels", "gaussian")}
     relative = settings.get("epsilon_relative")
-    epsilon = otdd.pairwise_distances(tasks, epsilon_relative=relative, **same).epsilon
+    pairwise = otdd.pairwise_distances(tasks, epsilon_relative=relative, **same)
+    epsilon, mean_cost = pairwise.epsilon, pairwise.mean_cost
+    if any(key.startswith("unbalanced") for key in settings):
+        rho = settings.get("unbalanced", 0) + settings.get("unbalanced_relative", 0) * mean_cost
+        same["unbalanced"] = rho
+        assert "unbalanced" in result.epsilon_text()
     rows = {(row.measure, row.source, row.target): row for row in result.pairs()}
     for one, other in combinations(tasks, 2):
         found = otdd.dataset_distance(one, other, epsilon=epsilon, **same)
@@ -239,6 +246,9 @@ def test_distances_are_those_of_dataset_distance(tmp_path, count, settings):
             # Terms that are solved side by side round apart from those that are solved alone.
             numbers = found.value, *found.bounds
             assert (row.value, row.lower, row.upper) == pytest.approx(numbers, rel=1e-6, abs=1e-6)
+        if "noise_floor" in settings:
+            floors = otdd.noise_floor(one, other, epsilon=epsilon, **same)
+            assert rows["otdd", one.name, other.name].floor_source == floors.source.value
         coupling = found.class_coupling()
         for names, matrix in (
             ((one.name, other.name), coupling),
@@ -427,6 +437,11 @@ CASES = [
     (SOME, {"measures": ["otd"]}, "unknown measure 'otd'; choose one of: otdd,"),
     (SOME, {"measures": []}, "measures must name at least one"),
     (SOME, {"solver": otdd.GeomlossSchedule()}, "solves every term once"),
+    (SOME, {"unbalanced": 1.0, "unbalanced_relative": 1.0}, "got both, unbalanced=1 and unb"),
+    (SOME, {"unbalanced": 1.0, "epsilon": 0}, r"epsilon=0.* exact marginals; leave out unbal"),
+    (SOME, {"unbalanced": [1.0, 2.0]}, "unbalanced must be a number, got list"),
+    (SOME, {"unbalanced": 1.0, "cost": otdd.GroundCost(ground="inner")}, "ground=inner"),
+    (SOME, {"unbalanced": 1.0, "subsample": 39}, "leave out subsample or unbalanced"),
     (SOME, {"subsample": 3}, "at level 0.95 needs at least 39"),
     (SOME, {"families": {"no": "f"}}, "families names 'no', which is no task"),
     ({**SOME, "copy": SOME["task 0"]}, {}, "have the same training rows"),

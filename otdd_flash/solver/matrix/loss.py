@@ -24,6 +24,7 @@ from torch import Tensor
 from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, sequence, tensor
 from otdd_flash.cost.compute import Compute
+from otdd_flash.cost.facts import SIDES
 from otdd_flash.cost.matrix import CostBlocks
 from otdd_flash.derivatives.autograd import Inputs, Solved
 from otdd_flash.derivatives.gradient import mass_gradient
@@ -34,6 +35,7 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.solver.divergence import Potentials, report_convergence
 from otdd_flash.solver.matrix.transport import report_infeasible, solve_matrix
 from otdd_flash.solver.matrix_comparison import MatrixComparison
+from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term import TransportTerm
@@ -57,6 +59,7 @@ def matrix_loss(
     *,
     epsilon: Positive,
     self_costs: Sequence[Tensor] | None = None,
+    unbalanced: Unbalanced | None = None,
     start: Potentials | None = None,
     options: Schedule | None = None,
     compute: Compute | None = None,
@@ -77,6 +80,8 @@ def matrix_loss(
         epsilon: regularisation, in units of the cost.
         self_costs: C_xx (n, n) and C_yy (m, m), finite and symmetric but for rounding, for the
             value S_epsilon = OT(C) - OT(C_xx) / 2 - OT(C_yy) / 2.
+        unbalanced: rho, the price of mass that is not matched, in units of the cost, or without
+            `self_costs` [rho_x, rho_y], as for `matrix_transport`.
         start: potentials by term to start from, {"xy": g, "xx": f, "yy": g}.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device; by default where the costs are.
@@ -99,7 +104,10 @@ def matrix_loss(
     inputs, options = Inputs(given), options or Converged()
     for name in COSTS.keys() & inputs.tensors.keys():
         check_gradient_type(name, inputs.tensors[name])
+    refuse_unbalanced(unbalanced, None, options, debias=self_costs is not None)
     comparison = MatrixComparison.prepare(costs, a, b, compute, self_costs)
+    constraints = resolve_constraints(unbalanced, None, lambda: comparison.facts.mean)
+    comparison = comparison.with_constraints(constraints)
     backward = LossGradient(comparison, frozenset(inputs.tensors))
     with torch.no_grad():
         divergence, short = solve_matrix(
@@ -158,7 +166,9 @@ class LossGradient:
             term, self.groups[name] = settled(self._comparison, term, name)
         for key, terms in MASSES.items():
             if key in self._needs and name in terms:
-                found = mass_gradient(operator.refined, term, columns=key == "b")
+                constraints = self._comparison.constraints.between(*SIDES[name])
+                columns = key == "b"
+                found = mass_gradient(operator.refined, term, constraints, columns=columns)
                 # The masses are on both sides of a self term.
                 share = SHARES[name] * (1 if name == "xy" else 2)
                 self._by_masses[key] = self._by_masses.get(key, 0) + share * found

@@ -20,11 +20,13 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
+from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.operators.given_costs import CostSource, exact_blocks
 from otdd_flash.real_numbers import in_one_row, real_tensor
 from otdd_flash.shown import bounded, convergence_text
 from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison
+from otdd_flash.solver.penalties import penalties_of, resolve_constraints
 from otdd_flash.solver.term import StoppedBy, TransportTerm
 
 
@@ -180,7 +182,7 @@ class MatrixTransport:
             InputError: the folder cannot be written.
         """
         comparison = self._comparison
-        shape = list(comparison.source.shape)
+        shape, given = list(comparison.source.shape), penalties_of(comparison.constraints)
         summary = {
             "epsilon": self.epsilon,
             **self.term.to_dict(),
@@ -190,6 +192,7 @@ class MatrixTransport:
                 "fingerprint": fingerprint(comparison.source),
             },
             "precision": comparison.compute.precision,
+            **({} if given is None else {"unbalanced": given}),
         }
         tensors = {"f": self.term.f, "g": self.term.g, "a": comparison.a, "b": comparison.b}
         tensors |= {"short_rows": self.short_rows, **plan_tensors("xy", self.term)}
@@ -221,6 +224,7 @@ class MatrixTransport:
                 summary["seconds"],
                 summary["costs"]["fingerprint"],
                 summary["precision"],
+                resolve_constraints(summary.get("unbalanced"), None, lambda: 1.0),
             )
 
         saved = read_result(Path(path), restore, "MatrixTransport")
@@ -234,6 +238,7 @@ class MatrixTransport:
                 f"{path} holds the result of other costs; pass those that were solved for, in the "
                 "same type"
             )
+        comparison = comparison.with_constraints(saved.constraints)
         short, device = saved.short_rows.to(comparison.device), comparison.device
         return cls(saved.term.moved(device), saved.seconds, short, comparison)
 
@@ -275,6 +280,7 @@ class _Saved(NamedTuple):
     seconds: float
     fingerprint: str
     precision: str
+    constraints: Constraints
 
 
 def fingerprint(source: CostSource) -> str:

@@ -50,6 +50,7 @@ from otdd_flash.solver.divergence import (
 from otdd_flash.solver.evidence import DOUBLE_UNIT, widen_bounds
 from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison, relative_to_mean
+from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact, refuse_start, schedule_of
@@ -83,6 +84,8 @@ def matrix_transport(
     epsilon_relative: NotNegative | None = None,
     options: Schedule | None = None,
     compute: Compute | None = None,
+    unbalanced: Unbalanced | None = None,
+    unbalanced_relative: Unbalanced | None = None,
     start: Potentials | None = None,
     progress: SolverProgress | None = None,
 ) -> MatrixTransport:
@@ -101,6 +104,9 @@ def matrix_transport(
         epsilon_relative: the same in units of the mean of the finite costs; one of both.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device; by default where the costs are.
+        unbalanced: rho, or [rho_x, rho_y], in units of the cost: marginals then cost
+            rho_x KL(P 1 | a) + rho_y KL(P^T 1 | b) in the place of being exact, as with None.
+        unbalanced_relative: the same in units of the mean of the finite costs.
         start: a column potential to start from, {"xy": g}.
         progress: called as progress("xy", iteration, marginal error).
 
@@ -119,6 +125,7 @@ def matrix_transport(
     started = time.perf_counter()
     options, epsilon, epsilon_relative = schedule_of(options, epsilon, epsilon_relative)
     check_one_epsilon(epsilon, epsilon_relative)
+    refuse_unbalanced(unbalanced, unbalanced_relative, options)
     refuse_start(options, start)
     comparison = MatrixComparison.prepare(costs, a, b, compute)
     if isinstance(options, Exact):
@@ -131,6 +138,10 @@ def matrix_transport(
         short = comparison.a.new_empty(0, dtype=torch.int64)
         seconds = time.perf_counter() - started
         return MatrixTransport(divergence.xy, seconds, short, comparison)
+    constraints = resolve_constraints(
+        unbalanced, unbalanced_relative, lambda: comparison.facts.mean
+    )
+    comparison = comparison.with_constraints(constraints)
     with torch.no_grad():
         divergence, short = solve_matrix(
             comparison, epsilon, epsilon_relative, options, start=start, progress=progress
@@ -177,7 +188,9 @@ def solve_matrix(
         )
     else:
         given = "epsilon", epsilon
-    short, forbidden = comparison.a.new_empty(0, dtype=torch.int64), comparison.facts.forbidden
+    # Relaxed marginals admit any plan of the allowed pairs, whose primal value is at hand.
+    forbidden = comparison.facts.forbidden and comparison.constraints.exact
+    short = comparison.a.new_empty(0, dtype=torch.int64)
     torch_operator = comparison.torch_operator("xy")
     with epsilon_given_as(*given, epsilon):
         comparison = comparison.at(epsilon)

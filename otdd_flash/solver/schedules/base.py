@@ -20,6 +20,7 @@ class Schedule:
     Attributes:
         name: as `solver.schedule=NAME` and in results.
         limits: the settings to raise where terms stop early.
+        exact_alone: what to say of relaxed marginals, if it takes exact ones alone.
         tolerance: marginal error of a converged term, the larger L1 error of rows and of columns;
             None is 1e-3.
         require_convergence: raise a `ConvergenceError` instead of warning where it is missed.
@@ -30,6 +31,7 @@ class Schedule:
 
     name: ClassVar[str]
     limits: ClassVar[str] = "solver.tolerance"
+    exact_alone: ClassVar[str] = ""
 
     tolerance: MarginalError | None = None
     require_convergence: bool = field(default=False, kw_only=True)

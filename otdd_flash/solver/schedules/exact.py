@@ -31,6 +31,10 @@ class Exact(Schedule):
 
     name = "exact"
     limits = "solver.max_seconds or solver.bound_width"
+    exact_alone = (
+        "epsilon=0, which solver=exact is for, takes exact marginals; leave out unbalanced, or set "
+        "a positive epsilon and solver=converged"
+    )
 
     # Marginals are those of the masses but for rounding.
     tolerance: None = field(default=None, init=False)

@@ -52,6 +52,10 @@ class GeomlossSchedule(Schedule):
     """
 
     name = "geomloss"
+    exact_alone = (
+        "solver.schedule=geomloss takes exact marginals; leave out unbalanced, or use the schedule "
+        "converged, whose values agree with geomloss at rho = reach^2"
+    )
 
     tolerance: MarginalError | None = field(default=None, kw_only=True)
     scaling: Share = 0.5

@@ -36,6 +36,7 @@ from otdd_flash.engine.problems import Start
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.run import SegmentReport
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
+from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import (
     UNIT,
@@ -53,6 +54,7 @@ from otdd_flash.solver.certificate import (
     SelfNumbers,
     cross_evidence,
     lowered_plan,
+    read_numbers,
     self_evidence,
     self_plan,
 )
@@ -90,9 +92,11 @@ class PooledSolve:
     Args:
         room: for the points of a batch.
         debias: whether there are self terms.
+        constraints: what marginals owe; those of both sides are one kind with self terms. What is
+            recorded takes their kinds alone: `begin` says which penalties they have.
     """
 
-    def __init__(self, room: Room, *, debias: bool) -> None:
+    def __init__(self, room: Room, *, debias: bool, constraints: Constraints = EXACT) -> None:
         self.room, device = room, room.device
         self.terms = TERMS if debias else TERMS[:1]
         # Pinned, so that it is sent without waiting. `begin` may overwrite it: the `read` of the
@@ -104,6 +108,9 @@ class PooledSolve:
         self._resize((room.n, room.m))
         self._numbers = self._host.to(device)
         self._inputs = Inputs.of(self._numbers, room.problems)
+        if room.in_triton:
+            constraints = constraints.at(self._inputs.penalties)
+        self._constraints = constraints
         self.pool = _pool_of(room, self._inputs.place)
         self.pool.of_costs = self._inputs.of_costs
         self._starts = [
@@ -117,7 +124,7 @@ class PooledSolve:
         if debias:
             self._segments.append(self.pool.segments((tables[2 * count :],), own=True))
         self._iterations = [
-            segments.iterations(form)
+            segments.iterations(form._replace(constraints=constraints))
             for segments, form in zip(self._segments, (CROSS, SELF), strict=False)
         ]
         recordings = RecordingPool(device)
@@ -135,6 +142,7 @@ class PooledSolve:
         batch: Batch | GivenCosts,
         goal: Goal,
         starts: Mapping[str, Tensor],
+        constraints: Constraints = EXACT,
     ) -> None:
         """Load a batch and prepare it.
 
@@ -142,12 +150,14 @@ class PooledSolve:
             batch: no more problems and points than there is room for.
             goal: of all terms.
             starts: column potentials (B, .) to start from, by term.
+            constraints: of the kinds that the solve was made for, with their penalties.
         """
         numbers = self._host.numpy()
         settings = (*goal, UNIT, UNIT)
         own = (*goal._replace(aim=BEFORE_LAST_UPDATE), UNIT, UNIT)
         flags = [float(term in starts) for term in TERMS]
-        numbers[: COUNT - 4] = (*settings, *own, *flags, *batch.of_costs)
+        penalties = constraints.rows.rho, constraints.columns.rho
+        numbers[: COUNT - 4] = (*settings, *own, *flags, *batch.of_costs, *penalties)
         numbers[COUNT - 4 : COUNT].view("int64")[:] = batch.place
         self._resize(batch.sizes)
         self._numbers.copy_(self._host, non_blocking=True)
@@ -180,6 +190,7 @@ class PooledSolve:
             squares = [pool.masses[:, side].square().sum(1) for side in room.sides]
             highest = -epsilon * torch.stack(squares, 1).log()
             constants = torch.minimum(pool.own.mean, highest) / 2
+            constants = self._constraints.rows.updated(constants, epsilon / 2)
             firsts = constants.float()[:, :1], constants.float()[:, 1:]
             parts = zip(started[1:], of_own, firsts, strict=True)
             first = torch.cat([torch.where(*part) for part in parts], 1).view(-1)
@@ -266,7 +277,7 @@ class PooledSolve:
         known = self._segments[0].evaluated(self._iterations[0].vectors, epsilon)
         f, g, updated = (part.view(room.problems, -1) for part in known)
         operator = self.pool.term("xy")
-        plan = lowered_plan(operator, f, g, updated, epsilon)
+        plan = lowered_plan(operator, f, g, updated, epsilon, self._constraints)
         return [cross_evidence(operator, plan, epsilon)]
 
     def _certify_own(self, term: str | None) -> list[PlanEvidence]:
@@ -281,7 +292,7 @@ class PooledSolve:
         else:
             operator = self.pool.term(term)
             f = f.view(room.problems, -1)[:, room.sides[TERMS.index(term) - 1]]
-        plan = self_plan(operator, f.double(), epsilon, accurate=True)
+        plan = self_plan(operator, f.double(), epsilon, self._constraints, accurate=True)
         evidence = self_evidence(operator, plan, epsilon)
         return [evidence] if term is not None else [evidence.every_other(k) for k in (0, 1)]
 
@@ -358,7 +369,7 @@ def _pool_of(room: Room, place: Tensor) -> Pool:
 # Numbers of a goal with two unit roundoffs.
 GOAL = 7
 # Numbers of inputs before tables.
-COUNT = 2 * GOAL + 10
+COUNT = 2 * GOAL + 12
 
 
 class Inputs(NamedTuple):
@@ -370,6 +381,7 @@ class Inputs(NamedTuple):
         own: (7,) for the self terms.
         started: (3,) 1 where a term starts from given potentials, else 0.
         of_costs: (3,) as a pool takes them.
+        penalties: (2,) rho of rows and of columns, infinite where marginals are exact.
         place: (4,) int64, where a matrix that is given is, of `kernels.matrix.place`.
         tables: (4 B, 8) int64, of `tables_of`: where kernels find the points of each segment.
     """
@@ -378,16 +390,17 @@ class Inputs(NamedTuple):
     own: Tensor
     started: Tensor
     of_costs: Tensor
+    penalties: Tensor
     place: Tensor
     tables: Tensor
 
     @classmethod
     def of(cls, numbers: Tensor, problems: int) -> Inputs:
         """Cut the views out of all numbers for B problems, `COUNT + 32 B` of them."""
-        parts = [GOAL, GOAL, 3, 3, 4, 32 * problems]
-        cross, own, started, of_costs, place, tables = torch.split(numbers, parts)
+        parts = [GOAL, GOAL, 3, 3, 2, 4, 32 * problems]
+        cross, own, started, of_costs, penalties, place, tables = torch.split(numbers, parts)
         whole = place.view(torch.int64), tables.view(torch.int64).view(-1, 8)
-        return cls(cross, own, started, of_costs, *whole)
+        return cls(cross, own, started, of_costs, penalties, *whole)
 
 
 class Batch(NamedTuple):
@@ -554,8 +567,10 @@ class TermRead(NamedTuple):
         """Unpack the values, in this order."""
         error, iterations, *rest = values
         known = len(PooledCosts._fields)
-        numbers = (CrossNumbers if cross else SelfNumbers)(*rest[known:])
-        return cls(error, iterations, PooledCosts(*rest[:known]), numbers)
+        costs, numbers = PooledCosts(*rest[:known]), rest[known:]
+        if cross:
+            return cls(error, iterations, costs, read_numbers(CrossNumbers, numbers))
+        return cls(error, iterations, costs, read_numbers(SelfNumbers, numbers))
 
 
 class Read(NamedTuple):
@@ -589,7 +604,11 @@ class Read(NamedTuple):
 # more than the time to make a few tensors.
 MOST_KEPT, MOST_BYTES, MOST_BYTES_CPU = 16, 1 << 32, 1 << 25
 
-_kept: OrderedDict[tuple[Room, bool], list[PooledSolve]] = OrderedDict()
+# What a solve is cached by: its room, whether there are self terms, and what marginals owe, of
+# recordings their kinds alone.
+Key = tuple[Room, bool, Constraints]
+
+_kept: OrderedDict[Key, list[PooledSolve]] = OrderedDict()
 _changing = Lock()
 
 # Of each device, an event that follows all launches of the last solve.
@@ -603,13 +622,14 @@ def _turn(device: torch.device) -> RLock:
 
 
 @contextmanager
-def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
+def kept(room: Room, debias: bool, constraints: Constraints = EXACT) -> Iterator[PooledSolve]:
     """Lend a solve to one caller; afterwards it is cached for the next problem of its size.
 
     On a GPU one solve runs at a time, whatever its thread and stream: recordings share the memory
     in which cuBLAS computes.
     """
-    key = room, debias
+    # On a processor penalties are floats, which take less time than tensors.
+    key = room, debias, constraints.at((1.0, 1.0)) if room.in_triton else constraints
     turn = nullcontext() if room.device.type == "cpu" else _turn(room.device)
     with turn, current(room.device):
         with _changing:
@@ -617,7 +637,7 @@ def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
         if room.device in _left:
             torch.cuda.current_stream(room.device).wait_event(_left[room.device])
         if solve is None:
-            solve = PooledSolve(room, debias=debias)
+            solve = PooledSolve(room, debias=debias, constraints=constraints)
         try:
             yield solve
         finally:
@@ -645,7 +665,7 @@ def forget() -> None:
         _kept.clear()
 
 
-def _taken(key: tuple[Room, bool]) -> PooledSolve | None:
+def _taken(key: Key) -> PooledSolve | None:
     """Take a solve out of the cache; None if there is none."""
     if key not in _kept:
         return None
@@ -655,7 +675,7 @@ def _taken(key: tuple[Room, bool]) -> PooledSolve | None:
     return solve
 
 
-def _kept_on(kind: str) -> list[tuple[Room, bool]]:
+def _kept_on(kind: str) -> list[Key]:
     """List the keys of the cache on a kind of device, the least recently used first."""
     return [key for key in _kept if key[0].device.type == kind]
 
@@ -664,7 +684,7 @@ def _too_many(kind: str) -> bool:
     """Return whether the solves cached on a kind of device exceed a limit."""
     keys = _kept_on(kind)
     counts = [len(_kept[key]) for key in keys]
-    taken = sum(room.bytes * count for (room, _), count in zip(keys, counts, strict=True))
+    taken = sum(room.bytes * count for (room, *_), count in zip(keys, counts, strict=True))
     # Triton's interpreter runs kernels on a processor: its solves have the limit of a GPU's.
-    most = MOST_BYTES if any(room.in_triton for room, _ in keys) else MOST_BYTES_CPU
+    most = MOST_BYTES if any(room.in_triton for room, *_ in keys) else MOST_BYTES_CPU
     return sum(counts) > MOST_KEPT or taken > most

@@ -19,6 +19,7 @@ from otdd_flash.cost.class_table import ROUNDING
 from otdd_flash.cost.compute import ComputeOptions, uses_triton
 from otdd_flash.cost.facts import TERMS, CostFacts
 from otdd_flash.errors import InputError
+from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory
 from otdd_flash.operators.score_pool import UNIT, Room, ScorePool
 from otdd_flash.solver.certificate import PlanEvidence, conclude, conclude_many, shows_rounding
@@ -91,10 +92,13 @@ def is_small(compared: Compared, options: Converged) -> bool:
 def _is_swept(compared: MatrixComparison) -> bool:
     """Whether a matrix is solved in recordings that read it where it is, a row at a time.
 
-    Not with self costs or forbidden pairs, and not where a sweep cannot hold a row.
+    Not with self costs, forbidden pairs or relaxed marginals, nor where a sweep cannot hold a row.
     """
     on_gpu = compared.in_triton and compared.device.type == "cuda"
     if not on_gpu or compared.self_costs is not None or compared.facts.forbidden:
+        return False
+    # A sweep sums columns by potentials of rows that are softmins.
+    if not compared.constraints.exact:
         return False
     return _kernel_operator(compared).fits_sweeps
 
@@ -158,9 +162,16 @@ def solve_small(
     if isinstance(compared, MatrixComparison):
         return _solve_swept(compared, options, start=start, progress=progress, solved=solved)
     batch, in_triton = Batch.of_one(compared), uses_triton(compared.compute, compared.device)
-    with kept(batch.room(1, in_triton=in_triton), compared.debias) as solve:
+    room = batch.room(1, in_triton=in_triton)
+    with kept(room, compared.debias, compared.constraints) as solve:
         small = solve_single(
-            solve, batch, compared.epsilon, options, start=start, progress=progress
+            solve,
+            batch,
+            compared.epsilon,
+            options,
+            start=start,
+            progress=progress,
+            constraints=compared.constraints,
         )
         if small is None:
             return None
@@ -234,6 +245,7 @@ def solve_single(
     *,
     start: Potentials | None = None,
     progress: SolverProgress | None = None,
+    constraints: Constraints = EXACT,
 ) -> SolvedTerms | None:
     """Solve a batch of one problem; None where one of its terms needs another solve.
 
@@ -244,13 +256,15 @@ def solve_single(
         options: when to stop.
         start: potentials to start from, by term.
         progress: called for every term whenever the device was asked.
+        constraints: what marginals owe.
 
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
     # A certificate finds a little more than the iterations: it lowers g for rounding.
     goal = goal_of(options, epsilon, TOLERANCE_AIM)
-    solve.begin(batch, goal, {name: g[None] for name, g in (start or {}).items()})
+    starts = {name: g[None] for name, g in (start or {}).items()}
+    solve.begin(batch, goal, starts, constraints)
     known = batch.facts if isinstance(batch, GivenCosts) else None
     in_triton, costs, done = solve.room.in_triton, dict[str, CostFacts](), False
     while not done:
@@ -357,6 +371,7 @@ def solve_batch(
     wanted: Sequence[int],
     in_triton: bool,
     budget: int | None = None,
+    constraints: Constraints = EXACT,
 ) -> BatchSolved:
     """Solve the divergences of a batch, as many problems at once as memory is meant to hold.
 
@@ -368,6 +383,7 @@ def solve_batch(
         wanted: sides, 0 for x and 1 for y, by whose points gradients are.
         in_triton: whether kernels solve it, on a GPU; else PyTorch on a processor.
         budget: bytes of the problems that a processor solves at once, if fewer are wanted.
+        constraints: what marginals owe.
     """
     problems = len(batch.points[0])
     one = batch.room(1, in_triton=in_triton)
@@ -383,6 +399,7 @@ def solve_batch(
             options,
             debias,
             wanted,
+            constraints,
         )
         for first in range(0, problems, size)
     ]
@@ -398,12 +415,13 @@ def _solve_part(
     options: Converged,
     debias: bool,
     wanted: Sequence[int],
+    constraints: Constraints,
 ) -> BatchSolved:
     problems = len(batch.points[0])
     # As for a single problem.
     goal = goal_of(options, epsilon, TOLERANCE_AIM)
-    with kept(room._replace(problems=problems), debias) as solve:
-        solve.begin(batch, goal, {})
+    with kept(room._replace(problems=problems), debias, constraints) as solve:
+        solve.begin(batch, goal, {}, constraints)
         done = False
         while not done:
             solve.iterate()

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import DataNotice, NotConvergedWarning
+from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import gaussian_table
@@ -43,6 +44,7 @@ from otdd_flash.sampling.comparison import SubsetComparison, subsample
 from otdd_flash.sampling.subsampling import MOST_EXCESS, subsample_sizes
 from otdd_flash.sliced.distances import chunk_distances, chunks_of, draw_chunk, draws_in, prepare
 from otdd_flash.sliced.result import SlicedResult, rows_excess
+from otdd_flash.solver.penalties import penalties_of, resolve_constraints
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import DEFAULT_RELATIVE, epsilon_of_datasets, resolve_epsilon
 from otdd_flash.study.measures.base import (
@@ -143,8 +145,10 @@ class Term(PairUnit):
     def needs(self) -> tuple[Unit, ...]:
         pairs = dict.fromkeys(((self.i, self.i), (self.i, self.j), (self.j, self.j)))
         blocks = tuple(ClassBlock(self.setup, *pair) for pair in pairs)
-        # A relative epsilon is read from its unit.
-        return blocks if self.setup.settings.epsilon is not None else (*blocks, Epsilon(self.setup))
+        settings = self.setup.settings
+        # What is relative to the mean cost is read from its unit.
+        relative = settings.epsilon is None or settings.unbalanced_relative is not None
+        return (*blocks, Epsilon(self.setup)) if relative else blocks
 
     def compute(self, store: Store) -> Content:
         """Solve the term; a cross term also stores the class coupling of its plan."""
@@ -155,8 +159,9 @@ class Term(PairUnit):
         given = ("epsilon", epsilon) if relative is None else ("epsilon_relative", relative)
         scale = cost.standardized(comparison.given[0].dim)
         with epsilon_of_datasets(*given, epsilon, comparison.mean_cost, scale):
+            constraints = constraints_of(self.setup, store)
             identical = comparison.identical
-            comparison = replace(comparison.at(epsilon), debias=identical)
+            comparison = replace(comparison.at(epsilon), debias=identical, constraints=constraints)
             divergence = solve(comparison, settings.solver)
         term = divergence.xy
         facts = {
@@ -181,6 +186,7 @@ class Term(PairUnit):
             method=settings.labels.name,
             seconds={},
             comparison=comparison,
+            constraints=constraints,
         )
         return Content(facts, {"coupling": result.class_coupling()})
 
@@ -252,6 +258,16 @@ def epsilon_of(setup: Setup, store: Store) -> float:
     return float(store.found(Epsilon(setup)).facts["epsilon"])
 
 
+def constraints_of(setup: Setup, store: Store) -> Constraints:
+    """Return what marginals of all pairs owe."""
+    settings = setup.settings
+
+    def mean_cost() -> float:
+        return float(store.found(Epsilon(setup)).facts["mean_cost"])
+
+    return resolve_constraints(settings.unbalanced, settings.unbalanced_relative, mean_cost)
+
+
 def table_of(setup: Setup, store: Store, i: int, j: int) -> ClassDistances:
     """Return W over the classes of two tasks, i <= j, in the form of `class_distances`."""
     blocks = [store.found(ClassBlock(setup, *pair)).tensors for pair in ((i, i), (i, j), (j, j))]
@@ -302,6 +318,7 @@ class PairSampling(PairUnit):
         settings = self.setup.settings
         return {
             "epsilon": epsilon_of(self.setup, store),
+            "unbalanced": penalties_of(constraints_of(self.setup, store)),
             "labels": settings.labels,
             "solver": settings.solver,
             "compute": settings.compute,
@@ -348,12 +365,12 @@ class PairFloor(PairSampling):
 
 
 def conditional_entropy(coupling: Tensor) -> float:
-    """Return H(target class | source class) in nats, for masses (V_x, V_y) that sum to 1.
+    """Return H(target class | source class) in nats, of the mass (V_x, V_y) that a plan moves.
 
     It is the transferability term of Tan et al. 2021, OTCE: a transferability metric for
     cross-domain cross-task representations, with the sign of a distance.
     """
-    joint = coupling.double()
+    joint = coupling.double() / coupling.double().sum()
     given = joint / joint.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     return float(-torch.xlogy(joint, given).sum())
 

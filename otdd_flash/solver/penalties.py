@@ -1,0 +1,146 @@
+"""The arguments `unbalanced` and `unbalanced_relative`: what marginals owe, as users give it.
+
+Entry points call `resolve_constraints` once the mean cost is known, and put what it returns beside
+the cost. A change must keep that nothing below an entry point reads these arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from otdd_flash.errors import InputError
+from otdd_flash.formulas.marginals import EXACT, Constraints, Exact, Marginal, RelaxedByKL
+from otdd_flash.solver.schedules.base import Schedule
+
+# One penalty of both sides, or one of each; None is an exact marginal.
+Unbalanced = float | Sequence[float | None]
+
+# Penalties in units of the cost. Potentials are of the size of a small one, in float32 too; a large
+# one is taken as a float64 times epsilon.
+LEAST_PENALTY, MOST_PENALTY = 1e-30, 1e100
+
+
+def refuse_unbalanced(
+    unbalanced: Unbalanced | None,
+    relative: Unbalanced | None,
+    options: Schedule,
+    *,
+    debias: bool = False,
+    ground: str = "sqeuclidean",
+) -> None:
+    """Refuse penalties that cannot be used, before any work is done.
+
+    Args:
+        unbalanced: penalties, in units of the cost.
+        relative: penalties, as multiples of the mean cost.
+        options: how terms are solved.
+        debias: whether there are self terms.
+        ground: the cost between features.
+
+    Raises:
+        InputError: both are given, they differ while self terms are subtracted, or the schedule
+            or the ground cost `inner` is for exact marginals alone.
+    """
+    if unbalanced is not None and relative is not None:
+        raise InputError(
+            "give unbalanced or unbalanced_relative, one of them; got both, "
+            f"unbalanced={shown_penalties(unbalanced)} and unbalanced_relative="
+            f"{shown_penalties(relative)}"
+        )
+    if unbalanced is None and relative is None:
+        return
+    one, other = sides = _sides(unbalanced if relative is None else relative)
+    if one is None and other is None:
+        return
+    if options.exact_alone:
+        raise InputError(options.exact_alone)
+    if debias and one != other:
+        raise InputError(
+            "debiased values with two different penalties are not known to be positive; give one "
+            f"number in the place of {shown_penalties(sides)}, or set debias=false"
+        )
+    if ground == "inner":
+        raise InputError(
+            "unbalanced needs costs of which 0 is the least; ground=inner has costs of any sign, "
+            "use ground=sqeuclidean or ground=cosine"
+        )
+
+
+def resolve_constraints(
+    unbalanced: Unbalanced | None, relative: Unbalanced | None, mean_cost: Callable[[], float]
+) -> Constraints:
+    """Return what both marginals owe, of arguments that `refuse_unbalanced` has passed.
+
+    Args:
+        unbalanced: rho or [rho_x, rho_y], in units of the cost; None is exact.
+        relative: the same as multiples of the mean cost.
+        mean_cost: computes the mean cost; called for `relative` alone.
+
+    Raises:
+        InputError: `relative` with a mean cost that is not positive, or a penalty out of the range
+            of numbers.
+    """
+    if unbalanced is None and relative is None:
+        return EXACT
+    sides, unit = _sides(unbalanced if relative is None else relative), 1.0
+    if sides == (None, None):
+        return EXACT
+    if relative is not None:
+        unit = mean_cost()
+        if not unit > 0:
+            raise InputError(
+                f"unbalanced_relative needs a positive mean cost; here it is {unit:g}: set "
+                "unbalanced"
+            )
+    name = "unbalanced" if relative is None else "unbalanced_relative"
+    return Constraints(*(_marginal(penalty, unit, name) for penalty in sides))
+
+
+def has_penalty(unbalanced: Unbalanced | None, relative: Unbalanced | None = None) -> bool:
+    """Return whether a side is not exact."""
+    return any(given is not None for given in (*_sides(unbalanced), *_sides(relative)))
+
+
+def penalties_of(constraints: Constraints) -> list[float | None] | None:
+    """Return [rho_x, rho_y] in units of the cost, as files have them; None if both are exact."""
+    if constraints.exact:
+        return None
+    sides = constraints.rows, constraints.columns
+    return [None if side.exact else float(side.rho) for side in sides]
+
+
+def _sides(given: Unbalanced | None) -> tuple[float | None, float | None]:
+    if given is None or isinstance(given, int | float):
+        return given, given
+    one, other = given
+    return one, other
+
+
+def _marginal(penalty: float | None, unit: float, name: str) -> Marginal:
+    """Return the marginal of a penalty in some unit.
+
+    Raises:
+        InputError: potentials, which are of the size of a small penalty, would vanish in the least
+            precise type, or the penalty is too large for a number.
+    """
+    if penalty is None:
+        return Exact()
+    rho = penalty * unit
+    if rho < LEAST_PENALTY:
+        raise InputError(
+            f"{name}={penalty:g} is a penalty of {rho:g}, and potentials as small as this vanish; "
+            f"it has to be at least {LEAST_PENALTY:g}: raise {name}, or multiply all costs"
+        )
+    if rho > MOST_PENALTY:
+        raise InputError(
+            f"{name}={penalty:g} is a penalty of {rho:g}, which is out of range; leave it out, as "
+            "marginals are exact without it"
+        )
+    return RelaxedByKL(rho)
+
+
+def shown_penalties(given: Unbalanced) -> str:
+    """Return penalties as text: one number, or both between brackets, null for exact."""
+    if isinstance(given, int | float):
+        return f"{given:g}"
+    return f"[{', '.join('null' if each is None else f'{each:g}' for each in given)}]"

@@ -1,0 +1,150 @@
+"""What relaxed transport leaves unmatched: of every class and row of both datasets.
+
+    a_l, r_l: the mass of a class, and what the plan moves of it;    1 - r_l / a_l: what it leaves
+
+Transport with a penalty always leaves some mass, where points are sparse most of all, and leaves it
+between a dataset and itself, too. So every class has beside it the same share of its own self term:
+only what exceeds that says that the other dataset has no counterpart. Where r_l exceeds a_l the
+penalty has created mass, the surplus.
+
+The marginals are those that the potentials owe, r = a e^(-f / rho): sums of the plan are as near as
+the marginal error, relative to the mass that moves, and no pass is needed.
+`DistanceResult.unmatched` (`result`) makes one, `report.distance` writes and draws it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from otdd_flash.cost.points import class_indices, mass_per_class
+from otdd_flash.formulas.marginals import Constraints, Marginal
+from otdd_flash.raw_labels import frame_of
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import LONGEST_NAME, shorten
+from otdd_flash.solver.divergence import Divergence
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+class UnmatchedClass(NamedTuple):
+    """What is left of a class.
+
+    Attributes:
+        side: `source` or `target`.
+        name: of the class; "" of unlabelled data.
+        mass: a_l.
+        moved: r_l.
+        unmatched: 1 - r_l / a_l, 0 where r_l is more.
+        own: that share in the self term of its dataset; None without self terms.
+        surplus: r_l - a_l, 0 where it is less.
+    """
+
+    side: str
+    name: str
+    mass: float
+    moved: float
+    unmatched: float
+    own: float | None
+    surplus: float
+
+
+@dataclass(frozen=True, eq=False)
+class Unmatched:
+    """What a distance with relaxed marginals leaves unmatched.
+
+    Attributes:
+        moved: the mass that the plan moves in all, of 1 on either side.
+        classes: source classes, then target classes, each in its dataset's order; those without
+            mass are left out.
+        source_rows: (n,) float64 on the CPU, 1 - r_i / a_i of each source row, below 0 where mass
+            was created; NaN without mass.
+        target_rows: (m,) likewise.
+    """
+
+    moved: float
+    classes: tuple[UnmatchedClass, ...]
+    source_rows: Tensor = field(repr=False)
+    target_rows: Tensor = field(repr=False)
+
+    def to_frame(self) -> DataFrame:
+        """Return a pandas table, one row a class, with the columns of `UnmatchedClass`."""
+        return frame_of(self.classes, get_type_hints(UnmatchedClass))
+
+    def __str__(self) -> str:
+        """Return the mass that moves, and a table of classes, those that stand out most first."""
+        lines = [f"{self.moved:.4g} of the mass moves"]
+        rows = [HEADS, *map(shown, by_excess(self.classes))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for side, name, *numbers in rows:
+            cells = [side.ljust(widths[0]), name.ljust(widths[1])]
+            cells += [text.rjust(width) for text, width in zip(numbers, widths[2:], strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
+
+
+def by_excess(classes: tuple[UnmatchedClass, ...]) -> list[UnmatchedClass]:
+    """Return classes of each side by how far they exceed their own self term, the most first."""
+    sides = {"source": 0, "target": 1}
+    return sorted(classes, key=lambda each: (sides[each.side], (each.own or 0.0) - each.unmatched))
+
+
+HEADS = "side", "class", "mass", "unmatched", "in its self term", "surplus"
+
+
+def shown(each: UnmatchedClass) -> tuple[str, ...]:
+    """Return a class as texts under `HEADS`."""
+    own = "" if each.own is None else f"{each.own:.1%}"
+    surplus = f"{each.surplus:.3g}" if each.surplus > 0 else ""
+    name = shorten(each.name, LONGEST_NAME)
+    return each.side, name, f"{each.mass:.4g}", f"{each.unmatched:.1%}", own, surplus
+
+
+def unmatched_of(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    divergence: Divergence,
+    constraints: Constraints,
+) -> Unmatched:
+    """Measure what is left of all classes and rows, from the potentials of a solved divergence."""
+    xy, selves = divergence.xy, (divergence.xx, divergence.yy)
+    classes: list[UnmatchedClass] = []
+    rows = []
+    sides = (source, constraints.rows, xy.f), (target, constraints.columns, xy.g)
+    for (samples, marginal, potential), own, side in zip(
+        sides, selves, ("source", "target"), strict=True
+    ):
+        masses, moved = _owed(samples, marginal, potential)
+        rows.append(1 - moved / masses)
+        in_self = None if own is None else _owed(samples, marginal, own.f)[1]
+        classes += _of_classes(samples, side, masses, moved, in_self)
+    return Unmatched(xy.mass, tuple(classes), rows[0], rows[1])
+
+
+def _owed(samples: LabeledSamples, marginal: Marginal, potential: Tensor) -> tuple[Tensor, Tensor]:
+    """Return masses (n,) and what is moved of them, float64 on the CPU."""
+    masses = samples.masses.double().cpu()
+    return masses, marginal.owed(masses, potential.double().cpu())
+
+
+def _of_classes(
+    samples: LabeledSamples, side: str, masses: Tensor, moved: Tensor, own: Tensor | None
+) -> list[UnmatchedClass]:
+    labels, names = class_indices(samples).cpu(), samples.label_names or ("",)
+    parts, count = [masses, moved, *([] if own is None else [own])], samples.class_total
+    sums = torch.stack([mass_per_class(part, labels, count) for part in parts], 1)
+    if samples.label_sets is not None:
+        # Each label has its part of a row's mass.
+        sums = samples.label_sets.shares.T @ sums
+    found = []
+    for name, (mass, taken, *in_self) in zip(names, sums.tolist(), strict=True):
+        if mass > 0:
+            left = max(0.0, 1 - taken / mass)
+            of_self = max(0.0, 1 - in_self[0] / mass) if in_self else None
+            surplus = max(0.0, taken - mass)
+            found.append(UnmatchedClass(side, name, mass, taken, left, of_self, surplus))
+    return found
