@@ -16,6 +16,7 @@ from torch import Tensor
 
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError
+from otdd_flash.label_sets import named_numbers
 from otdd_flash.labels.metrics import POOLED, Continuous
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.samples import LabeledSamples
@@ -74,14 +75,10 @@ def _numbered(samples: LabeledSamples) -> LabeledSamples:
         return replace(samples, labels=None)
     said = "no labels" if samples.labels is None else "several labels a row"
     if samples.labels is not None and samples.label_sets is None:
-        try:
-            targets = torch.tensor([*map(float, samples.class_names)], dtype=torch.float64)
-        except ValueError as error:
-            said = f"classes that are none: {display(str(error))}"
-        else:
-            return replace(
-                samples, labels=None, targets=targets.to(samples.labels.device)[samples.labels]
-            )
+        said = f"classes that are none, such as {display(repr(samples.class_names[-1]))}"
+        if (values := named_numbers(samples.class_names)) is not None:
+            targets = torch.from_numpy(values).to(samples.labels.device)[samples.labels]
+            return replace(samples, labels=None, targets=targets)
     raise InputError(
         f"labels=continuous compares numbers, and {samples.name} has {said}; give one number or "
         "more for each row, as labels or as targets="
