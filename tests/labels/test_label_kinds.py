@@ -445,3 +445,18 @@ def test_scikit_learns_rows_with_several_labels(way):
     expected = dense_value(costs, sides[0].masses, sides[1].masses)
     assert found.value == pytest.approx(expected, abs=1e-7)
     assert found.bounds[0] - 1e-9 <= expected <= found.bounds[1] + 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("metric", ["means", "not Euclidean"])
+def test_kernels_see_features(way, metric):
+    """In Triton's interpreter, with self terms that need a column side of their own."""
+    settings = {"epsilon": EPSILON, **METRICS[metric]}
+    found = otdd.dataset_distance(
+        SOURCE, TARGET, compute=ComputeOptions("cpu", "triton"), **settings
+    )
+    costs = dense_costs(SOURCE, TARGET, found.class_distances.full)
+    expected = dense_value(costs, SOURCE.masses, TARGET.masses)
+    assert found.divergence.backend.startswith("triton")
+    assert found.value == pytest.approx(expected, abs=5e-3)
+    assert found.bounds[0] <= expected <= found.bounds[1]
