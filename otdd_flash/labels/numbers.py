@@ -17,7 +17,7 @@ from torch import Tensor
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError
 from otdd_flash.label_sets import named_numbers
-from otdd_flash.labels.metrics import POOLED, Continuous
+from otdd_flash.labels.metrics import Continuous
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import display
@@ -51,13 +51,9 @@ def with_numbers(
             "compared column by column; give the same to all"
         )
     (count,) = wide
-    scale: tuple[float, ...]
-    if metric.scale is None:
-        scale = (1.0,) * count
-    elif metric.scale == POOLED:
-        scale = _pooled(found if statistics is None else [_numbered(one) for one in statistics])
-    else:
-        scale = tuple(map(float, metric.scale))
+    scale = (1.0,) * count if metric.scale is None else metric.scale
+    if isinstance(scale, str):
+        scale = _pooled(found if statistics is None else [*map(_numbered, statistics)])
     if len(scale) != count:
         raise InputError(f"labels.scale has {len(scale)} numbers for {count} columns of targets")
     return Continuous(scale), replace(cost, target_scale=scale), found
