@@ -63,7 +63,8 @@ class Contributions(NamedTuple):
             with the potentials of each group as they are: of all offsets that are equally good in
             the cross term and in the source's self term. Both are equal if the masses determine
             the potentials, NaN for classes with all or none of the mass, at epsilon 0 but for
-            rounding, and for a slope that was not found there, which a warning says.
+            rounding, and for a slope that was not found there, which a warning says. Rows with
+            several labels count as one class.
     """
 
     values: Tensor
@@ -148,10 +149,11 @@ def exact_contributions(
 
 def _class_masses(source: LabeledSamples) -> tuple[Tensor, Tensor]:
     """Return the masses (V,) of the classes, and the labels (n,), on the CPU."""
-    masses, count = source.masses.cpu(), max(1, source.class_total)
+    masses, count = source.masses.cpu(), 1
     labels = torch.zeros(len(masses), dtype=torch.int64)
-    if source.labels is not None:
-        labels = source.labels.cpu()
+    # Rows with several labels count as one class, of which there is no slope.
+    if source.labels is not None and source.label_sets is None:
+        labels, count = source.labels.cpu(), source.class_total
     return mass_per_class(masses, labels, count), labels
 
 

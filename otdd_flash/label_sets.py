@@ -147,6 +147,15 @@ def numbers_of(values: NDArray[Any]) -> NDArray[np.float64] | None:
     return None if shares and np.allclose(found.sum(1), 1, 0, 1e-3) else found
 
 
+def named_numbers(class_names: Sequence[str]) -> NDArray[np.float64] | None:
+    """Return the numbers (V, 1) that classes are named by, as whole ones are; None for others."""
+    try:
+        found = np.array(list(map(float, class_names)))
+    except ValueError:
+        return None
+    return found[:, None] if np.isfinite(found).all() else None
+
+
 def several_of(
     labels: Any, class_names: Sequence[str] | None = None
 ) -> tuple[NDArray[np.bool_], tuple[str, ...]] | None:

@@ -211,13 +211,12 @@ def _contributions_through_classes(
     """Return what result.json holds of contributions, if they were asked for."""
     if contributions is None:
         return {}
+    named = () if result.source.label_sets is not None else result.source.class_names
     slopes = {
         # An unbounded end is null, because JSON has no infinity. Without labels there is one slope
         # and no name.
         name: None if math.isnan(ends[0]) else [end if math.isfinite(end) else None for end in ends]
-        for name, ends in zip(
-            result.source.class_names, contributions.slopes.T.tolist(), strict=False
-        )
+        for name, ends in zip(named, contributions.slopes.T.tolist(), strict=False)
     }
     return {
         "contributions_through_classes": contributions.through_classes,

@@ -87,14 +87,12 @@ def read_arrays(
     file = request.locate("path", path)
     skip_label = labels_path is not None
     named = [label] if isinstance(label, str) else list(label or ())
-    tables = file.suffix.lower() in (".csv", ".parquet")
-    if label_separator is not None and (skip_label or not tables):
+    label, is_table = next(iter(named), None), file.suffix.lower() in (".csv", ".parquet")
+    if (len(named) > 1 and not is_table) or (label_separator and not (is_table and label)):
         raise InputError(
-            f"label_separator={label_separator} is of a text column of a csv or parquet file"
+            "several columns of labels, and label_separator for one column of text, are of a csv "
+            f"or parquet file, and with label=COLUMN; got {file.name}"
         )
-    if len(named) > 1 and not tables:
-        raise InputError(f"label={named}: several columns are of a csv or parquet file")
-    label = next(iter(named), None)
     if skip_label and label is not None:
         raise InputError(f"give label={label} or labels_path={labels_path}, and not both")
     found: dict[str, Any]
@@ -111,10 +109,8 @@ def read_arrays(
             found = {"inputs": read_npy(file)}
         case ".csv" | ".parquet":
             columns = [features] if isinstance(features, str) else features
-            if len(named) > 1:
-                found = _read_table(file, columns, named, request.weights, skip_label=skip_label)
-            else:
-                found = _read_table(file, columns, label, request.weights, skip_label=skip_label)
+            several = named if len(named) > 1 else label
+            found = _read_table(file, columns, several, request.weights, skip_label=skip_label)
             if label_separator is not None:
                 found["labels"] = split_text(found["labels"], label_separator)
         case _:
@@ -246,32 +242,27 @@ def _read_table(
     way_out = "features=[COLUMN, ...]" if skip_label else "label=COLUMN and features=[COLUMN, ...]"
     return {
         "inputs": side_by_side(f"{path}: inputs", numbers, double=True),
-        "labels": _label_columns(table, labels, str(path), label),
+        "labels": table[labels[0]] if len(labels) == 1 else _label_columns(table, labels, path),
         "weights": None if weight_column is None else table[weight_column],
         "choices": chosen(str(path), choices, way_out),
         "feature_names": tuple(inputs),
     }
 
 
-def _label_columns(table: Any, labels: Sequence[str], where: str, label: Any) -> Any:
-    """Return the label column of a table, or several as an indicator or as numbers."""
-    if not labels or isinstance(label, str):
-        return table[labels[0]] if labels else None
-    columns = columns_of(table[list(labels)])
+def _label_columns(table: Any, labels: Sequence[str], path: Path) -> Any:
+    """Return several label columns of a table: those of 0 and 1 with their names, or numbers."""
+    if not labels:
+        return None
+    columns = columns_of(table[labels])
     assert columns is not None
     if any(column.values.dtype.kind not in "iufb" for column in columns):
         raise InputError(
-            f"{where}: columns {listing(labels)} of labels must hold 0 and 1, or numbers"
+            f"{path}: columns {listing(labels)} of labels must hold 0 and 1, or numbers"
         )
     values = [np.where(c.missing, np.nan, c.values.astype(np.float64)) for c in columns]
-    matrix = np.stack(values, 1)
-    # As a table, whose columns name the labels.
-    present = matrix[~np.isnan(matrix).any(1)]
-    if bool(((present == 0) | (present == 1)).all()):
-        import pandas as pd
-
-        return pd.DataFrame(np.nan_to_num(matrix), columns=list(labels))
-    return matrix
+    found = type(table)(dict(zip(labels, values, strict=True)))
+    is_indicator = bool((found.isna() | found.isin([0, 1])).all(axis=None))
+    return found.fillna(0) if is_indicator else found.to_numpy()
 
 
 def _csv(path: Path) -> Any:

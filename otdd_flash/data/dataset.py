@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from otdd_flash.errors import DataNotice, InputError, placed, warn
-from otdd_flash.label_sets import Encoded, LabelSets, numbers_of, several_of
+from otdd_flash.label_sets import Encoded, LabelSets, named_numbers, numbers_of, several_of
 from otdd_flash.raw_labels import (
     check_one_dimensional,
     encode_labels,
@@ -162,6 +162,13 @@ class LabeledDataset:
             return dataset.labelled(Encoded(None, (), targets=targets))
         indices, names = _number(values, class_names, name)
         return replace(dataset, labels=indices, class_names=names)
+
+    def numbered(self) -> LabeledDataset:
+        """Return the dataset with numbers in place of classes that are named by them."""
+        values = named_numbers(self.class_names) if self.label_sets is None else None
+        if self.labels is None or values is None:
+            return self
+        return self.labelled(Encoded(None, (), targets=values[self.labels]))
 
     def labelled(self, found: Encoded) -> LabeledDataset:
         """Return the dataset with labels of n rows of any kind.

@@ -710,7 +710,7 @@ def _label(value: Any, place: str) -> Any:
     """Return a label as an object of Python or NumPy."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim < 2:
         # A vector is a row of an indicator, or of numbers.
-        return value.item() if value.ndim == 0 else np.array(value)
+        return value.item() if value.ndim == 0 else np.asarray(value).copy()
     if isinstance(value, list | tuple | set | frozenset):
         return value
     if value is None or isinstance(value, str | bytes | numbers.Number | np.generic):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError
-from otdd_flash.labels.metrics import POOLED, Continuous
+from otdd_flash.label_sets import named_numbers
+from otdd_flash.labels.metrics import Continuous
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import display
@@ -50,13 +51,9 @@ def with_numbers(
             "compared column by column; give the same to all"
         )
     (count,) = wide
-    scale: tuple[float, ...]
-    if metric.scale is None:
-        scale = (1.0,) * count
-    elif metric.scale == POOLED:
-        scale = _pooled(found if statistics is None else [_numbered(one) for one in statistics])
-    else:
-        scale = tuple(map(float, metric.scale))
+    scale = (1.0,) * count if metric.scale is None else metric.scale
+    if isinstance(scale, str):
+        scale = _pooled(found if statistics is None else [*map(_numbered, statistics)])
     if len(scale) != count:
         raise InputError(f"labels.scale has {len(scale)} numbers for {count} columns of targets")
     return Continuous(scale), replace(cost, target_scale=scale), found
@@ -74,14 +71,10 @@ def _numbered(samples: LabeledSamples) -> LabeledSamples:
         return replace(samples, labels=None)
     said = "no labels" if samples.labels is None else "several labels a row"
     if samples.labels is not None and samples.label_sets is None:
-        try:
-            targets = torch.tensor([*map(float, samples.class_names)], dtype=torch.float64)
-        except ValueError as error:
-            said = f"classes that are none: {display(str(error))}"
-        else:
-            return replace(
-                samples, labels=None, targets=targets.to(samples.labels.device)[samples.labels]
-            )
+        said = f"classes that are none, such as {display(repr(samples.class_names[-1]))}"
+        if (values := named_numbers(samples.class_names)) is not None:
+            targets = torch.from_numpy(values).to(samples.labels.device)[samples.labels]
+            return replace(samples, labels=None, targets=targets)
     raise InputError(
         f"labels=continuous compares numbers, and {samples.name} has {said}; give one number or "
         "more for each row, as labels or as targets="

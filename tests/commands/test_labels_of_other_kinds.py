@@ -132,3 +132,15 @@ def test_flows(flow_command, read, label, labels, undrawn):
     keys = both(label=label)
     assert flow_command(*keys, f"labels={labels}", "epsilon=0.3").complaints == []
     assert read("run/result.json")["steps"] == 2
+
+
+def test_whole_numbers_are_drawn_whatever_they_are(command, read, undrawn):
+    """As classes there are more of them than rows to draw."""
+    for name in ("one", "two"):
+        frame = pd.read_csv(f"{name}.csv")
+        frame["price"] = np.arange(len(frame)) * 3
+        frame.to_csv(f"{name}.csv", index=False)
+    settings = ("labels=continuous", "max_samples=20", "epsilon=0.3", "report=none")
+    assert command(*both(label="price"), *settings).complaints == []
+    result = read("run/result.json")
+    assert (result["n"], result["classes"]["source"]) == (20, ["all"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import ot
 import pytest
+import sklearn.datasets
 import torch
 
 import otdd_flash as otdd
@@ -13,7 +16,7 @@ from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.labels import measure_classes, metric_of
 from otdd_flash.operators import blocked
 from otdd_flash.operators import comparison as comparisons
-from otdd_flash.operators.label_costs import columns_of_sets, set_table
+from otdd_flash.operators.label_costs import columns_of_sets, set_table, set_table_error
 from otdd_flash.samples import LabeledSamples
 from tests.reference import entropic_transport
 
@@ -425,3 +428,51 @@ def test_relaxed_marginals_of_several_labels(monkeypatch):
         monkeypatch.setattr(comparisons, "MOST_SETS", most)
         with pytest.raises(InputError, match="class distances of several labels are below 0 here"):
             otdd.dataset_distance(SOURCE, TARGET, class_distances=no_euclidean(), **settings)
+
+
+def test_the_table_of_sets_is_as_exact_as_its_bound_says():
+    """Against rational arithmetic of the same W and shares 1 / k."""
+    table = table_of(SOURCE, TARGET)
+    found, error = set_table(table, (SOURCE, TARGET)), set_table_error(table, otdd.GroundCost())
+    members = [side.label_sets.members.tolist() for side in (SOURCE, TARGET)]
+    w = [[Fraction(value) for value in row] for row in table.tolist()]
+
+    def mean(one, other, at_one, at_other):
+        pairs = [(k, m) for k, on in enumerate(one) if on for m, there in enumerate(other) if there]
+        return sum(w[at_one + k][at_other + m] for k, m in pairs) / Fraction(len(pairs))
+
+    for i, one in enumerate(members[0][:6]):
+        for j, other in enumerate(members[1][:6]):
+            exact = mean(one, other, 0, 5) - (mean(one, one, 0, 0) + mean(other, other, 5, 5)) / 2
+            gap = abs(Fraction(float(found[i, len(members[0]) + j])) - exact)
+            assert gap / 2 <= Fraction(error)
+    assert error < 1e-12 * float(table.max())
+
+
+def test_scikit_learns_rows_with_several_labels(way):
+    sides = []
+    for seed, size in ((0, 60), (1, 50)):
+        x, u = sklearn.datasets.make_multilabel_classification(
+            size, 6, n_classes=4, allow_unlabeled=False, random_state=seed
+        )
+        sides.append(LabeledSamples.from_arrays(x / 10, u))
+    found = otdd.dataset_distance(*sides, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT)
+    costs = dense_costs(*sides, found.class_distances.full)
+    expected = dense_value(costs, sides[0].masses, sides[1].masses)
+    assert found.value == pytest.approx(expected, abs=1e-7)
+    assert found.bounds[0] - 1e-9 <= expected <= found.bounds[1] + 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("metric", ["means", "not Euclidean"])
+def test_kernels_see_features(way, metric):
+    """In Triton's interpreter, with self terms that need a column side of their own."""
+    settings = {"epsilon": EPSILON, **METRICS[metric]}
+    found = otdd.dataset_distance(
+        SOURCE, TARGET, compute=ComputeOptions("cpu", "triton"), **settings
+    )
+    costs = dense_costs(SOURCE, TARGET, found.class_distances.full)
+    expected = dense_value(costs, SOURCE.masses, TARGET.masses)
+    assert found.divergence.backend.startswith("triton")
+    assert found.value == pytest.approx(expected, abs=5e-3)
+    assert found.bounds[0] <= expected <= found.bounds[1]

@@ -126,7 +126,11 @@ def test_all_datasets_of_a_matrix_have_one_scale():
 @pytest.mark.parametrize(
     ("source", "labels", "message"),
     [
-        ((np.eye(3), ["a", "b", "a"]), "continuous", "source has classes that are none: .*'a'"),
+        (
+            (np.eye(3), ["a", "b", "a"]),
+            "continuous",
+            "source has classes that are none, such as 'b'",
+        ),
         ((np.eye(3), [{1}, {1, 2}, {2}]), "continuous", "source has several labels a row"),
         (np.eye(3), "continuous", "source has no labels; give one number"),
         ((np.eye(3), [2.5, 2.5, 2.5]), "continuous", "column 0 of the targets is constant"),
