@@ -316,11 +316,6 @@ class DistanceResult:
             NotConvergedWarning: the same, if not required; `slopes` then gives the range.
         """
         self._check_unchanged()
-        if not self.constraints.exact:
-            raise InputError(
-                "contributions are those of exact marginals; with unbalanced, result.unmatched() "
-                "says which rows the other dataset does not have"
-            )
         term = self.divergence.xy
         if isinstance(term, ExactTerm):
             return exact_contributions(self._prepared, self.divergence, term)
@@ -487,6 +482,8 @@ class DistanceResult:
             term = replace(self.divergence.xy, f=f, g=g)
             term = settle_images(self._prepared, term, required=self.required)
             f, g = term.f, term.g
+        # Of softmins, as a row may be so far that its plan has no mass.
+        f = self.constraints.rows.softmin_of(f, self.epsilon)
         # The plan is of the points after the ground cost's transform; it is applied to the given
         # ones.
         points = self._prepared.points("xy")[0], self._prepared.given_points(1)

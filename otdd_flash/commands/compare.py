@@ -72,12 +72,11 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
             )
         if self.unbalanced is None and self.unbalanced_relative is None:
             return
-        for key in ("subsample", "contributions"):
-            if getattr(self, key):
-                raise InputError(
-                    f"{key} is for exact marginals: leave out {key} or unbalanced, whose "
-                    "unmatched.csv says what is left of every class"
-                )
+        if self.subsample:
+            raise InputError(
+                "subsample is for exact marginals: leave out subsample or unbalanced, whose "
+                "unmatched.csv says what is left of every class"
+            )
 
 
 def compare(config: DictConfig, directory: Path) -> None:
