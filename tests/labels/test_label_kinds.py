@@ -16,6 +16,7 @@ from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.labels import measure_classes, metric_of
 from otdd_flash.operators import blocked
 from otdd_flash.operators import comparison as comparisons
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.label_costs import (
     by_labels,
     columns_of_sets,
@@ -239,6 +240,12 @@ def test_columns_are_the_table_and_their_error_is_bounded():
         gaps = (z[:, None] - z).square() @ signs * found.lambda_x
         error = (gaps - ground.lambda_y * set_table(table, (SOURCE, TARGET))).abs().max()
         assert error <= found.error < 1e-9 * float(table.max())
+
+
+def test_bounds_pay_for_the_rounding_of_label_costs(way):
+    compared = Comparison.between(SOURCE, TARGET, EPSILON, no_euclidean().full, compute=DOUBLE)
+    assert compared.cost_error == compared.label_error > 0
+    assert (compared.columns is None) == (way == "sets")
 
 
 def test_rows_without_labels_are_refused_by_number():
