@@ -49,7 +49,7 @@ from otdd_flash.samples import TENSORS, LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
-from otdd_flash.solver.penalties import penalties_of, resolve_constraints, shown_penalties
+from otdd_flash.solver.penalties import penalties_of, penalties_text, resolve_constraints
 from otdd_flash.solver.term import TransportTerm
 from otdd_flash.target_changes import TargetHistogram, histogram, mean_changes
 from otdd_flash.unmatched import Unmatched, unmatched_of
@@ -107,17 +107,12 @@ class DistanceResult:
 
     def __repr__(self) -> str:
         """Return the distance, its solver bounds and what was compared, in one line."""
+        penalties = penalties_text(penalties_of(self.constraints))
         return (
             f"DistanceResult({bounded(self.value, *self.bounds)}, "
-            f"epsilon={self.epsilon:.6g}, {self._penalties}{convergence_text(self.converged)}, "
+            f"epsilon={self.epsilon:.6g}, {penalties}{convergence_text(self.converged)}, "
             f"{self.source!r} to {self.target!r}, class distances {self.method})"
         )
-
-    @property
-    def _penalties(self) -> str:
-        """What a line of text says of penalties, "" if marginals are exact."""
-        given = penalties_of(self.constraints)
-        return "" if given is None else f"unbalanced={shown_penalties(given)}, "
 
     def __str__(self) -> str:
         """Return the line of `repr`, and one on the sampling error, which bounds do not hold."""

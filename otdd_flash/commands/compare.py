@@ -70,13 +70,6 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
                 "contributions=true at epsilon=0 is of a plan that is proven optimal; add "
                 "solver=exact solver.bound_width=0"
             )
-        if self.unbalanced is None and self.unbalanced_relative is None:
-            return
-        if self.subsample:
-            raise InputError(
-                "subsample is for exact marginals: leave out subsample or unbalanced, whose "
-                "unmatched.csv says what is left of every class"
-            )
 
 
 def compare(config: DictConfig, directory: Path) -> None:

@@ -53,7 +53,7 @@ def test_they_are_those_of_dense_solves(rho: tuple[float | None, float | None]) 
     for k in range(len(costs)):
         held = [each[k].clone().requires_grad_() for each in (costs, a, b)]
         finite = torch.where(held[0] < math.inf, held[0], 1e3)
-        eps = float(epsilon[k])
+        eps = float(epsilon[k].detach())
         f, g = reference.potentials_of(finite, held[1], held[2], eps, penalties_of(rho))
         plan = held[1][:, None] * ((f[:, None] + g - finite) / eps).exp() * held[2]
         for one, other in ((found.plans[k], plan), (found.f[k], f), (found.g[k], g)):

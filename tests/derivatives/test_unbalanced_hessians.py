@@ -1,4 +1,4 @@
-"""Second derivatives with relaxed marginals, against implicit derivatives of dense potentials."""
+"""Derivatives by the plan's system with relaxed marginals, against those of dense potentials."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_products_are_those_of_the_dense_inverse(
         torch.testing.assert_close(joint.curvature[k], energy, rtol=0, atol=close)
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("iterations_alone")
 @pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("rho", [(0.5, 0.5), (0.3, None), (1e3, 1e3), (None, 0.05)])
