@@ -111,16 +111,13 @@ def one_label_a_row(labels: Any, values: NDArray[Any]) -> str:
         given = "labels.to_pylist()"
     if values.size == max(values.shape):
         return f"take {'labels.ravel()' if array else f'np.ravel({given})'}"
-    argmax = "labels.argmax(axis=1)" if array else f"np.argmax({given}, axis=1)"
-    advice = "several labels for one row are not supported: choose one of its columns"
+    advice = (
+        "of several labels for one row give an indicator (n, V) of 0 and 1, or a list of lists or "
+        "sets; of numbers give floats"
+    )
     if values.ndim != 2 or values.dtype.kind not in "iubf":
         return advice
-    if bool(((values == 0) | (values == 1)).all()):
-        counts = (values == 1).sum(1)
-        if bool((counts == 1).all()):
-            return f"of one-hot labels take {argmax}"
-        row = int((counts != 1).argmax())
-        return f"row {row} has {counts[row]} labels, and exactly one is supported: choose it"
+    argmax = "labels.argmax(axis=1)" if array else f"np.argmax({given}, axis=1)"
     if bool((values >= 0).all()) and np.allclose(values.sum(1, dtype=np.float64), 1, 0, 1e-3):
         return (
             "its rows are probabilities of classes, and classes themselves are compared: where the "

@@ -20,8 +20,8 @@ divergence.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +55,8 @@ class GroundCost:
         ground: c: `sqeuclidean`, ||x - y||^2; `cosine`, 1 - <x, y> / (||x|| ||y||), with class
             distances measured between points of length 1; `inner`, -<x, y>, which defines no class
             distances.
+        target_scale: what each of q numbers of a row is divided by, of `labels="continuous"`; their
+            squared distance then stands in place of W. None: rows have classes.
 
     Raises:
         InputError: a weight is negative, both are 0, or the ground cost is unknown.
@@ -63,9 +65,12 @@ class GroundCost:
     lambda_x: NotNegative = 0.5
     lambda_y: NotNegative = 0.5
     ground: Ground = "sqeuclidean"
+    target_scale: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.target_scale is not None:
+            object.__setattr__(self, "target_scale", tuple(map(float, self.target_scale)))
         if self.lambda_x == self.lambda_y == 0:
             raise InputError("lambda_x and lambda_y are both 0, so every cost is 0; raise one")
 
@@ -75,6 +80,12 @@ class GroundCost:
         if self.ground == "sqeuclidean":
             return self
         return GroundCost(SHARES[self.ground] * self.lambda_x, self.lambda_y)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON, without a scale if there is none."""
+        found = asdict(self)
+        scale = found.pop("target_scale")
+        return found if scale is None else {**found, "target_scale": list(scale)}
 
     def transform(self, samples: LabeledSamples) -> LabeledSamples:
         """Transform the samples: for `cosine` rows are divided by their lengths, in float64.

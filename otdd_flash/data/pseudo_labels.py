@@ -70,6 +70,6 @@ def label_parts(parts: Sequence[LabeledSamples], k: int, seed: int) -> list[Labe
     clustering.cluster_centers_ = clustering.cluster_centers_[found]
     every = [clusters, *(clustering.predict(some.astype(points.dtype)) for some in others)]
     return [
-        replace(part, labels=torch.from_numpy(rank[ones]), class_names=names)
+        replace(part, labels=torch.from_numpy(rank[ones]), class_names=names, label_sets=None)
         for part, ones in zip(parts, every, strict=True)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,21 @@ def write_files(folder: Path) -> None:
         pd.DataFrame({"text": texts, "stars": stars}).to_csv(
             folder / f"reviews_{year}.csv", index=False
         )
+        tags = [["cat"], ["cat", "snow"], ["snow"], ["dog", "snow"], ["dog"]]
+        album = folder / "albums" / str(year)
+        album.mkdir(parents=True)
+        lines = []
+        for i in range(20):
+            level = draw.integers(40, 160 + 40 * late, size=(9, 10, 3))
+            Image.fromarray(level.astype(np.uint8)).save(album / f"{i}.png")
+            lines.append(json.dumps({"file_name": f"{i}.png", "tags": tags[i % 5]}))
+        (album / "metadata.jsonl").write_text("\n".join(lines))
+        rooms, area = draw.integers(1, 7, size=60), draw.normal(90, 20, size=60).round(1)
+        houses = pd.DataFrame({"rooms": rooms, "area": area})
+        houses["price"] = (2.5 + 0.1 * late) * area + 20.25 * rooms
+        houses.to_csv(folder / f"houses_{year}.csv", index=False)
+    parents = "name,parent\ncat,pet\ndog,pet\npet,animal\nbird,animal\n"
+    (folder / "animals.csv").write_text(parents)
     for number, camera in enumerate(("gate", "yard", "roof", "river")):
         for kind, colour in (("cat", 0), ("dog", 1)):
             place = folder / "cameras" / camera / kind
