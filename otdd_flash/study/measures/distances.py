@@ -235,14 +235,26 @@ class Epsilon(Unit):
 
     @property
     def needs(self) -> tuple[Unit, ...]:
-        own = ((i, i) for i in range(len(self.setup.tasks)))
+        count = len(self.setup.tasks) if self._several else 0
+        own = ((i, i) for i in range(count))
         return tuple(ClassBlock(self.setup, *pair) for pair in (*own, *self.setup.pairs()))
+
+    @property
+    def _several(self) -> bool:
+        """Whether rows have several labels, whose costs depend on W within a task as well."""
+        return any(task.train.label_sets is not None for task in self.setup.tasks)
 
     def compute(self, store: Store) -> Content:
         whole, means = compared(self.setup, store), []
         for i, j in self.setup.pairs():
-            table = table_of(self.setup, store, i, j)
-            means.append(whole.of(i, j).with_classes(table.full).mean_cost())
+            comparison = whole.of(i, j)
+            if self._several:
+                table = table_of(self.setup, store, i, j).full
+            else:
+                # Of the cross term's cost, to which the other blocks do not belong.
+                block = store.found(ClassBlock(self.setup, i, j)).tensors["values"]
+                table = comparison.classes.around("xy", block)
+            means.append(comparison.with_classes(table).mean_cost())
         mean, settings = sum(means, 0.0) / len(means), self.setup.settings
         relative = settings.epsilon_relative
         # None is the default, for which a constant cost is no error.
