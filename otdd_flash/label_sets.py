@@ -162,14 +162,19 @@ def several_of(
     """Return the indicator (n, V) and the names of the labels if rows can have several; else None.
 
     Args:
-        labels: an indicator of 0 and 1, a list or column of lists or sets, or anything else.
+        labels: an indicator of 0 and 1, a list or column of lists or sets, or anything else. Lists
+            of one length that hold nothing but 0 and 1 are an indicator.
         class_names: names of labels that are indices; None: labels are told apart by their values.
 
     Raises:
-        InputError: labels in lists are missing, of mixed types or beyond the names.
+        InputError: labels in lists are missing, of mixed types or beyond the names, or they could
+            be an indicator as well.
     """
     if (rows := _lists_of(labels)) is not None:
-        return _of_lists([list(row) for row in rows], class_names)
+        hot = _listed_indicator(rows, class_names)
+        if hot is None:
+            return _of_lists([list(row) for row in rows], class_names)
+        return hot, _names_of(hot, class_names)
     if getattr(labels, "ndim", 2) != 2 or isinstance(labels, list | tuple):
         return None
     values, names = raw_values(labels), names_of_columns(labels) or class_names
@@ -177,9 +182,52 @@ def several_of(
         return None
     if not bool(((values == 0) | (values == 1)).all()):
         return None
-    if names is None or len(names) != values.shape[1]:
-        names = [str(label) for label in range(values.shape[1])]
-    return values.astype(np.bool_), tuple(map(str, names))
+    return values.astype(np.bool_), _names_of(values, names)
+
+
+def _names_of(indicator: NDArray[Any], names: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of the columns of an indicator, their numbers if there are no such names."""
+    if names is None or len(names) != indicator.shape[1]:
+        names = [str(label) for label in range(indicator.shape[1])]
+    return tuple(map(str, names))
+
+
+def _listed_indicator(
+    rows: Sequence[Any], class_names: Sequence[str] | None
+) -> NDArray[np.bool_] | None:
+    """Return the indicator (n, V) that lists of one length V >= 2 are; else None.
+
+    A missing row is empty, and has no label.
+
+    Raises:
+        InputError: integers 0 and 1 could be an indicator as well as labels.
+    """
+    there = [row for row in rows if len(row)]
+    length = len(there[0])
+    if length < 2 or any(isinstance(row, set | frozenset) or len(row) != length for row in there):
+        return None
+    kinds = {type(entry) for row in there for entry in row}
+    if not all(issubclass(kind, int | float | np.bool_ | np.number) for kind in kinds):
+        return None
+    values = np.array([list(row) for row in there])
+    if not bool(((values == 0) | (values == 1)).all()):
+        return None
+    if values.dtype.kind in "iu":
+        # No label is twice in a set, and an indicator has as many columns as there are names.
+        repeats = length > 2 or bool((values[:, 0] == values[:, 1]).any())
+        fits = class_names is None or len(class_names) == length
+        if not repeats and not fits:
+            return None
+        if not repeats or not fits:
+            raise InputError(
+                f"lists such as {values[0].tolist()} are labels or an indicator"
+                + ("" if class_names is None else f" of {len(class_names)} names")
+                + "; give an indicator as np.array(labels), with a column for each name, and "
+                "labels by their names, or as sets"
+            )
+    indicator = np.zeros((len(rows), length), np.bool_)
+    indicator[[len(row) > 0 for row in rows]] = values.astype(np.bool_)
+    return indicator
 
 
 def _lists_of(labels: Any) -> list[Any] | None:

@@ -106,10 +106,16 @@ def test_sequences_of_class_labels():
     found = otdd.embed(datasets.Dataset.from_dict(rows, features=features))
     assert found.label_names == tuple(names)
     assert found.shares[1].tolist() == [0, 0.5, 0.5]
-    # Indices of two labels are not taken for an indicator.
-    rows["tags"] = [[0, 1]] * 5
-    pairs = otdd.embed(datasets.Dataset.from_dict(rows, features=features))
-    assert pairs.shares[0].tolist() == [0.5, 0.5, 0][: pairs.shares.shape[1]]
+    # Indices of labels are not taken for an indicator.
+    for tags, kept in (([0, 1], 2), ([0, 1, 1], 2), ([2, 1], 3)):
+        rows["tags"] = [[0, 1]] * 4 + [tags]
+        pairs = otdd.embed(datasets.Dataset.from_dict(rows, features=features))
+        assert pairs.label_names == tuple(names[:kept])
+        assert pairs.shares[0].tolist() == [0.5, 0.5, 0][:kept]
+    features["tags"] = datasets.Sequence(datasets.ClassLabel(names=names[:2]))
+    rows["tags"] = [[0, 1]] * 4 + [[1, 1]]
+    both = otdd.embed(datasets.Dataset.from_dict(rows, features=features))
+    assert both.shares.tolist() == [[0.5, 0.5]] * 4 + [[0, 1]]
 
 
 def test_a_folder_of_tagged_images(tmp_path):
@@ -188,3 +194,65 @@ def test_other_files_have_one_column_of_labels(tmp_path):
     for options in ({"label": ["y", "z"]}, {"label": "y", "label_separator": "|"}):
         with pytest.raises(InputError, match=r"^several columns of labels, and label_separator"):
             load("arrays", path=tmp_path / "a.npz", **options)
+
+
+HOT = [[1, 0, 0], [0, 1, 1], [0, 1, 0], [1, 1, 1], [0, 0, 1]]
+PARTS = [[1, 0, 0], [0, 0.5, 0.5], [0, 1, 0], [1 / 3, 1 / 3, 1 / 3], [0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        HOT,
+        [tuple(row) for row in HOT],
+        [np.array(row) for row in HOT],
+        [[float(entry) for entry in row] for row in HOT],
+        [[bool(entry) for entry in row] for row in HOT],
+        pd.Series(HOT),
+    ],
+)
+def test_lists_of_0_and_1_are_an_indicator(labels):
+    found = LabeledSamples.from_arrays(X, labels)
+    assert found.label_names == ("0", "1", "2")
+    assert found.shares.tolist() == PARTS
+
+
+def test_lists_of_0_and_1_with_names():
+    found = LabeledSamples(X, HOT, ("bird", "cat", "dog"))
+    assert found.label_names == ("bird", "cat", "dog")
+    assert found.shares.tolist() == PARTS
+    pairs = LabeledSamples(X, [[True, False]] * 4 + [[False, True]], ("cat", "dog"))
+    assert pairs.shares.tolist() == [[1, 0]] * 4 + [[0, 1]]
+
+
+def test_items_and_columns_of_0_and_1():
+    datasets = pytest.importorskip("datasets")
+
+    class Pairs(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(HOT)
+
+        def __getitem__(self, row):
+            return torch.from_numpy(X[row]), HOT[row]
+
+    columns = datasets.Dataset.from_dict({"x": X, "label": HOT})
+    for given in (Pairs(), columns, (X, columns["label"])):
+        found = otdd.embed(given)
+        assert found.label_names == ("0", "1", "2")
+        assert found.shares.tolist() == PARTS
+
+
+def test_lists_that_could_be_both_are_refused():
+    labels = [[0, 1], [1, 0], [0, 1], [0, 1], [1, 0]]
+    with pytest.raises(InputError, match=r"\[0, 1\] are labels or an indicator; .*np\.array.*sets"):
+        LabeledSamples.from_arrays(X, labels)
+    with pytest.raises(InputError, match="labels or an indicator of 2 names"):
+        LabeledSamples(X, labels, ("cat", "dog"))
+    with pytest.raises(InputError, match="labels or an indicator of 4 names"):
+        LabeledSamples(X, HOT, ("cat", "dog", "bird", "horse"))
+    assert LabeledSamples.from_arrays(X, np.array(labels)).shares[1].tolist() == [1, 0]
+    sets = LabeledSamples.from_arrays(X, [set(row) for row in labels])
+    assert sets.shares.tolist() == [[0.5, 0.5]] * 5
+    # Fewer labels than names are no indicator.
+    few = LabeledSamples(X, labels, ("cat", "dog", "bird"))
+    assert few.shares.tolist() == [[0.5, 0.5, 0]] * 5
