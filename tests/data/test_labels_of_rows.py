@@ -256,3 +256,37 @@ def test_lists_that_could_be_both_are_refused():
     # Fewer labels than names are no indicator.
     few = LabeledSamples(X, labels, ("cat", "dog", "bird"))
     assert few.shares.tolist() == [[0.5, 0.5, 0]] * 5
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_row_with_an_empty_cell_has_no_label(suffix, tmp_path):
+    path = tmp_path / f"gaps.{suffix}"
+    frame = table(cat=[1, None, 0, 1, 1], dog=[0, 1, 1, 0, 1]).astype({"cat": "Int64"})
+    frame.to_csv(path, index=False) if suffix == "csv" else frame.to_parquet(path)
+    with pytest.raises(InputError, match="1 label is missing, at row 1; drop_unlabelled=true"):
+        load("arrays", path=path, label=["cat", "dog"])
+    found = embed(load("arrays", path=path, label=["cat", "dog"], drop_unlabelled=True))
+    assert found.shares.tolist() == [[1, 0], [0, 1], [1, 0], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    "targets", [[[0, 1], [1, 1]], [[0.25, 0.75], [0.5, 0.5]], [1, 2], [[1.5, 2], [3, 4]]]
+)
+def test_numbers_of_npz_files_stay_numbers(targets, tmp_path):
+    samples = LabeledSamples(X[:2], None, (), targets=torch.tensor(targets).double())
+    write_npz(samples, tmp_path / "a.npz")
+    for options in ({}, {"label": "targets"}):
+        read = embed(load("arrays", path=tmp_path / "a.npz", **options))
+        assert read.labels is None
+        assert torch.equal(read.targets, samples.targets)
+
+
+def test_what_targets_of_npz_files_cannot_be_is_said(tmp_path):
+    np.savez(tmp_path / "a.npz", x=X, targets=np.ones((5, 1, 1)))
+    with pytest.raises(InputError, match=r"targets must be \(n,\) or \(n, q\), got shape"):
+        load("arrays", path=tmp_path / "a.npz")
+    # Integers of that name are no numbers, and may be labels under a name of the user's.
+    np.savez(tmp_path / "a.npz", x=X, targets=[0, 1, 0, 1, 1])
+    with pytest.warns(DataNotice, match="taken as unlabelled.*not read: targets"):
+        assert load("arrays", path=tmp_path / "a.npz").targets is None
+    assert load("arrays", path=tmp_path / "a.npz", label="targets").class_names == ("0", "1")
