@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 import otdd_flash as otdd
-from otdd_flash.data import load
+from otdd_flash.data import LabeledDataset, load, with_pseudo_labels
 from otdd_flash.data.writing import write_hugging_face, write_npz
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors import embed, pixels
@@ -290,3 +290,23 @@ def test_what_targets_of_npz_files_cannot_be_is_said(tmp_path):
     with pytest.warns(DataNotice, match="taken as unlabelled.*not read: targets"):
         assert load("arrays", path=tmp_path / "a.npz").targets is None
     assert load("arrays", path=tmp_path / "a.npz", label="targets").class_names == ("0", "1")
+
+
+def test_rows_have_labels_or_numbers():
+    numbers = torch.arange(5.0)
+    with pytest.raises(InputError, match=r"^rows have labels or targets, and not both"):
+        LabeledSamples(X, [0, 1, 0, 1, 0], ("a", "b"), targets=numbers)
+    with pytest.raises(InputError, match=r"^houses: rows have labels or targets, and not both"):
+        LabeledDataset(
+            X, np.zeros(5, int), ("a",), None, "array", "houses", targets=np.ones((5, 1))
+        )
+    priced = LabeledSamples(X, None, (), targets=numbers, name="houses")
+    with pytest.warns(DataNotice, match="houses: its numbers are replaced by labels of 2 clusters"):
+        found = with_pseudo_labels(priced, 2)
+    assert found.targets is None
+    assert found.class_names == ("cluster 0", "cluster 1")
+
+
+def test_samples_point_to_the_reader_of_lists():
+    with pytest.raises(InputError, match=r"lists of several lengths; LabeledSamples\.from_arrays"):
+        LabeledSamples(X, TAGS, ("bird", "cat", "dog"))
