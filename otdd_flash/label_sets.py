@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash.checks import shown
 from otdd_flash.errors import InputError
 from otdd_flash.raw_labels import (
     columns_of,
@@ -252,14 +253,27 @@ def _of_lists(
         # These are numbers.
         return None
     if class_names is None:
+        gaps = np.array([None in row for row in rows])
+        if gaps.any():
+            raise InputError(f"labels in lists are missing, {rows_shown(gaps)}; {HOW_TO_DROP}")
         indices, names = encode_labels(flat)
     else:
         indices, names = np.asarray(flat), tuple(map(str, class_names))
-        if indices.dtype.kind not in "iu" or indices.min() < 0 or indices.max() >= len(names):
-            raise InputError(f"labels in lists must be indices of {len(names)} names")
+        _check_indices(rows, len(names))
     indicator = np.zeros((len(rows), len(names)), np.bool_)
     indicator[np.repeat(np.arange(len(rows)), list(map(len, rows))), indices] = True
     return indicator, names
+
+
+def _check_indices(rows: Sequence[list[Any]], count: int) -> None:
+    for row, labels in enumerate(rows):
+        for label in labels:
+            integer = isinstance(label, int | np.integer) and not isinstance(label, bool)
+            if not integer or not 0 <= label < count:
+                raise InputError(
+                    f"labels in lists must be indices of {count} names, from 0, got "
+                    f"{shown(label)} at row {row}; leave out numbers that fill short lists up"
+                )
 
 
 def split_text(column: Any, separator: str) -> list[list[str]]:

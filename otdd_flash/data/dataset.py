@@ -181,6 +181,18 @@ class LabeledDataset:
         """
         return replace(self, **found._asdict())
 
+    @property
+    def kind_of_labels(self) -> str:
+        """What rows are labelled by, for messages: `3 classes`, `2 numbers a row`."""
+        if self.targets is not None:
+            count = self.targets.shape[1]
+            return f"{count} {'number' if count == 1 else 'numbers'} a row"
+        if self.labels is None:
+            return "no labels"
+        if self.label_sets is not None:
+            return f"{len(self.label_sets.names)} labels in {len(self.class_names)} sets"
+        return f"{len(self.class_names)} classes"
+
     def __len__(self) -> int:
         return len(self.inputs)
 

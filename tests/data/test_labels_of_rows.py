@@ -310,3 +310,54 @@ def test_rows_have_labels_or_numbers():
 def test_samples_point_to_the_reader_of_lists():
     with pytest.raises(InputError, match=r"lists of several lengths; LabeledSamples\.from_arrays"):
         LabeledSamples(X, TAGS, ("bird", "cat", "dog"))
+
+
+@pytest.mark.parametrize("labels", [[1.5, 2, np.inf, 3, -np.inf], np.full((5, 2), -np.inf)])
+def test_infinite_numbers_are_named(labels):
+    ways = (
+        lambda: LabeledSamples.from_arrays(X, labels),
+        lambda: otdd.embed((X, np.array(labels))),
+    )
+    for way in ways:
+        with pytest.raises(InputError, match=r"targets must be finite, got -?inf at rows [02], "):
+            way()
+
+
+@pytest.mark.parametrize(("entry", "said"), [(-1, "-1"), (np.int64(3), "3"), ("cat", "'cat'")])
+def test_lists_beyond_their_names_are_named(entry, said):
+    labels = [[0], [1, 2], [], [1, entry], [entry]]
+    with pytest.raises(InputError, match=rf"of 3 names, from 0, got {said} at row 3; leave out"):
+        LabeledDataset.from_raw(
+            X, labels, modality="array", name="tagged", class_names=("bird", "cat", "dog")
+        )
+
+
+def test_datasets_say_what_their_labels_are(tmp_path):
+    path = tmp_path / "houses.csv"
+    table(price=PRICES).to_csv(path, index=False)
+    houses = load("arrays", path=path, label="price")
+    assert houses.kind_of_labels == "1 number a row"
+    with pytest.raises(InputError, match=r"houses has numbers and no classes; leave classes out"):
+        load("arrays", path=path, label="price", classes=[0])
+    options = {"path": tagged("csv", tmp_path), "label": "tags", "label_separator": "|"}
+    found = load("arrays", **options, drop_unlabelled=True)
+    assert found.kind_of_labels == "3 labels in 4 sets"
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_columns_of_class_labels_in_lists_are_named(ragged):
+    datasets = pytest.importorskip("datasets")
+    kind = datasets.Sequence(datasets.ClassLabel(names=["bird", "cat", "dog"]))
+    tags = [[1], [2, 1], [0], [2], [0, 2]] if ragged else [[1, 0], [0, 1], [0, 1], [1, 2], [0, 1]]
+    column = datasets.Dataset.from_dict({"tags": tags}, features=datasets.Features({"tags": kind}))
+    found = LabeledSamples.from_arrays(X, column["tags"])
+    assert found.label_names == ("bird", "cat", "dog")
+    assert [set(row.nonzero().ravel().tolist()) for row in found.shares] == list(map(set, tags))
+    tags[3] = [0, -1]
+    column = datasets.Dataset.from_dict({"tags": tags}, features=datasets.Features({"tags": kind}))
+    with pytest.raises(InputError, match="labels in lists are missing, at row 3; leave those rows"):
+        LabeledSamples.from_arrays(X, column["tags"])
+    tags[3] = None
+    column = datasets.Dataset.from_dict({"tags": tags}, features=datasets.Features({"tags": kind}))
+    with pytest.raises(InputError, match="1 row has no label, at row 3; leave those rows"):
+        LabeledSamples.from_arrays(X, column["tags"])
