@@ -192,7 +192,8 @@ class LabeledSamples:
 
         Classes are the distinct labels in sorted order; their names are the labels as text. Whole
         numbers in floats are integers. Several labels a row are an indicator (n, V) of 0 and 1, or
-        a list of lists or sets. Floats with fractions, (n,) or (n, q), are numbers.
+        a list of lists or sets; lists of one length of 0 and 1 are an indicator. Floats with
+        fractions, (n,) or (n, q), are numbers.
         """
         found = encode_rows(labels)
         return cls(
