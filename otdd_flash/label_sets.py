@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash.checks import shown
 from otdd_flash.errors import InputError
 from otdd_flash.raw_labels import (
     columns_of,
@@ -162,14 +163,19 @@ def several_of(
     """Return the indicator (n, V) and the names of the labels if rows can have several; else None.
 
     Args:
-        labels: an indicator of 0 and 1, a list or column of lists or sets, or anything else.
+        labels: an indicator of 0 and 1, a list or column of lists or sets, or anything else. Lists
+            of one length that hold nothing but 0 and 1 are an indicator.
         class_names: names of labels that are indices; None: labels are told apart by their values.
 
     Raises:
-        InputError: labels in lists are missing, of mixed types or beyond the names.
+        InputError: labels in lists are missing, of mixed types or beyond the names, or they could
+            be an indicator as well.
     """
     if (rows := _lists_of(labels)) is not None:
-        return _of_lists([list(row) for row in rows], class_names)
+        hot = _listed_indicator(rows, class_names)
+        if hot is None:
+            return _of_lists([list(row) for row in rows], class_names)
+        return hot, _names_of(hot, class_names)
     if getattr(labels, "ndim", 2) != 2 or isinstance(labels, list | tuple):
         return None
     values, names = raw_values(labels), names_of_columns(labels) or class_names
@@ -177,9 +183,52 @@ def several_of(
         return None
     if not bool(((values == 0) | (values == 1)).all()):
         return None
-    if names is None or len(names) != values.shape[1]:
-        names = [str(label) for label in range(values.shape[1])]
-    return values.astype(np.bool_), tuple(map(str, names))
+    return values.astype(np.bool_), _names_of(values, names)
+
+
+def _names_of(indicator: NDArray[Any], names: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of the columns of an indicator, their numbers if there are no such names."""
+    if names is None or len(names) != indicator.shape[1]:
+        names = [str(label) for label in range(indicator.shape[1])]
+    return tuple(map(str, names))
+
+
+def _listed_indicator(
+    rows: Sequence[Any], class_names: Sequence[str] | None
+) -> NDArray[np.bool_] | None:
+    """Return the indicator (n, V) that lists of one length V >= 2 are; else None.
+
+    A missing row is empty, and has no label.
+
+    Raises:
+        InputError: integers 0 and 1 could be an indicator as well as labels.
+    """
+    there = [row for row in rows if len(row)]
+    length = len(there[0])
+    if length < 2 or any(isinstance(row, set | frozenset) or len(row) != length for row in there):
+        return None
+    kinds = {type(entry) for row in there for entry in row}
+    if not all(issubclass(kind, int | float | np.bool_ | np.number) for kind in kinds):
+        return None
+    values = np.array([list(row) for row in there])
+    if not bool(((values == 0) | (values == 1)).all()):
+        return None
+    if values.dtype.kind in "iu":
+        # No label is twice in a set, and an indicator has as many columns as there are names.
+        repeats = length > 2 or bool((values[:, 0] == values[:, 1]).any())
+        fits = class_names is None or len(class_names) == length
+        if not repeats and not fits:
+            return None
+        if not repeats or not fits:
+            raise InputError(
+                f"lists such as {values[0].tolist()} are labels or an indicator"
+                + ("" if class_names is None else f" of {len(class_names)} names")
+                + "; give an indicator as np.array(labels), with a column for each name, and "
+                "labels by their names, or as sets"
+            )
+    indicator = np.zeros((len(rows), length), np.bool_)
+    indicator[[len(row) > 0 for row in rows]] = values.astype(np.bool_)
+    return indicator
 
 
 def _lists_of(labels: Any) -> list[Any] | None:
@@ -204,14 +253,27 @@ def _of_lists(
         # These are numbers.
         return None
     if class_names is None:
+        gaps = np.array([None in row for row in rows])
+        if gaps.any():
+            raise InputError(f"labels in lists are missing, {rows_shown(gaps)}; {HOW_TO_DROP}")
         indices, names = encode_labels(flat)
     else:
         indices, names = np.asarray(flat), tuple(map(str, class_names))
-        if indices.dtype.kind not in "iu" or indices.min() < 0 or indices.max() >= len(names):
-            raise InputError(f"labels in lists must be indices of {len(names)} names")
+        _check_indices(rows, len(names))
     indicator = np.zeros((len(rows), len(names)), np.bool_)
     indicator[np.repeat(np.arange(len(rows)), list(map(len, rows))), indices] = True
     return indicator, names
+
+
+def _check_indices(rows: Sequence[list[Any]], count: int) -> None:
+    for row, labels in enumerate(rows):
+        for label in labels:
+            integer = isinstance(label, int | np.integer) and not isinstance(label, bool)
+            if not integer or not 0 <= label < count:
+                raise InputError(
+                    f"labels in lists must be indices of {count} names, from 0, got "
+                    f"{shown(label)} at row {row}; leave out numbers that fill short lists up"
+                )
 
 
 def split_text(column: Any, separator: str) -> list[list[str]]:

@@ -58,9 +58,16 @@ def encode_labels(labels: Any) -> tuple[NDArray[np.int64], tuple[str, ...]]:
         The indices and the class names (the distinct labels as text).
 
     Raises:
-        InputError: the labels are not one-dimensional integers or strings, or some are missing.
+        InputError: the labels are not one-dimensional integers or strings, or some are missing or
+            infinite.
     """
     values = raw_values(labels)
+    if values.dtype.kind == "f" and (infinite := np.isinf(values)).any():
+        rows = infinite.reshape(len(values), -1).any(1) if values.ndim else infinite.ravel()
+        raise InputError(
+            f"targets must be finite, got {values[infinite][0]:g} {rows_shown(rows)}; leave those "
+            "rows out of features and labels"
+        )
     check_one_dimensional(labels, values)
     if (missing := missing_labels(values)).any():
         raise InputError(
@@ -371,7 +378,7 @@ def _is_of(library: str, given: Any, *kinds: str) -> bool:
 
 
 def _of_hugging_face(column: Any) -> Column:
-    """Return a `datasets.Column`; class labels as their names."""
+    """Return a `datasets.Column`; class labels as their names, also in lists."""
     import pyarrow
 
     source, name = column.source, column.column_name
@@ -381,7 +388,16 @@ def _of_hugging_face(column: Any) -> Column:
     # In Arrow format: the library itself would decode images, and wrap large integers.
     table = source.select_columns([name]).with_format("arrow")[:]
     found = _of_arrow(None, table.column(name))
-    if (names := getattr(source.features[name], "names", None)) is None:
+    feature = source.features[name]
+    if (names := getattr(getattr(feature, "feature", None), "names", None)) is not None:
+        rows = np.empty(len(found.values), object)
+        for place, (row, gone) in enumerate(zip(found.values, found.missing, strict=True)):
+            rows[place] = [
+                None if label is None or label < 0 else names[label]
+                for label in (() if gone else row)
+            ]
+        return Column(None, rows, found.missing)
+    if (names := getattr(feature, "names", None)) is None:
         return found
     missing = found.missing | (found.values < 0)
     return Column(None, np.array(names)[np.where(missing, 0, found.values)], missing)

@@ -51,6 +51,8 @@ LEAST_MASS, MOST_MASS = 1e-300, 1e300
 
 NO_MASS = "weights must not all be zero"
 
+BOTH_KINDS = "rows have labels or targets, and not both; leave one of them out"
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LabeledSamples:
@@ -79,7 +81,7 @@ class LabeledSamples:
 
     Raises:
         InputError: shapes or names disagree, a value is not finite or has an imaginary part, a
-            label is missing or out of range, or all weights are 0.
+            label is missing or out of range, there are labels and targets, or all weights are 0.
     """
 
     features: Tensor
@@ -119,7 +121,7 @@ class LabeledSamples:
         n = features.shape[0]
         object.__setattr__(self, "features", features)
         several = None
-        if self.labels is not None and self.label_sets is None and np.ndim(self.labels) == 2:
+        if self.labels is not None and self.label_sets is None and _dimension(self.labels) == 2:
             several = several_of(self.labels, self.class_names)
         if several is not None:
             if len(several[1]) != len(self.class_names):
@@ -136,6 +138,8 @@ class LabeledSamples:
             object.__setattr__(self, "label_sets", None)
         if self.targets is not None:
             targets = _as_targets(self.targets, n)
+            if self.labels is not None:
+                raise InputError(BOTH_KINDS)
             object.__setattr__(self, "targets", targets.to(features.device))
         if self.labels is not None:
             labels = _as_class_indices(self.labels, n, self.class_names)
@@ -188,7 +192,8 @@ class LabeledSamples:
 
         Classes are the distinct labels in sorted order; their names are the labels as text. Whole
         numbers in floats are integers. Several labels a row are an indicator (n, V) of 0 and 1, or
-        a list of lists or sets. Floats with fractions, (n,) or (n, q), are numbers.
+        a list of lists or sets; lists of one length of 0 and 1 are an indicator. Floats with
+        fractions, (n,) or (n, q), are numbers.
         """
         found = encode_rows(labels)
         return cls(
@@ -577,6 +582,15 @@ def _not_finite(features: Tensor) -> InputError:
         f"features hold {int(bad.sum())} NaN or infinite values in {int(bad.any(1).sum())} "
         f"rows (first at row {row}, column {column}); remove those rows or impute them"
     )
+
+
+def _dimension(labels: Any) -> int:
+    try:
+        return np.ndim(labels)
+    except ValueError:
+        raise InputError(
+            "labels are lists of several lengths; LabeledSamples.from_arrays reads lists of labels"
+        ) from None
 
 
 def _as_class_indices(values: Any, n: int, class_names: tuple[str, ...]) -> Tensor:

@@ -149,8 +149,8 @@ def _load(side: str, node: dict[str, Any], phases: Phases, numbers: bool) -> Lab
             dataset = subset(dataset.numbered(), None, keys["max_samples"], keys["seed"])
         # A dataset may be named after its file, whose path may come from the environment.
         dataset = replace(dataset, name=hidden(dataset.name))
-    classes = "no labels" if dataset.labels is None else f"{len(dataset.class_names)} classes"
-    logger.info("%s: %s, %d rows, %s", side, dataset.name, len(dataset), classes)
+    kind = dataset.kind_of_labels
+    logger.info("%s: %s, %d rows, %s", side, dataset.name, len(dataset), kind)
     return dataset
 
 

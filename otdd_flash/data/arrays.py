@@ -29,7 +29,7 @@ from otdd_flash.checks import shown
 from otdd_flash.data.dataset import LabeledDataset, as_inputs
 from otdd_flash.data.request import Request, chosen, reading
 from otdd_flash.errors import DataNotice, InputError, warn
-from otdd_flash.label_sets import split_text
+from otdd_flash.label_sets import Encoded, split_text
 from otdd_flash.raw_labels import columns_of
 from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, inexact, side_by_side
 from otdd_flash.shown import listing
@@ -70,8 +70,9 @@ def read_arrays(
             (default: all columns but label and weights).
         label: the npz key (default `y`) or column of the labels; a table's label column is found by
             its name or as its only text column. An npz key `class_names` gives the names of
-            integer labels, if these are under `y`. Several columns of a table are an indicator of
-            labels, of 0 and 1, or numbers.
+            integer labels, if these are under `y`. Without `y`, floats under `targets` are numbers.
+            Several columns of a table are an indicator of labels, of 0 and 1, or numbers; a row
+            with an empty cell among them has no label.
         label_separator: what stands between several labels in one text column, such as "|".
         drop_unlabelled: leave out the rows whose label is missing, instead of refusing them.
 
@@ -122,12 +123,14 @@ def read_arrays(
     found["inputs"], modality = as_inputs(found["inputs"], str(file))
     if found.get("weights") is None:
         found["weights"] = request.masses()
-    return LabeledDataset.from_raw(
+    targets = found.pop("targets", None)
+    dataset = LabeledDataset.from_raw(
         **{"labels": None, **found},
         modality=modality,
         name=file.stem,
         drop_unlabelled=drop_unlabelled,
     )
+    return dataset if targets is None else dataset.labelled(Encoded(None, (), targets=targets))
 
 
 def read_npy(path: Path) -> NDArray[Any]:
@@ -157,6 +160,8 @@ def _read_npz(
             return np.asarray(archive[key])
 
         label = label or ("y" if "y" in keys and not skip_label else None)
+        if label is None and not skip_label and "targets" in keys:
+            label = "targets" if read("targets").dtype.kind == "f" else None
         weight_key = find_weights(keys, weights or ("w" if "w" in keys else None), str(path))
         taken = {"inputs": features or "x", "labels": label, "weights": weight_key}
         if label == "y" and "class_names" in keys and read("y").dtype.kind in "iu":
@@ -167,8 +172,21 @@ def _read_npz(
         if unread := [key for key in keys if key not in taken.values()]:
             choices.append(f"not read: {listing(unread, 10)}")
         found: dict[str, Any] = {name: read(key) for name, key in taken.items() if key is not None}
+        if label == "targets" and found["labels"].dtype.kind == "f":
+            found["targets"] = _numbers(found.pop("labels"), str(path))
         found["choices"] = chosen(str(path), choices, "features=KEY, label=KEY and weights=KEY")
         return found
+
+
+def _numbers(values: NDArray[Any], where: str) -> NDArray[np.float64]:
+    """Return the key `targets` of an npz file as numbers (n, q).
+
+    Raises:
+        InputError: they are no such array.
+    """
+    if values.ndim not in (1, 2) or values.size == 0:
+        raise InputError(f"{where}: targets must be (n,) or (n, q), got shape {values.shape}")
+    return values.astype(np.float64).reshape(len(values), -1)
 
 
 def _read_table(
@@ -262,7 +280,11 @@ def _label_columns(table: Any, labels: Sequence[str], path: Path) -> Any:
     values = [np.where(c.missing, np.nan, c.values.astype(np.float64)) for c in columns]
     found = type(table)(dict(zip(labels, values, strict=True)))
     is_indicator = bool((found.isna() | found.isin([0, 1])).all(axis=None))
-    return found.fillna(0) if is_indicator else found.to_numpy()
+    if not is_indicator:
+        return found.to_numpy()
+    # A row whose labels are not all known counts as one without labels, which the caller refuses.
+    found[found.isna().any(axis=1)] = 0
+    return found
 
 
 def _csv(path: Path) -> Any:

@@ -44,7 +44,7 @@ from otdd_flash.real_numbers import (
     largest_integer,
     real_tensor,
 )
-from otdd_flash.samples import LabeledSamples, check_masses
+from otdd_flash.samples import BOTH_KINDS, LabeledSamples, check_masses
 
 Modality = Literal["image", "text", "array"]
 
@@ -69,7 +69,8 @@ class LabeledDataset:
         targets: (n, q) numbers in place of labels.
 
     Raises:
-        InputError: there are no items, or lengths or label values disagree.
+        InputError: there are no items, lengths or label values disagree, or there are labels and
+            targets.
     """
 
     inputs: Sequence[Any] | NDArray[Any]
@@ -100,6 +101,8 @@ class LabeledDataset:
                     "one for each input"
                 )
         if self.labels is not None:
+            if self.targets is not None:
+                raise InputError(f"{self.name}: {BOTH_KINDS}")
             _check_range(self.labels, self.class_names, self.name)
         if len(self.rows) == 0:
             object.__setattr__(self, "rows", np.arange(n))
@@ -177,6 +180,18 @@ class LabeledDataset:
             InputError: their number differs.
         """
         return replace(self, **found._asdict())
+
+    @property
+    def kind_of_labels(self) -> str:
+        """What rows are labelled by, for messages: `3 classes`, `2 numbers a row`."""
+        if self.targets is not None:
+            count = self.targets.shape[1]
+            return f"{count} {'number' if count == 1 else 'numbers'} a row"
+        if self.labels is None:
+            return "no labels"
+        if self.label_sets is not None:
+            return f"{len(self.label_sets.names)} labels in {len(self.class_names)} sets"
+        return f"{len(self.class_names)} classes"
 
     def __len__(self) -> int:
         return len(self.inputs)

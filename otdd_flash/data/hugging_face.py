@@ -144,6 +144,9 @@ def labeled_table(
         labels = _labels(table, label, texts, path)
         feature = table.features[label]
         class_names = getattr(getattr(feature, "feature", feature), "names", None)
+        if hasattr(feature, "feature") and class_names is not None:
+            # Lists of class labels are no indicator, whatever they hold.
+            labels = [None if row is None else set(row) for row in labels]
     feature_names = None
     numbers = columns if modality == "array" else []
     if texts and (numeric := [*numbers, *([] if weights is None else [weights])]):

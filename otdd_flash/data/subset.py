@@ -111,6 +111,11 @@ def _draw(dataset: LabeledDataset, max_samples: int | None, seed: int) -> Labele
 def _keep_classes(
     dataset: LabeledDataset, classes: Sequence[str | int] | str | int
 ) -> LabeledDataset:
+    if dataset.targets is not None:
+        raise InputError(
+            f"classes={classes}: {dataset.name} has numbers and no classes; leave classes out, or "
+            "cut the numbers into classes first"
+        )
     if dataset.labels is None:
         raise InputError(f"classes={classes}: {dataset.name} has no labels; {HOW_TO_LABEL}")
     single = isinstance(classes, str) or not isinstance(classes, Iterable)

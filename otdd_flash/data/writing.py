@@ -37,15 +37,15 @@ def write_npz(samples: LabeledSamples, path: str | Path) -> None:
     """Write samples as an npz file that the source `arrays` reads.
 
     The keys are `x` (n, d); with labels `y` (n,) int64 class indices and `class_names` (V,); with
-    weights `w` (n,) float64 masses. Of rows with several labels `y` is an indicator (n, V), of
-    numbers (n, q) float64.
+    numbers `targets` (n, q) float64; with weights `w` (n,) float64 masses. Of rows with several
+    labels `y` is an indicator (n, V).
 
     Raises:
         InputError: the file cannot be written.
     """
     arrays: dict[str, Any] = {"x": samples.features.detach().cpu()}
     if samples.targets is not None:
-        arrays["y"] = samples.targets.cpu()
+        arrays["targets"] = samples.targets.cpu()
     elif samples.labels is not None:
         several = samples.label_sets is not None
         labels = (samples.shares > 0).to(torch.int64) if several else samples.labels

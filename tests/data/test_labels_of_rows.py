@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 import otdd_flash as otdd
-from otdd_flash.data import load
+from otdd_flash.data import LabeledDataset, load, with_pseudo_labels
 from otdd_flash.data.writing import write_hugging_face, write_npz
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors import embed, pixels
@@ -106,10 +106,16 @@ def test_sequences_of_class_labels():
     found = otdd.embed(datasets.Dataset.from_dict(rows, features=features))
     assert found.label_names == tuple(names)
     assert found.shares[1].tolist() == [0, 0.5, 0.5]
-    # Indices of two labels are not taken for an indicator.
-    rows["tags"] = [[0, 1]] * 5
-    pairs = otdd.embed(datasets.Dataset.from_dict(rows, features=features))
-    assert pairs.shares[0].tolist() == [0.5, 0.5, 0][: pairs.shares.shape[1]]
+    # Indices of labels are not taken for an indicator.
+    for tags, kept in (([0, 1], 2), ([0, 1, 1], 2), ([2, 1], 3)):
+        rows["tags"] = [[0, 1]] * 4 + [tags]
+        pairs = otdd.embed(datasets.Dataset.from_dict(rows, features=features))
+        assert pairs.label_names == tuple(names[:kept])
+        assert pairs.shares[0].tolist() == [0.5, 0.5, 0][:kept]
+    features["tags"] = datasets.Sequence(datasets.ClassLabel(names=names[:2]))
+    rows["tags"] = [[0, 1]] * 4 + [[1, 1]]
+    both = otdd.embed(datasets.Dataset.from_dict(rows, features=features))
+    assert both.shares.tolist() == [[0.5, 0.5]] * 4 + [[0, 1]]
 
 
 def test_a_folder_of_tagged_images(tmp_path):
@@ -188,3 +194,170 @@ def test_other_files_have_one_column_of_labels(tmp_path):
     for options in ({"label": ["y", "z"]}, {"label": "y", "label_separator": "|"}):
         with pytest.raises(InputError, match=r"^several columns of labels, and label_separator"):
             load("arrays", path=tmp_path / "a.npz", **options)
+
+
+HOT = [[1, 0, 0], [0, 1, 1], [0, 1, 0], [1, 1, 1], [0, 0, 1]]
+PARTS = [[1, 0, 0], [0, 0.5, 0.5], [0, 1, 0], [1 / 3, 1 / 3, 1 / 3], [0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        HOT,
+        [tuple(row) for row in HOT],
+        [np.array(row) for row in HOT],
+        [[float(entry) for entry in row] for row in HOT],
+        [[bool(entry) for entry in row] for row in HOT],
+        pd.Series(HOT),
+    ],
+)
+def test_lists_of_0_and_1_are_an_indicator(labels):
+    found = LabeledSamples.from_arrays(X, labels)
+    assert found.label_names == ("0", "1", "2")
+    assert found.shares.tolist() == PARTS
+
+
+def test_lists_of_0_and_1_with_names():
+    found = LabeledSamples(X, HOT, ("bird", "cat", "dog"))
+    assert found.label_names == ("bird", "cat", "dog")
+    assert found.shares.tolist() == PARTS
+    pairs = LabeledSamples(X, [[True, False]] * 4 + [[False, True]], ("cat", "dog"))
+    assert pairs.shares.tolist() == [[1, 0]] * 4 + [[0, 1]]
+
+
+def test_items_and_columns_of_0_and_1():
+    datasets = pytest.importorskip("datasets")
+
+    class Pairs(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(HOT)
+
+        def __getitem__(self, row):
+            return torch.from_numpy(X[row]), HOT[row]
+
+    columns = datasets.Dataset.from_dict({"x": X, "label": HOT})
+    for given in (Pairs(), columns, (X, columns["label"])):
+        found = otdd.embed(given)
+        assert found.label_names == ("0", "1", "2")
+        assert found.shares.tolist() == PARTS
+
+
+def test_lists_that_could_be_both_are_refused():
+    labels = [[0, 1], [1, 0], [0, 1], [0, 1], [1, 0]]
+    with pytest.raises(InputError, match=r"\[0, 1\] are labels or an indicator; .*np\.array.*sets"):
+        LabeledSamples.from_arrays(X, labels)
+    with pytest.raises(InputError, match="labels or an indicator of 2 names"):
+        LabeledSamples(X, labels, ("cat", "dog"))
+    with pytest.raises(InputError, match="labels or an indicator of 4 names"):
+        LabeledSamples(X, HOT, ("cat", "dog", "bird", "horse"))
+    assert LabeledSamples.from_arrays(X, np.array(labels)).shares[1].tolist() == [1, 0]
+    sets = LabeledSamples.from_arrays(X, [set(row) for row in labels])
+    assert sets.shares.tolist() == [[0.5, 0.5]] * 5
+    # Fewer labels than names are no indicator.
+    few = LabeledSamples(X, labels, ("cat", "dog", "bird"))
+    assert few.shares.tolist() == [[0.5, 0.5, 0]] * 5
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_row_with_an_empty_cell_has_no_label(suffix, tmp_path):
+    path = tmp_path / f"gaps.{suffix}"
+    frame = table(cat=[1, None, 0, 1, 1], dog=[0, 1, 1, 0, 1]).astype({"cat": "Int64"})
+    frame.to_csv(path, index=False) if suffix == "csv" else frame.to_parquet(path)
+    with pytest.raises(InputError, match="1 label is missing, at row 1; drop_unlabelled=true"):
+        load("arrays", path=path, label=["cat", "dog"])
+    found = embed(load("arrays", path=path, label=["cat", "dog"], drop_unlabelled=True))
+    assert found.shares.tolist() == [[1, 0], [0, 1], [1, 0], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    "targets", [[[0, 1], [1, 1]], [[0.25, 0.75], [0.5, 0.5]], [1, 2], [[1.5, 2], [3, 4]]]
+)
+def test_numbers_of_npz_files_stay_numbers(targets, tmp_path):
+    samples = LabeledSamples(X[:2], None, (), targets=torch.tensor(targets).double())
+    write_npz(samples, tmp_path / "a.npz")
+    for options in ({}, {"label": "targets"}):
+        read = embed(load("arrays", path=tmp_path / "a.npz", **options))
+        assert read.labels is None
+        assert torch.equal(read.targets, samples.targets)
+
+
+def test_what_targets_of_npz_files_cannot_be_is_said(tmp_path):
+    np.savez(tmp_path / "a.npz", x=X, targets=np.ones((5, 1, 1)))
+    with pytest.raises(InputError, match=r"targets must be \(n,\) or \(n, q\), got shape"):
+        load("arrays", path=tmp_path / "a.npz")
+    # Integers of that name are no numbers, and may be labels under a name of the user's.
+    np.savez(tmp_path / "a.npz", x=X, targets=[0, 1, 0, 1, 1])
+    with pytest.warns(DataNotice, match="taken as unlabelled.*not read: targets"):
+        assert load("arrays", path=tmp_path / "a.npz").targets is None
+    assert load("arrays", path=tmp_path / "a.npz", label="targets").class_names == ("0", "1")
+
+
+def test_rows_have_labels_or_numbers():
+    numbers = torch.arange(5.0)
+    with pytest.raises(InputError, match=r"^rows have labels or targets, and not both"):
+        LabeledSamples(X, [0, 1, 0, 1, 0], ("a", "b"), targets=numbers)
+    with pytest.raises(InputError, match=r"^houses: rows have labels or targets, and not both"):
+        LabeledDataset(
+            X, np.zeros(5, int), ("a",), None, "array", "houses", targets=np.ones((5, 1))
+        )
+    priced = LabeledSamples(X, None, (), targets=numbers, name="houses")
+    with pytest.warns(DataNotice, match="houses: its numbers are replaced by labels of 2 clusters"):
+        found = with_pseudo_labels(priced, 2)
+    assert found.targets is None
+    assert found.class_names == ("cluster 0", "cluster 1")
+
+
+def test_samples_point_to_the_reader_of_lists():
+    with pytest.raises(InputError, match=r"lists of several lengths; LabeledSamples\.from_arrays"):
+        LabeledSamples(X, TAGS, ("bird", "cat", "dog"))
+
+
+@pytest.mark.parametrize("labels", [[1.5, 2, np.inf, 3, -np.inf], np.full((5, 2), -np.inf)])
+def test_infinite_numbers_are_named(labels):
+    ways = (
+        lambda: LabeledSamples.from_arrays(X, labels),
+        lambda: otdd.embed((X, np.array(labels))),
+    )
+    for way in ways:
+        with pytest.raises(InputError, match=r"targets must be finite, got -?inf at rows [02], "):
+            way()
+
+
+@pytest.mark.parametrize(("entry", "said"), [(-1, "-1"), (np.int64(3), "3"), ("cat", "'cat'")])
+def test_lists_beyond_their_names_are_named(entry, said):
+    labels = [[0], [1, 2], [], [1, entry], [entry]]
+    with pytest.raises(InputError, match=rf"of 3 names, from 0, got {said} at row 3; leave out"):
+        LabeledDataset.from_raw(
+            X, labels, modality="array", name="tagged", class_names=("bird", "cat", "dog")
+        )
+
+
+def test_datasets_say_what_their_labels_are(tmp_path):
+    path = tmp_path / "houses.csv"
+    table(price=PRICES).to_csv(path, index=False)
+    houses = load("arrays", path=path, label="price")
+    assert houses.kind_of_labels == "1 number a row"
+    with pytest.raises(InputError, match=r"houses has numbers and no classes; leave classes out"):
+        load("arrays", path=path, label="price", classes=[0])
+    options = {"path": tagged("csv", tmp_path), "label": "tags", "label_separator": "|"}
+    found = load("arrays", **options, drop_unlabelled=True)
+    assert found.kind_of_labels == "3 labels in 4 sets"
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_columns_of_class_labels_in_lists_are_named(ragged):
+    datasets = pytest.importorskip("datasets")
+    kind = datasets.Sequence(datasets.ClassLabel(names=["bird", "cat", "dog"]))
+    tags = [[1], [2, 1], [0], [2], [0, 2]] if ragged else [[1, 0], [0, 1], [0, 1], [1, 2], [0, 1]]
+    column = datasets.Dataset.from_dict({"tags": tags}, features=datasets.Features({"tags": kind}))
+    found = LabeledSamples.from_arrays(X, column["tags"])
+    assert found.label_names == ("bird", "cat", "dog")
+    assert [set(row.nonzero().ravel().tolist()) for row in found.shares] == list(map(set, tags))
+    tags[3] = [0, -1]
+    column = datasets.Dataset.from_dict({"tags": tags}, features=datasets.Features({"tags": kind}))
+    with pytest.raises(InputError, match="labels in lists are missing, at row 3; leave those rows"):
+        LabeledSamples.from_arrays(X, column["tags"])
+    tags[3] = None
+    column = datasets.Dataset.from_dict({"tags": tags}, features=datasets.Features({"tags": kind}))
+    with pytest.raises(InputError, match="1 row has no label, at row 3; leave those rows"):
+        LabeledSamples.from_arrays(X, column["tags"])
