@@ -32,6 +32,12 @@ def test_distances_are_ways_between_names():
     assert found.tolist() == [[way(a, b) for b in names] for a in names]
 
 
+def test_lengths_keep_all_their_digits():
+    found = Tree({"a": ("b", 0.1), "b": ("c", 1.0), "d": ("c", 1e-9)}).by_names(["a", "b", "d"])
+    assert found[0, 1].item() == pytest.approx(0.1, rel=1e-14)
+    assert found[1, 2].item() == pytest.approx(1 + 1e-9, rel=1e-14)
+
+
 def test_a_distance_by_a_tree_is_that_of_its_table():
     found = otdd.dataset_distance(SOURCE, TARGET, labels=Tree(PARENTS), epsilon=0.3)
     names = ["cat", "dog", "oak", "oak", "pet"]

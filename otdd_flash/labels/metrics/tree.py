@@ -102,7 +102,9 @@ class Tree(LabelMetric):
         assert isinstance(edges, Mapping)
         ways = [_way(name, edges) for name in names]
         nodes = {node: place for place, node in enumerate(dict.fromkeys(chain(*ways)))}
-        lengths = torch.tensor([edges.get(node, (None, 0.0))[1] for node in nodes])
+        lengths = torch.tensor(
+            [edges.get(node, (None, 0.0))[1] for node in nodes], dtype=torch.float64
+        )
         above = torch.zeros(len(names), len(nodes), dtype=torch.float64)
         for row, way in enumerate(ways):
             above[row, [nodes[node] for node in way]] = 1
