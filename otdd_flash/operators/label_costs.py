@@ -35,6 +35,9 @@ from torch import Tensor
 
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.cost.points import DOUBLE_UNIT
+from otdd_flash.data.given import Samples, as_samples
+from otdd_flash.errors import InputError
+from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples, displaced
 
 # Sets of labels on one side up to which they are classes: of so many a processor builds a table in
@@ -116,9 +119,33 @@ def has_sets(sides: Sequence[LabeledSamples]) -> bool:
     return any(side.label_sets is not None for side in sides)
 
 
-def set_table(table: Tensor, sides: Sequence[LabeledSamples]) -> Tensor:
-    """Return the costs between sets, of both sides, from W (V_x + V_y, V_x + V_y) of labels."""
-    shares = [part.to(table.dtype) for part in shares_of(sides, table.device)]
+def set_table(table: Tensor, sides: Sequence[Samples]) -> Tensor:
+    """Return the costs between sets of labels from the class distances of labels.
+
+    It is differentiable by W.
+
+    Args:
+        table: W (V_x + V_y, V_x + V_y), squared distances between the labels of both sides.
+        sides: the source and the target, as samples or as arrays (features, labels), with S_x and
+            S_y distinct sets of labels; without several labels a row each class is one set.
+
+    Returns:
+        (S_x + S_y, S_x + S_y) float64, in units of W, on its device.
+
+    Raises:
+        InputError: W is not of real numbers or has another size, or there are not two datasets.
+    """
+    table = real_tensor("class distances", table).to(torch.float64)
+    if len(sides) != 2:
+        raise InputError(f"set_table takes the source and the target, got {len(sides)} datasets")
+    named = zip(sides, ("source", "target"), strict=True)
+    shares = shares_of([as_samples(side, name) for side, name in named], table.device)
+    x, y = (part.shape[1] for part in shares)
+    if table.shape != (x + y, x + y):
+        raise InputError(
+            f"class distances have the shape {tuple(table.shape)} for {x} + {y} labels; give W "
+            f"({x + y}, {x + y}), with the labels of the source first"
+        )
     cut = [shares[0].shape[1]]
     blocks = [row.tensor_split(cut, 1) for row in table.tensor_split(cut, 0)]
 

@@ -508,3 +508,27 @@ def test_sets_of_one_name_are_told_apart():
     assert set(one.class_names) == set(other.class_names)
     assert one.fingerprint != other.fingerprint
     assert otdd.dataset_distance(one, other, labels="means", epsilon=0.1).value > 0
+
+
+def test_tables_of_sets_of_whole_numbers_and_of_arrays():
+    source, target = (np.eye(2), [["a"], ["a", "b"]]), (np.eye(2), [["c"], ["c", "d"]])
+    table = 4 * (1 - torch.eye(4, dtype=torch.int64))
+    found = set_table(table, (source, target))
+    sides = [LabeledSamples.from_arrays(*side) for side in (source, target)]
+    assert found.dtype == torch.float64
+    assert torch.equal(found, set_table(table.double(), sides))
+    # The shares of a set of two labels are halves, which whole numbers cannot hold.
+    assert found[0, 1] == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "sides", "message"),
+    [
+        (torch.ones(3, 3), 2, r"have the shape \(3, 3\) for 5 \+ 4 labels; give W \(9, 9\)"),
+        (torch.ones(9, 9), 1, "takes the source and the target, got 1 datasets"),
+        (torch.ones(9, 9, dtype=torch.complex64), 2, "class distances must be real, got complex64"),
+    ],
+)
+def test_what_tables_of_sets_are_made_of_is_checked(table, sides, message):
+    with pytest.raises(InputError, match=message):
+        set_table(table, (SOURCE, TARGET)[:sides])
