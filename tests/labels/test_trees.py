@@ -109,3 +109,12 @@ def test_a_flow_keeps_its_tree(add):
     moved = (found.samples.features, SOURCE[1])
     expected = otdd.class_distances([moved, TARGET], Tree(PARENTS, add=add)).full
     torch.testing.assert_close(found.class_distances.full, expected)
+
+
+def test_the_epsilon_of_what_is_added_is_that_of_the_result():
+    tree = Tree(PARENTS, add="sinkhorn")
+    found = otdd.dataset_distance(SOURCE, TARGET, labels=tree, epsilon=0.5)
+    assert found.labels_epsilon == 0.5
+    assert found.to_dict()["labels_epsilon"] == 0.5
+    matrix = otdd.pairwise_distances([SOURCE, TARGET], labels=tree, epsilon=0.5)
+    assert matrix.details["labels_epsilon"] == 0.5

@@ -79,6 +79,12 @@ class Tree(LabelMetric):
         return self.add if isinstance(self.add, LabelMetric) else NoLabels()
 
     @property
+    def epsilon(self) -> float | None:
+        """The regularisation of what is added, if it has one."""
+        found: float | None = getattr(self.measured, "epsilon", None)
+        return found
+
+    @property
     def single_samples_are_points(self) -> bool:
         """Whether what is added divides covariances by n - 1."""
         return self.measured.single_samples_are_points
