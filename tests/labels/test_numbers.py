@@ -207,3 +207,8 @@ def test_relaxed_marginals_of_numbers():
     expected = otdd.dataset_distance(*hand, labels="none", **settings)
     assert found.value == pytest.approx(expected.value, abs=1e-8)
     assert found.unmatched().moved == pytest.approx(expected.unmatched().moved, abs=1e-6)
+
+
+def test_numbers_have_no_distances_between_classes():
+    with pytest.raises(InputError, match="labels=continuous compares the numbers of rows and has"):
+        otdd.class_distances([diabetes(ONE), diabetes(OTHER)], "continuous")

@@ -69,6 +69,25 @@ def test_trees_are_read_from_files(form, tmp_path):
     assert torch.equal(found, Tree(PARENTS).by_names(list(NAMES)))
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tree.csv", "name,parent\na,b\nc,b\na,c\n"), ("tree.json", '{"a": "b", "c": "b", "a": "c"}')],
+)
+def test_a_name_that_is_listed_twice_is_refused(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=rf"{name} lists 'a' twice"):
+        Tree(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tree.csv", "name,parent\na,b\nc,b\n"), ("tree.json", '{"a": "b", "c": "b"}')],
+)
+def test_files_of_spreadsheets_are_read(name, text, tmp_path):
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert Tree(tmp_path / name) == Tree({"a": "b", "c": "b"})
+
+
 def test_a_power_warns():
     with pytest.warns(DataNotice, match="debiased values may be negative"):
         found = Tree(PARENTS, power=2).by_names(list(NAMES))
@@ -83,6 +102,8 @@ def test_a_power_warns():
         ({"a": ("b", -1)}, "the edge above 'a' must have a length of 0 or more"),
         ({"a": ("b", "long")}, "the edge above 'a' must have a length of 0 or more"),
         ("nowhere.json", "cannot be read"),
+        ({"a": ["b", 1, 2]}, r"'a' must have a parent, or a pair \(parent, length\)"),
+        (["a", "b"], "must be the path of a file, or in Python parents a mapping"),
     ],
 )
 def test_what_is_no_tree_is_refused(parents, message):
