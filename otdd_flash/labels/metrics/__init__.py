@@ -369,6 +369,12 @@ class PairFunction(LabelMetric):
 
     def _check_weights(self, clouds: Sequence[ClassCloud]) -> None:
         for cloud in clouds:
+            if cloud.weights is not None and cloud.several:
+                raise InputError(
+                    f"labels={self.name} is called with points alone, and rows with several labels "
+                    f"count as a part of each, as of class {cloud.name}; take a metric of "
+                    "otdd.labels, such as otdd.labels.Gaussian(), which counts parts"
+                )
             if cloud.weights is not None:
                 raise InputError(
                     f"labels={self.name} is called with points alone, and those of class "
