@@ -537,8 +537,7 @@ class DistanceResult:
     def _built(self, *, weighted: bool = True) -> Operator:
         comparison = self._prepared
         if not weighted:
-            source, target = comparison.transformed
-            comparison = comparison.with_points(replace(source, weights=None), target)
+            comparison = comparison.unweighted(0)
         # Precision `fast` rounds the points for its passes, and potentials are of unrounded points.
         return comparison.operator("xy", keep_scores=False).refined
 

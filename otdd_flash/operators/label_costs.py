@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,10 +72,15 @@ class LabelColumns:
     lambda_x: float
     error: float
 
+    @property
+    def empty(self) -> bool:
+        """Whether labels cost nothing, and points stay as they are."""
+        return self.tables[0].shape[-1] == 0
+
     def appended(self, samples: LabeledSamples, side: int) -> LabeledSamples:
         """Return samples of side 0 or 1 with these columns, as one class."""
-        if samples.dim != self.dim:
-            return samples
+        if self.empty:
+            return replace(samples, labels=None, class_names=(), label_sets=None)
         # Points of files are read.
         points = samples.points_of(slice(None)).double()
         table, kind = self.tables[side].to(points.device), samples.labels
@@ -190,11 +195,7 @@ def _both_shares(sides: Sequence[LabeledSamples], like: Tensor) -> Tensor:
 def columns_of_sets(
     table: Tensor, sides: Sequence[LabeledSamples], ground: GroundCost
 ) -> LabelColumns:
-    """Return the columns of sets of labels at W (V_x + V_y, V_x + V_y).
-
-    Raises:
-        InputError: W is not symmetric.
-    """
+    """Return the columns of sets of labels at W (V_x + V_y, V_x + V_y)."""
     # A small problem, which a processor solves.
     table = table.detach().to("cpu", torch.float64)
     count = len(table)
@@ -226,6 +227,13 @@ def columns_of_sets(
     reach = max(float(part.square().sum(1).max()) for part in tables) ** 0.5
     error += lambda_x * 2 * off * (4 * reach + 4 * off)
     return LabelColumns(tables, False, negative, weight, sides[0].dim, lambda_x, error)
+
+
+def no_columns(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelColumns:
+    """Return no columns, for sets of labels that cost nothing."""
+    nothing = torch.zeros(1, 0, dtype=torch.float64)
+    lambda_x = ground.squared.lambda_x
+    return LabelColumns((nothing, nothing), False, 0, 1.0, sides[0].dim, lambda_x, 0.0)
 
 
 def columns_of_targets(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelColumns:

@@ -532,3 +532,34 @@ def test_tables_of_sets_of_whole_numbers_and_of_arrays():
 def test_what_tables_of_sets_are_made_of_is_checked(table, sides, message):
     with pytest.raises(InputError, match=message):
         set_table(table, (SOURCE, TARGET)[:sides])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"labels": "none"}, {"labels": "means", "lambda_y": 0.0}], ids=str
+)
+@pytest.mark.parametrize("ground", ["sqeuclidean", "inner"])
+def test_many_sets_that_cost_nothing_need_no_columns(settings, ground, monkeypatch):
+    monkeypatch.setattr(comparisons, "MOST_SETS", 0)
+    monkeypatch.setattr(comparisons, "columns_of_sets", None)
+    if ground == "inner" and settings["labels"] != "none":
+        settings = {"class_distances": no_euclidean(), "lambda_y": 0.0}
+    rest = {"ground": ground, "epsilon": EPSILON, "compute": DOUBLE, "solver": TIGHT}
+    found = otdd.dataset_distance(SOURCE, TARGET, **settings, **rest)
+    bare = [LabeledSamples(side.features, None, (), side.weights) for side in (SOURCE, TARGET)]
+    expected = otdd.dataset_distance(*bare, labels="none", **rest)
+    assert found.value == expected.value
+    assert torch.equal(found.barycentric_map(), expected.barycentric_map())
+
+
+def test_columns_are_appended_once():
+    sides = [
+        LabeledSamples(side.features, None, (), targets=torch.arange(float(len(side))))
+        for side in (SOURCE, TARGET)
+    ]
+    ground = otdd.GroundCost(target_scale=(2.0,))
+    found = Comparison.prepare(sides, ground, DOUBLE).with_classes(None)
+    assert [side.dim for side in found.transformed] == [4, 4]
+    assert [side.dim for side in found.unweighted(0, 1).transformed] == [4, 4]
+    assert [side.dim for side in found.with_points(*sides).transformed] == [4, 4]
+    with pytest.raises(AssertionError, match="have columns of labels already"):
+        found.with_classes(None)
