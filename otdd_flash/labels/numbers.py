@@ -59,6 +59,14 @@ def with_numbers(
     return Continuous(scale), replace(cost, target_scale=scale), found
 
 
+def refuse_table(metric: LabelMetric, class_distances: object) -> None:
+    """Raise an `InputError` if a table of class distances is given beside numbers."""
+    if class_distances is not None and isinstance(metric, Continuous):
+        raise InputError(
+            "labels=continuous compares numbers and takes no class_distances=; leave one out"
+        )
+
+
 def targets_of(samples: LabeledSamples) -> Tensor:
     """Return the targets (n, q) of samples that have some."""
     assert samples.targets is not None

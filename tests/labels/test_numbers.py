@@ -212,3 +212,14 @@ def test_relaxed_marginals_of_numbers():
 def test_numbers_have_no_distances_between_classes():
     with pytest.raises(InputError, match="labels=continuous compares the numbers of rows and has"):
         otdd.class_distances([diabetes(ONE), diabetes(OTHER)], "continuous")
+
+
+def test_numbers_take_no_table():
+    sides = diabetes(ONE), diabetes(OTHER)
+    two = otdd.ClassDistances.from_full(torch.zeros(2, 2), 1)
+    all_of_them = otdd.class_distances([(np.eye(4), [0, 0, 1, 1])] * 2)
+    message = "compares numbers and takes no class_distances=; leave"
+    with pytest.raises(InputError, match=message):
+        otdd.dataset_distance(*sides, labels="continuous", class_distances=two)
+    with pytest.raises(InputError, match=message):
+        otdd.pairwise_distances(sides, labels="continuous", class_distances=all_of_them)
