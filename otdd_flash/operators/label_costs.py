@@ -62,6 +62,7 @@ class LabelColumns:
         dim: coordinates of the points.
         lambda_x: weight of the squared distance between points with columns.
         error: bound on the error of a cost by that of the columns.
+        centre: what is taken from targets before they are scaled (q,) float64; None: nothing.
     """
 
     tables: tuple[Tensor, Tensor]
@@ -71,6 +72,7 @@ class LabelColumns:
     dim: int
     lambda_x: float
     error: float
+    centre: Tensor | None = None
 
     @property
     def empty(self) -> bool:
@@ -85,9 +87,12 @@ class LabelColumns:
         points = samples.points_of(slice(None)).double()
         table, kind = self.tables[side].to(points.device), samples.labels
         if self.of_rows:
-            kind = samples.targets
-        assert kind is not None
-        columns = kind * table if self.of_rows else table[kind]
+            assert self.centre is not None
+            assert samples.targets is not None
+            columns = (samples.targets - self.centre.to(points.device)) * table
+        else:
+            assert kind is not None
+            columns = table[kind]
         points = points * self.weight if self.weight != 1 else points
         found = displaced(samples, torch.cat((points, columns), 1), subset_hash=samples.subset_hash)
         plain = {"labels": None, "class_names": (), "label_sets": None, "feature_names": None}
@@ -237,20 +242,23 @@ def no_columns(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelColu
 
 
 def columns_of_targets(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelColumns:
-    """Return the columns of numbers, which `ground.target_scale` divides."""
+    """Return the columns of numbers, which `ground.target_scale` divides.
+
+    One row is taken from all, the mean: differences stay and rounding does not grow with the mean.
+    """
     assert ground.target_scale is not None
     weight, lambda_x, factor = _weights(ground)
     scale = factor / torch.tensor(ground.target_scale, dtype=torch.float64)
-    largest = [
-        float((side.targets.cpu() * scale).abs().max())
-        for side in sides
-        if side.targets is not None
-    ]
-    # Two products, a quotient and a root: each number is off by 4 roundings, a difference of two by
-    # twice that of the largest, and its square by 2 d e + e^2 for a difference d.
-    off = 8 * DOUBLE_UNIT * max(largest)
-    error = lambda_x * len(scale) * off * (4 * max(largest) + off) * 2
-    return LabelColumns((scale, scale), True, 0, weight, sides[0].dim, lambda_x, error)
+    rows = torch.cat([side.targets.cpu() for side in sides if side.targets is not None])
+    # Divided first: sums of the largest numbers would overflow.
+    centre = (rows / len(rows)).sum(0)
+    largest = float(((rows - centre) * scale).abs().max())
+    # A difference, two products, a quotient and a root: each number is off by 5 roundings, a
+    # difference of two by twice that of the largest, and its square by 2 d e + e^2 for a
+    # difference d.
+    off = 10 * DOUBLE_UNIT * largest
+    error = lambda_x * len(scale) * off * (4 * largest + off) * 2
+    return LabelColumns((scale, scale), True, 0, weight, sides[0].dim, lambda_x, error, centre)
 
 
 def _weights(ground: GroundCost) -> tuple[float, float, float]:
