@@ -18,6 +18,7 @@ from otdd_flash.operators import blocked
 from otdd_flash.operators import comparison as comparisons
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.label_costs import (
+    MOST_SETS,
     by_labels,
     columns_of_sets,
     set_table,
@@ -563,3 +564,18 @@ def test_columns_are_appended_once():
     assert [side.dim for side in found.with_points(*sides).transformed] == [4, 4]
     with pytest.raises(AssertionError, match="have columns of labels already"):
         found.with_classes(None)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_sets_up_to_a_number_are_classes(more):
+    count = MOST_SETS + more
+    labels = len(bin(count)) - 2
+    indicator = (torch.arange(1, count + 1)[:, None] >> torch.arange(labels)) % 2 == 1
+    names = tuple(f"label {k}" for k in range(labels))
+    many = LabeledSamples(torch.ones(count, 1), indicator, names)
+    few = LabeledSamples(torch.ones(2, 1), torch.eye(2, dtype=torch.bool), ("a", "b"))
+    table = 1 - torch.eye(labels + 2, dtype=torch.float64)
+    for sides in ((many, few), (few, many)):
+        found = Comparison.prepare(sides, otdd.GroundCost(), DOUBLE).with_classes(table)
+        assert (found.columns is None) == (more == 0)
+        assert sum(side.class_total for side in found.transformed) == (2 if more else count + 2)
