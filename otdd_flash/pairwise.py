@@ -60,7 +60,7 @@ from otdd_flash.labels import (
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import as_datasets, measure_all
-from otdd_flash.labels.numbers import with_numbers
+from otdd_flash.labels.numbers import refuse_table, with_numbers
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.otdd import prepared
 from otdd_flash.raw_labels import frame_of
@@ -150,7 +150,9 @@ def pairwise_distances(
     """
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
     whole = as_datasets(datasets, at_least=2)
-    metric, cost, whole = with_numbers(metric_of(labels), cost, whole)
+    metric = metric_of(labels)
+    refuse_table(metric, class_distances)
+    metric, cost, whole = with_numbers(metric, cost, whole)
     options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
     refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=True, ground=ground)
     if not isinstance(options, Exact) and (

@@ -72,8 +72,8 @@ class DistanceResult:
         cost: the weights of the ground cost.
         compute: where and how passes ran, and will run for the plan.
         method: the method of class distances.
-        labels_epsilon: the regularisation of class distances by `sinkhorn`, in units of ||.||^2;
-            else None.
+        labels_epsilon: the regularisation of class distances by `sinkhorn`, alone or added to a
+            tree, in units of ||.||^2; else None.
         seconds: wall time of each phase.
         comparison: both datasets on the device, for the plan; a loaded result prepares its own at
             the first question.
@@ -537,8 +537,7 @@ class DistanceResult:
     def _built(self, *, weighted: bool = True) -> Operator:
         comparison = self._prepared
         if not weighted:
-            source, target = comparison.transformed
-            comparison = comparison.with_points(replace(source, weights=None), target)
+            comparison = comparison.unweighted(0)
         # Precision `fast` rounds the points for its passes, and potentials are of unrounded points.
         return comparison.operator("xy", keep_scores=False).refined
 

@@ -26,7 +26,14 @@ from otdd_flash.commands.settings import DatasetPairSettings, SamplingSettings, 
 from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.contributions import Contributions
 from otdd_flash.errors import ConvergenceError, InputError
-from otdd_flash.labels import ClassDistances, Continuous, Given, LabelMetric, NoLabels, Sinkhorn
+from otdd_flash.labels import (
+    ClassDistances,
+    Continuous,
+    Given,
+    LabelMetric,
+    NoLabels,
+    settled_metric,
+)
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.distance import (
     WITHOUT_CLASSES,
@@ -255,7 +262,7 @@ def measure_sampling(
         metric = Continuous(result.cost.target_scale)
     if result.labels_epsilon is not None:
         # Class distances of subsamples use the whole datasets' epsilon.
-        metric = Sinkhorn(result.labels_epsilon, solver.asked_tolerance)
+        metric = settled_metric(metric, result.labels_epsilon, ())
     # The distance of two halves is nearly 0, so no relative width can be reached.
     if isinstance(solver, Converged):
         solver = replace(solver, bound_width=None)

@@ -394,7 +394,8 @@ class DivergenceGradient:
         if gradient.keys() & SHARED:
             raise InputError(
                 "no gradient by classes and weights of the cost where labels are compared as "
-                "columns of features: numbers, and many sets of labels"
+                "columns of features: numbers, and many sets of labels; use flow.mode=features, or "
+                "keep fewer labels with classes=[...]"
             )
         for place, (key, masses) in enumerate(zip(POINTS, MASSES, strict=True)):
             if key in gradient:

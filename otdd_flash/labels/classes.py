@@ -45,11 +45,13 @@ class ClassCloud:
         name: the class in messages: its name and its dataset's.
         points: (n, d), n >= 1, only points of positive weight.
         weights: (n,) float64, positive, summing to 1; None if all points weigh the same.
+        several: whether points may have other labels as well, and count here as a part.
     """
 
     name: str
     points: Tensor
     weights: Tensor | None
+    several: bool = False
 
     def __len__(self) -> int:
         return self.points.shape[0]
@@ -123,7 +125,8 @@ def split_classes(samples: LabeledSamples) -> list[ClassCloud]:
                 f"class {name} has no sample of positive weight, so it has no distance to other "
                 "classes; min_class_size=1 drops it"
             )
-        clouds.append(ClassCloud(name, samples.points_of(rows), _normalised(weights)))
+        several = samples.label_sets is not None
+        clouds.append(ClassCloud(name, samples.points_of(rows), _normalised(weights), several))
     return clouds
 
 

@@ -42,6 +42,7 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning, warn
 from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
 from otdd_flash.labels.metrics import (
+    Continuous,
     Given,
     Labels,
     NoLabels,
@@ -91,10 +92,15 @@ def class_distances(
         The whole table; `between(i, j)` is the table of two of the datasets.
 
     Raises:
-        InputError: not a list of datasets, labels are missing, the dimensions differ, or a class is
-            too small or too large for the method.
+        InputError: not a list of datasets, `continuous`, labels are missing, the dimensions differ,
+            or a class is too small or too large for the method.
     """
     metric, cost = metric_of(labels), GroundCost(ground=ground)
+    if isinstance(metric, Continuous):
+        raise InputError(
+            "labels=continuous compares the numbers of rows and has no distances between classes; "
+            "choose another method, or pass labels=continuous to otdd.dataset_distance"
+        )
     cost.check_labels(metric.name)
     kept = [drop_small_classes(one, min_class_size) for one in as_datasets(datasets)]
     check_squares(*kept)

@@ -54,9 +54,18 @@ def with_numbers(
     scale = (1.0,) * count if metric.scale is None else metric.scale
     if isinstance(scale, str):
         scale = _pooled(found if statistics is None else [*map(_numbered, statistics)])
+    assert isinstance(scale, tuple)
     if len(scale) != count:
         raise InputError(f"labels.scale has {len(scale)} numbers for {count} columns of targets")
     return Continuous(scale), replace(cost, target_scale=scale), found
+
+
+def refuse_table(metric: LabelMetric, class_distances: object) -> None:
+    """Raise an `InputError` if a table of class distances is given beside numbers."""
+    if class_distances is not None and isinstance(metric, Continuous):
+        raise InputError(
+            "labels=continuous compares numbers and takes no class_distances=; leave one out"
+        )
 
 
 def targets_of(samples: LabeledSamples) -> Tensor:
@@ -89,9 +98,12 @@ def _pooled(datasets: Sequence[LabeledSamples]) -> tuple[float, ...]:
     masses = torch.cat([samples.masses.cpu() * len(samples) for samples in datasets])
     masses = masses / masses.sum()
     rows = torch.cat([targets_of(samples).cpu() for samples in datasets])
+    # Squares of very large numbers would overflow, and those of very small ones underflow.
+    largest = rows.abs().amax(0)
+    rows = rows / torch.where(largest > 0, largest, 1.0)
     # Relative to one of them: a constant column has the deviation 0 however sums are rounded.
     rows = rows - rows[0]
-    found = (masses @ (rows - masses @ rows).square()).sqrt()
+    found = (masses @ (rows - masses @ rows).square()).sqrt() * largest
     for place, value in enumerate(found.tolist()):
         if not value > 0:
             raise InputError(

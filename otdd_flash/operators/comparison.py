@@ -44,6 +44,7 @@ from otdd_flash.operators.label_costs import (
     columns_of_sets,
     columns_of_targets,
     has_sets,
+    no_columns,
     set_table,
     set_table_error,
 )
@@ -209,6 +210,7 @@ class Comparison:
         Raises:
             InputError: the table has another size or is not finite.
         """
+        assert self.columns is None, "the points have columns of labels already"
         sides = self.transformed[0], self.transformed[-1]
         if self.ground.target_scale is not None:
             return self._with_columns(columns_of_targets(sides, self.ground))
@@ -219,6 +221,8 @@ class Comparison:
         if max(side.class_total for side in sides) <= MOST_SETS:
             wide = _class_table(set_table(given, sides), sides, self.device)
             return replace(self, classes=wide, label_error=set_table_error(given, self.ground))
+        if self.ground.lambda_y == 0 or not bool(given.any()):
+            return self._with_columns(no_columns(sides, self.ground))
         return self._with_columns(columns_of_sets(given, sides, self.ground))
 
     def _with_columns(self, columns: LabelColumns) -> Comparison:
@@ -227,7 +231,8 @@ class Comparison:
         Raises:
             InputError: points are streamed, or are compared by no squared distances.
         """
-        if self.streaming is not None or self.ground.ground == "inner":
+        apart = self.streaming is not None or self.ground.ground == "inner"
+        if apart and not columns.empty:
             raise InputError(
                 "numbers, and many sets of labels, are compared as columns of points in memory by "
                 "squared distances; raise memory_budget where these are streamed, and take "
@@ -257,12 +262,22 @@ class Comparison:
         """Return the comparison of other, already transformed, points of the same classes.
 
         There are at most as many. They are on the device, or on the host if datasets are streamed.
+        They have no columns of labels, and get those of this comparison.
         """
         if self.columns is not None:
             places = (0, len(transformed) - 1)
             first, last = (self.columns.appended(transformed[k], min(k, 1)) for k in places)
             return replace(self, given=transformed, transformed=(first, last))
         return replace(self, given=transformed, transformed=transformed)
+
+    def unweighted(self, *places: int) -> Comparison:
+        """Return the comparison of the same points, those of sides 0 or 1 with equal weights."""
+        source, target = self.transformed
+        sides = tuple(
+            replace(side, weights=None) if place in places else side
+            for place, side in enumerate((source, target))
+        )
+        return replace(self, given=sides, transformed=sides)
 
     def at(self, epsilon: float) -> Comparison:
         """Return the comparison at an epsilon, in units of the cost; 0 is of exact transport.

@@ -28,13 +28,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.cost.points import DOUBLE_UNIT
+from otdd_flash.data.given import Samples, as_samples
+from otdd_flash.errors import InputError
+from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples, displaced
 
 # Sets of labels on one side up to which they are classes: of so many a processor builds a table in
@@ -59,6 +62,7 @@ class LabelColumns:
         dim: coordinates of the points.
         lambda_x: weight of the squared distance between points with columns.
         error: bound on the error of a cost by that of the columns.
+        centre: what is taken from targets before they are scaled (q,) float64; None: nothing.
     """
 
     tables: tuple[Tensor, Tensor]
@@ -68,18 +72,27 @@ class LabelColumns:
     dim: int
     lambda_x: float
     error: float
+    centre: Tensor | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether labels cost nothing, and points stay as they are."""
+        return self.tables[0].shape[-1] == 0
 
     def appended(self, samples: LabeledSamples, side: int) -> LabeledSamples:
         """Return samples of side 0 or 1 with these columns, as one class."""
-        if samples.dim != self.dim:
-            return samples
+        if self.empty:
+            return replace(samples, labels=None, class_names=(), label_sets=None)
         # Points of files are read.
         points = samples.points_of(slice(None)).double()
         table, kind = self.tables[side].to(points.device), samples.labels
         if self.of_rows:
-            kind = samples.targets
-        assert kind is not None
-        columns = kind * table if self.of_rows else table[kind]
+            assert self.centre is not None
+            assert samples.targets is not None
+            columns = (samples.targets - self.centre.to(points.device)) * table
+        else:
+            assert kind is not None
+            columns = table[kind]
         points = points * self.weight if self.weight != 1 else points
         found = displaced(samples, torch.cat((points, columns), 1), subset_hash=samples.subset_hash)
         plain = {"labels": None, "class_names": (), "label_sets": None, "feature_names": None}
@@ -116,9 +129,33 @@ def has_sets(sides: Sequence[LabeledSamples]) -> bool:
     return any(side.label_sets is not None for side in sides)
 
 
-def set_table(table: Tensor, sides: Sequence[LabeledSamples]) -> Tensor:
-    """Return the costs between sets, of both sides, from W (V_x + V_y, V_x + V_y) of labels."""
-    shares = [part.to(table.dtype) for part in shares_of(sides, table.device)]
+def set_table(table: Tensor, sides: Sequence[Samples]) -> Tensor:
+    """Return the costs between sets of labels from the class distances of labels.
+
+    It is differentiable by W.
+
+    Args:
+        table: W (V_x + V_y, V_x + V_y), squared distances between the labels of both sides.
+        sides: the source and the target, as samples or as arrays (features, labels), with S_x and
+            S_y distinct sets of labels; without several labels a row each class is one set.
+
+    Returns:
+        (S_x + S_y, S_x + S_y) float64, in units of W, on its device.
+
+    Raises:
+        InputError: W is not of real numbers or has another size, or there are not two datasets.
+    """
+    table = real_tensor("class distances", table).to(torch.float64)
+    if len(sides) != 2:
+        raise InputError(f"set_table takes the source and the target, got {len(sides)} datasets")
+    named = zip(sides, ("source", "target"), strict=True)
+    shares = shares_of([as_samples(side, name) for side, name in named], table.device)
+    x, y = (part.shape[1] for part in shares)
+    if table.shape != (x + y, x + y):
+        raise InputError(
+            f"class distances have the shape {tuple(table.shape)} for {x} + {y} labels; give W "
+            f"({x + y}, {x + y}), with the labels of the source first"
+        )
     cut = [shares[0].shape[1]]
     blocks = [row.tensor_split(cut, 1) for row in table.tensor_split(cut, 0)]
 
@@ -163,11 +200,7 @@ def _both_shares(sides: Sequence[LabeledSamples], like: Tensor) -> Tensor:
 def columns_of_sets(
     table: Tensor, sides: Sequence[LabeledSamples], ground: GroundCost
 ) -> LabelColumns:
-    """Return the columns of sets of labels at W (V_x + V_y, V_x + V_y).
-
-    Raises:
-        InputError: W is not symmetric.
-    """
+    """Return the columns of sets of labels at W (V_x + V_y, V_x + V_y)."""
     # A small problem, which a processor solves.
     table = table.detach().to("cpu", torch.float64)
     count = len(table)
@@ -201,21 +234,31 @@ def columns_of_sets(
     return LabelColumns(tables, False, negative, weight, sides[0].dim, lambda_x, error)
 
 
+def no_columns(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelColumns:
+    """Return no columns, for sets of labels that cost nothing."""
+    nothing = torch.zeros(1, 0, dtype=torch.float64)
+    lambda_x = ground.squared.lambda_x
+    return LabelColumns((nothing, nothing), False, 0, 1.0, sides[0].dim, lambda_x, 0.0)
+
+
 def columns_of_targets(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelColumns:
-    """Return the columns of numbers, which `ground.target_scale` divides."""
+    """Return the columns of numbers, which `ground.target_scale` divides.
+
+    One row is taken from all, the mean: differences stay and rounding does not grow with the mean.
+    """
     assert ground.target_scale is not None
     weight, lambda_x, factor = _weights(ground)
     scale = factor / torch.tensor(ground.target_scale, dtype=torch.float64)
-    largest = [
-        float((side.targets.cpu() * scale).abs().max())
-        for side in sides
-        if side.targets is not None
-    ]
-    # Two products, a quotient and a root: each number is off by 4 roundings, a difference of two by
-    # twice that of the largest, and its square by 2 d e + e^2 for a difference d.
-    off = 8 * DOUBLE_UNIT * max(largest)
-    error = lambda_x * len(scale) * off * (4 * max(largest) + off) * 2
-    return LabelColumns((scale, scale), True, 0, weight, sides[0].dim, lambda_x, error)
+    rows = torch.cat([side.targets.cpu() for side in sides if side.targets is not None])
+    # Divided first: sums of the largest numbers would overflow.
+    centre = (rows / len(rows)).sum(0)
+    largest = float(((rows - centre) * scale).abs().max())
+    # A difference, two products, a quotient and a root: each number is off by 5 roundings, a
+    # difference of two by twice that of the largest, and its square by 2 d e + e^2 for a
+    # difference d.
+    off = 10 * DOUBLE_UNIT * largest
+    error = lambda_x * len(scale) * off * (4 * largest + off) * 2
+    return LabelColumns((scale, scale), True, 0, weight, sides[0].dim, lambda_x, error, centre)
 
 
 def _weights(ground: GroundCost) -> tuple[float, float, float]:

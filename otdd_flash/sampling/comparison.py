@@ -101,10 +101,12 @@ class SubsetComparison:
         metric, _, (source, target) = with_numbers(metric, GroundCost(), (source, target))
         if isinstance(metric, Continuous):
             self._settings["labels"] = metric
-        if isinstance(metric, Sinkhorn) and metric.epsilon is None:
+        measured = metric.measured
+        if isinstance(measured, Sinkhorn) and measured.epsilon is None:
+            place = "labels" if measured is metric else "add"
             raise InputError(
                 "class distances between parts are measured at the epsilon of the whole: give the "
-                "result's, labels=otdd.labels.Sinkhorn(epsilon=result.labels_epsilon)"
+                f"result's, {place}=otdd.labels.Sinkhorn(epsilon=result.labels_epsilon)"
             )
         minimum = self._settings.pop("min_class_size", None)
         sides = drawable(source, metric, minimum), drawable(target, metric, minimum)

@@ -105,6 +105,15 @@ def test_trees(command, read, rows, add, undrawn):
     assert apart == 2 if add == "null" else apart > 2
 
 
+def test_sampling_errors_of_trees(command, read, undrawn):
+    settings = ("labels=tree", "labels.path=tree.json", "labels.add=sinkhorn", "epsilon=0.3")
+    asked = ("noise_floor=true", "report=none")
+    assert command(*both(label="[cat,dog]"), *settings, *asked).complaints == []
+    result = read("run/result.json")
+    assert result["labels_epsilon"] == 0.3
+    assert result["noise_floor"]["size"] == 15
+
+
 def test_sampling_errors_of_numbers(command, read, undrawn):
     settings = ("labels=continuous", "epsilon=0.3", "subsample=40", "noise_floor=true")
     assert command(*both(label="price"), *settings, "report=none").complaints == []

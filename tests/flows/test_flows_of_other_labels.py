@@ -8,6 +8,7 @@ import torch
 import otdd_flash as otdd
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.errors import InputError
+from otdd_flash.flows.maps import in_classes_of
 from otdd_flash.operators import comparison as comparisons
 from otdd_flash.samples import LabeledSamples
 
@@ -126,8 +127,22 @@ def test_other_modes_refuse_them(mode):
 
 def test_attached_classes_of_many_sets_are_refused(monkeypatch):
     monkeypatch.setattr(comparisons, "MOST_SETS", 0)
-    with pytest.raises(InputError, match=r"no gradient by classes .* where labels are compared as"):
+    said = "no gradient by classes .* or keep fewer labels with classes="
+    with pytest.raises(InputError, match=said):
         moved(tagged(20, 0), tagged(15, 1), "attached")
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_new_points_get_the_sets_of_the_particles(labelled):
+    particles = tagged(20, 0)
+    # The same sets, found in another order.
+    new = particles.take(torch.arange(19, -1, -1))
+    if not labelled:
+        new = LabeledSamples(new.features, None, ())
+    found = in_classes_of(new, particles)
+    assert found.label_sets is particles.label_sets
+    expected = particles.label_sets.shares[particles.labels].flip(0)
+    assert torch.equal(found.label_sets.shares[found.labels], expected)
 
 
 def test_flows_are_read_back(tmp_path):

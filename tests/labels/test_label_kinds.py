@@ -18,6 +18,7 @@ from otdd_flash.operators import blocked
 from otdd_flash.operators import comparison as comparisons
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.label_costs import (
+    MOST_SETS,
     by_labels,
     columns_of_sets,
     set_table,
@@ -508,3 +509,73 @@ def test_sets_of_one_name_are_told_apart():
     assert set(one.class_names) == set(other.class_names)
     assert one.fingerprint != other.fingerprint
     assert otdd.dataset_distance(one, other, labels="means", epsilon=0.1).value > 0
+
+
+def test_tables_of_sets_of_whole_numbers_and_of_arrays():
+    source, target = (np.eye(2), [["a"], ["a", "b"]]), (np.eye(2), [["c"], ["c", "d"]])
+    table = 4 * (1 - torch.eye(4, dtype=torch.int64))
+    found = set_table(table, (source, target))
+    sides = [LabeledSamples.from_arrays(*side) for side in (source, target)]
+    assert found.dtype == torch.float64
+    assert torch.equal(found, set_table(table.double(), sides))
+    # The shares of a set of two labels are halves, which whole numbers cannot hold.
+    assert found[0, 1] == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "sides", "message"),
+    [
+        (torch.ones(3, 3), 2, r"have the shape \(3, 3\) for 5 \+ 4 labels; give W \(9, 9\)"),
+        (torch.ones(9, 9), 1, "takes the source and the target, got 1 datasets"),
+        (torch.ones(9, 9, dtype=torch.complex64), 2, "class distances must be real, got complex64"),
+    ],
+)
+def test_what_tables_of_sets_are_made_of_is_checked(table, sides, message):
+    with pytest.raises(InputError, match=message):
+        set_table(table, (SOURCE, TARGET)[:sides])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"labels": "none"}, {"labels": "means", "lambda_y": 0.0}], ids=str
+)
+@pytest.mark.parametrize("ground", ["sqeuclidean", "inner"])
+def test_many_sets_that_cost_nothing_need_no_columns(settings, ground, monkeypatch):
+    monkeypatch.setattr(comparisons, "MOST_SETS", 0)
+    monkeypatch.setattr(comparisons, "columns_of_sets", None)
+    if ground == "inner" and settings["labels"] != "none":
+        settings = {"class_distances": no_euclidean(), "lambda_y": 0.0}
+    rest = {"ground": ground, "epsilon": EPSILON, "compute": DOUBLE, "solver": TIGHT}
+    found = otdd.dataset_distance(SOURCE, TARGET, **settings, **rest)
+    bare = [LabeledSamples(side.features, None, (), side.weights) for side in (SOURCE, TARGET)]
+    expected = otdd.dataset_distance(*bare, labels="none", **rest)
+    assert found.value == expected.value
+    assert torch.equal(found.barycentric_map(), expected.barycentric_map())
+
+
+def test_columns_are_appended_once():
+    sides = [
+        LabeledSamples(side.features, None, (), targets=torch.arange(float(len(side))))
+        for side in (SOURCE, TARGET)
+    ]
+    ground = otdd.GroundCost(target_scale=(2.0,))
+    found = Comparison.prepare(sides, ground, DOUBLE).with_classes(None)
+    assert [side.dim for side in found.transformed] == [4, 4]
+    assert [side.dim for side in found.unweighted(0, 1).transformed] == [4, 4]
+    assert [side.dim for side in found.with_points(*sides).transformed] == [4, 4]
+    with pytest.raises(AssertionError, match="have columns of labels already"):
+        found.with_classes(None)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_sets_up_to_a_number_are_classes(more):
+    count = MOST_SETS + more
+    labels = len(bin(count)) - 2
+    indicator = (torch.arange(1, count + 1)[:, None] >> torch.arange(labels)) % 2 == 1
+    names = tuple(f"label {k}" for k in range(labels))
+    many = LabeledSamples(torch.ones(count, 1), indicator, names)
+    few = LabeledSamples(torch.ones(2, 1), torch.eye(2, dtype=torch.bool), ("a", "b"))
+    table = 1 - torch.eye(labels + 2, dtype=torch.float64)
+    for sides in ((many, few), (few, many)):
+        found = Comparison.prepare(sides, otdd.GroundCost(), DOUBLE).with_classes(table)
+        assert (found.columns is None) == (more == 0)
+        assert sum(side.class_total for side in found.transformed) == (2 if more else count + 2)

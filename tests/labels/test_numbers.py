@@ -159,7 +159,7 @@ def test_numbers_need_squared_distances():
         otdd.dataset_distance(diabetes(ONE), diabetes(OTHER), labels="continuous", ground="inner")
 
 
-@pytest.mark.parametrize("scale", ["wide", (0.0,), (), 3, (1.0, float("nan"))])
+@pytest.mark.parametrize("scale", ["wide", (0.0,), (), 0, True, (1.0, float("nan"))])
 def test_a_scale_is_checked(scale):
     with pytest.raises(InputError, match="scale must be pooled, null, or a positive number"):
         otdd.labels.Continuous(scale)
@@ -207,3 +207,58 @@ def test_relaxed_marginals_of_numbers():
     expected = otdd.dataset_distance(*hand, labels="none", **settings)
     assert found.value == pytest.approx(expected.value, abs=1e-8)
     assert found.unmatched().moved == pytest.approx(expected.unmatched().moved, abs=1e-6)
+
+
+def test_numbers_have_no_distances_between_classes():
+    with pytest.raises(InputError, match="labels=continuous compares the numbers of rows and has"):
+        otdd.class_distances([diabetes(ONE), diabetes(OTHER)], "continuous")
+
+
+def test_numbers_take_no_table():
+    sides = diabetes(ONE), diabetes(OTHER)
+    two = otdd.ClassDistances.from_full(torch.zeros(2, 2), 1)
+    all_of_them = otdd.class_distances([(np.eye(4), [0, 0, 1, 1])] * 2)
+    message = "compares numbers and takes no class_distances=; leave"
+    with pytest.raises(InputError, match=message):
+        otdd.dataset_distance(*sides, labels="continuous", class_distances=two)
+    with pytest.raises(InputError, match=message):
+        otdd.pairwise_distances(sides, labels="continuous", class_distances=all_of_them)
+
+
+def test_numbers_far_from_0_lose_no_digits():
+    """Times of day, in seconds since 1970, are those since midnight."""
+    x, y = torch.from_numpy(10 * FEATURES[ONE]), torch.from_numpy(10 * FEATURES[OTHER])
+    days = [torch.from_numpy(PROGRESS[rows]).double() * 100 for rows in (ONE, OTHER)]
+    settings = {"labels": "continuous", "epsilon": 0.3, "compute": DOUBLE, "solver": TIGHT}
+    values = [
+        otdd.dataset_distance(
+            *(
+                LabeledSamples(p, None, (), targets=t + start)
+                for p, t in zip((x, y), days, strict=True)
+            ),
+            **settings,
+        )
+        for start in (0.0, 1.7e9)
+    ]
+    assert values[1].value == pytest.approx(values[0].value, abs=1e-9)
+    assert values[1].comparison.cost_error < 1e-10
+
+
+@pytest.mark.parametrize("unit", [1e200, 1e-200])
+def test_numbers_of_any_size(unit):
+    targets = [torch.from_numpy(PROGRESS[rows]).double() for rows in (ONE, OTHER)]
+    found = [
+        otdd.dataset_distance(
+            *(LabeledSamples(torch.ones(len(t), 1), None, (), targets=t * factor) for t in targets),
+            labels="continuous",
+            epsilon=0.3,
+            lambda_x=0.0,
+            compute=DOUBLE,
+        ).value
+        for factor in (1.0, unit)
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
+
+
+def test_one_number_is_the_scale_of_one_column():
+    assert otdd.labels.Continuous(50) == otdd.labels.Continuous((50.0,))

@@ -32,6 +32,12 @@ def test_distances_are_ways_between_names():
     assert found.tolist() == [[way(a, b) for b in names] for a in names]
 
 
+def test_lengths_keep_all_their_digits():
+    found = Tree({"a": ("b", 0.1), "b": ("c", 1.0), "d": ("c", 1e-9)}).by_names(["a", "b", "d"])
+    assert found[0, 1].item() == pytest.approx(0.1, rel=1e-14)
+    assert found[1, 2].item() == pytest.approx(1 + 1e-9, rel=1e-14)
+
+
 def test_a_distance_by_a_tree_is_that_of_its_table():
     found = otdd.dataset_distance(SOURCE, TARGET, labels=Tree(PARENTS), epsilon=0.3)
     names = ["cat", "dog", "oak", "oak", "pet"]
@@ -63,6 +69,25 @@ def test_trees_are_read_from_files(form, tmp_path):
     assert torch.equal(found, Tree(PARENTS).by_names(list(NAMES)))
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tree.csv", "name,parent\na,b\nc,b\na,c\n"), ("tree.json", '{"a": "b", "c": "b", "a": "c"}')],
+)
+def test_a_name_that_is_listed_twice_is_refused(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=rf"{name} lists 'a' twice"):
+        Tree(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tree.csv", "name,parent\na,b\nc,b\n"), ("tree.json", '{"a": "b", "c": "b"}')],
+)
+def test_files_of_spreadsheets_are_read(name, text, tmp_path):
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert Tree(tmp_path / name) == Tree({"a": "b", "c": "b"})
+
+
 def test_a_power_warns():
     with pytest.warns(DataNotice, match="debiased values may be negative"):
         found = Tree(PARENTS, power=2).by_names(list(NAMES))
@@ -77,6 +102,8 @@ def test_a_power_warns():
         ({"a": ("b", -1)}, "the edge above 'a' must have a length of 0 or more"),
         ({"a": ("b", "long")}, "the edge above 'a' must have a length of 0 or more"),
         ("nowhere.json", "cannot be read"),
+        ({"a": ["b", 1, 2]}, r"'a' must have a parent, or a pair \(parent, length\)"),
+        (["a", "b"], "must be the path of a file, or in Python parents a mapping"),
     ],
 )
 def test_what_is_no_tree_is_refused(parents, message):
@@ -103,3 +130,12 @@ def test_a_flow_keeps_its_tree(add):
     moved = (found.samples.features, SOURCE[1])
     expected = otdd.class_distances([moved, TARGET], Tree(PARENTS, add=add)).full
     torch.testing.assert_close(found.class_distances.full, expected)
+
+
+def test_the_epsilon_of_what_is_added_is_that_of_the_result():
+    tree = Tree(PARENTS, add="sinkhorn")
+    found = otdd.dataset_distance(SOURCE, TARGET, labels=tree, epsilon=0.5)
+    assert found.labels_epsilon == 0.5
+    assert found.to_dict()["labels_epsilon"] == 0.5
+    matrix = otdd.pairwise_distances([SOURCE, TARGET], labels=tree, epsilon=0.5)
+    assert matrix.details["labels_epsilon"] == 0.5

@@ -202,7 +202,8 @@ class Continuous(NoLabels):
 
     Args:
         scale: what each column of numbers is divided by: `pooled`, its standard deviation over all
-            datasets that are compared; None keeps their units; or one number a column.
+            datasets that are compared; None keeps their units; or one number a column, which may
+            be a number alone where there is one column.
 
     Raises:
         InputError: it is none of these.
@@ -210,13 +211,15 @@ class Continuous(NoLabels):
 
     name = "continuous"
 
-    scale: str | tuple[float, ...] | None = POOLED
+    scale: str | float | tuple[float, ...] | None = POOLED
 
     def __post_init__(self) -> None:
         super().__post_init__()
         scale = self.scale
         if scale is None or scale == POOLED:
             return
+        if isinstance(scale, int | float) and not isinstance(scale, bool):
+            scale = (scale,)
         if isinstance(scale, list | tuple) and scale:
             numbers = tuple(map(float, scale))
             if all(math.isfinite(each) and each > 0 for each in numbers):
@@ -369,6 +372,12 @@ class PairFunction(LabelMetric):
 
     def _check_weights(self, clouds: Sequence[ClassCloud]) -> None:
         for cloud in clouds:
+            if cloud.weights is not None and cloud.several:
+                raise InputError(
+                    f"labels={self.name} is called with points alone, and rows with several labels "
+                    f"count as a part of each, as of class {cloud.name}; take a metric of "
+                    "otdd.labels, such as otdd.labels.Gaussian(), which counts parts"
+                )
             if cloud.weights is not None:
                 raise InputError(
                     f"labels={self.name} is called with points alone, and those of class "

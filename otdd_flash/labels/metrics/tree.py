@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Positive, Progress
+from otdd_flash.checks import shown
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.labels.classes import ClassCloud
@@ -55,6 +56,11 @@ class Tree(LabelMetric):
                 "labels=tree needs the parent of every class: labels.path=FILE, a csv or json "
                 "file, or otdd.labels.Tree(parents) in Python"
             )
+        if not isinstance(self.parents, Mapping | str | Path):
+            raise InputError(
+                "labels.path must be the path of a file, or in Python parents a mapping from every "
+                f"class to its parent, got {shown(self.parents)}"
+            )
         given = self.parents if isinstance(self.parents, Mapping) else _read(Path(self.parents))
         object.__setattr__(self, "parents", _edges(given))
         if self.add is not None:
@@ -77,6 +83,12 @@ class Tree(LabelMetric):
         from otdd_flash.labels.metrics import NoLabels
 
         return self.add if isinstance(self.add, LabelMetric) else NoLabels()
+
+    @property
+    def epsilon(self) -> float | None:
+        """The regularisation of what is added, if it has one."""
+        found: float | None = getattr(self.measured, "epsilon", None)
+        return found
 
     @property
     def single_samples_are_points(self) -> bool:
@@ -102,7 +114,9 @@ class Tree(LabelMetric):
         assert isinstance(edges, Mapping)
         ways = [_way(name, edges) for name in names]
         nodes = {node: place for place, node in enumerate(dict.fromkeys(chain(*ways)))}
-        lengths = torch.tensor([edges.get(node, (None, 0.0))[1] for node in nodes])
+        lengths = torch.tensor(
+            [edges.get(node, (None, 0.0))[1] for node in nodes], dtype=torch.float64
+        )
         above = torch.zeros(len(names), len(nodes), dtype=torch.float64)
         for row, way in enumerate(ways):
             above[row, [nodes[node] for node in way]] = 1
@@ -128,23 +142,39 @@ class Tree(LabelMetric):
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        # Spreadsheets put a byte order mark before the first name.
+        text = path.read_text(encoding="utf-8-sig")
         if path.suffix.lower() == ".json":
-            return dict(json.loads(text))
-        rows = csv.DictReader(text.splitlines(), skipinitialspace=True)
-        return {row["name"]: (row["parent"] or None, row.get("length") or 1.0) for row in rows}
+            entries = [(name, entry) for name, entry in json.loads(text, object_pairs_hook=list)]
+        else:
+            rows = csv.DictReader(text.splitlines(), skipinitialspace=True)
+            entries = [
+                (row["name"], (row["parent"] or None, row.get("length") or 1.0)) for row in rows
+            ]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"labels.path={path} cannot be read: it must be json, the parent of every class by its "
             f"name, or csv with columns name, parent and perhaps length ({error})"
         ) from None
+    found = dict(entries)
+    if len(found) < len(entries):
+        names = [name for name, _ in entries]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise InputError(f"labels.path={path} lists {display(repr(twice))} twice; give one parent")
+    return found
 
 
 def _edges(given: Mapping[Any, Any]) -> dict[str, tuple[str | None, float]]:
     """Return the parent of every node and the length of the edge to it."""
     edges: dict[str, tuple[str | None, float]] = {}
     for name, entry in given.items():
-        parent, length = entry if isinstance(entry, list | tuple) else (entry, 1.0)
+        edge = entry if isinstance(entry, list | tuple) else (entry, 1.0)
+        if len(edge) != 2:
+            raise InputError(
+                f"{display(repr(name))} must have a parent, or a pair (parent, length), in the "
+                f"tree of labels=tree, got {shown(entry)}"
+            )
+        parent, length = edge
         try:
             edges[str(name)] = None if parent is None else str(parent), float(length)
         except (TypeError, ValueError):
