@@ -45,6 +45,17 @@ class Offset(NamedTuple):
 NO_OFFSET = Offset(0.0, 0.0)
 
 
+def _scales(given: Any) -> tuple[float, ...]:
+    """Return positive numbers, or raise an InputError."""
+    try:
+        found = () if isinstance(given, str) else tuple(map(float, given))
+    except (TypeError, ValueError):
+        found = ()
+    if not found or not all(0 < each < math.inf for each in found):
+        raise InputError(f"target_scale must be a positive number for each column, got {given!r}")
+    return found
+
+
 @dataclass(frozen=True)
 class GroundCost:
     """C_ij = lambda_x c(x_i, y_j) + lambda_y W[l_i, l_j].
@@ -70,7 +81,7 @@ class GroundCost:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.target_scale is not None:
-            object.__setattr__(self, "target_scale", tuple(map(float, self.target_scale)))
+            object.__setattr__(self, "target_scale", _scales(self.target_scale))
         if self.lambda_x == self.lambda_y == 0:
             raise InputError("lambda_x and lambda_y are both 0, so every cost is 0; raise one")
 

@@ -89,7 +89,8 @@ def read_arrays(
     skip_label = labels_path is not None
     named = [label] if isinstance(label, str) else list(label or ())
     label, is_table = next(iter(named), None), file.suffix.lower() in (".csv", ".parquet")
-    if (len(named) > 1 and not is_table) or (label_separator and not (is_table and label)):
+    one_column = is_table and len(named) == 1
+    if (len(named) > 1 and not is_table) or (label_separator and not one_column):
         raise InputError(
             "several columns of labels, and label_separator for one column of text, are of a csv "
             f"or parquet file, and with label=COLUMN; got {file.name}"

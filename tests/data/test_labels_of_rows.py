@@ -182,6 +182,10 @@ def test_what_was_written_is_read_back(form, tmp_path):
         ({"label": ["a", "cat"]}, "has no column 'cat'"),
         ({"label": "tags", "label_separator": ""}, "label_separator"),
         ({"label_separator": "|"}, "^several columns of labels, and label_separator"),
+        (
+            {"label": ["tags", "a"], "label_separator": "|"},
+            "^several columns of labels, and label_separator",
+        ),
     ],
 )
 def test_what_columns_cannot_be_is_said(options, message, tmp_path):

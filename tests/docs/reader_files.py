@@ -31,6 +31,7 @@ def write_files(folder: Path) -> None:
             for i in range(6):
                 level = light + 25 * number + draw.integers(-20, 20, size=(12 + i, 14, 3))
                 Image.fromarray(level.astype(np.uint8)).save(place / f"{i}.png")
+    other = np.random.default_rng(1)
     for year in (2023, 2024):
         late = year == 2024
         rows = pd.DataFrame(
@@ -52,11 +53,11 @@ def write_files(folder: Path) -> None:
         album.mkdir(parents=True)
         lines = []
         for i in range(20):
-            level = draw.integers(40, 160 + 40 * late, size=(9, 10, 3))
+            level = other.integers(40, 160 + 40 * late, size=(9, 10, 3))
             Image.fromarray(level.astype(np.uint8)).save(album / f"{i}.png")
             lines.append(json.dumps({"file_name": f"{i}.png", "tags": tags[i % 5]}))
         (album / "metadata.jsonl").write_text("\n".join(lines))
-        rooms, area = draw.integers(1, 7, size=60), draw.normal(90, 20, size=60).round(1)
+        rooms, area = other.integers(1, 7, size=60), other.normal(90, 20, size=60).round(1)
         houses = pd.DataFrame({"rooms": rooms, "area": area})
         houses["price"] = (2.5 + 0.1 * late) * area + 20.25 * rooms
         houses.to_csv(folder / f"houses_{year}.csv", index=False)
