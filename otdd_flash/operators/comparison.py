@@ -216,6 +216,9 @@ class Comparison:
             return self._with_columns(columns_of_targets(sides, self.ground))
         if table is None or not has_sets(sides):
             return replace(self, classes=_class_table(table, sides, self.device))
+        if any(side.labels is None for side in sides):
+            # Of labels that are not compared, as the other side has none.
+            return replace(self, classes=_class_table(None, sides, self.device))
         names = tuple(len(side.label_names) for side in sides)
         given = ClassTable(table, (names[0], names[1]), torch.device("cpu")).full
         if max(side.class_total for side in sides) <= MOST_SETS:

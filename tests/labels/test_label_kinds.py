@@ -579,3 +579,13 @@ def test_sets_up_to_a_number_are_classes(more):
         found = Comparison.prepare(sides, otdd.GroundCost(), DOUBLE).with_classes(table)
         assert (found.columns is None) == (more == 0)
         assert sum(side.class_total for side in found.transformed) == (2 if more else count + 2)
+
+
+def test_labels_that_are_not_compared_meet_rows_without_any():
+    source, target = tagged(30, ["a", "b", "c"], 0), tagged(20, ["a", "b"], 1)
+    sides = source.features, target.features
+    given = {"epsilon": EPSILON, "labels": "none", "solver": TIGHT, "compute": DOUBLE}
+    expected = otdd.dataset_distance(*sides, **given)
+    for pair in ((source, sides[1]), (sides[0], target)):
+        found = otdd.dataset_distance(*pair, **given)
+        assert found.value == pytest.approx(expected.value, rel=1e-6)
