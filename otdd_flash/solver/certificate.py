@@ -37,9 +37,10 @@ from otdd_flash.formulas.evidence import (
     dual_value,
     oscillation_bound,
 )
-from otdd_flash.formulas.marginals import EXACT, LEAST_MOVING, Constraints, Factors
+from otdd_flash.formulas.marginals import EXACT, LEAST_MOVING, Constraints, Factors, Marginal
 from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator
 from otdd_flash.solver.evidence import (
+    DOUBLE_UNIT,
     TINY,
     Filling,
     balancing,
@@ -341,7 +342,8 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
     reached, owed_rows, fit, share = to.adjusted(updated_rows, own, kappa, scalable)
     owed_columns = constraints.columns.owed(operator.b, to.g)
     owed = torch.cat((owed_rows, owed_columns), -1)
-    errors = errors_of(operator, plan, to.f, updated_rows, epsilon)
+    # Sizes of costs are those of two potentials of one plan: before the translation, as g is.
+    errors = errors_of(operator, plan, updated_f, updated_rows, epsilon)
     growth = _growth(plan, both, errors, held - torch.cat(returned, -1), epsilon)
     updated = torch.cat((reached, owed_columns), -1)
     filling = filling_of(operator, plan.masses, plan.absent, owed, both, fit)
@@ -375,7 +377,7 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
         column_error=plan.cost_errors[..., columns].amax(-1),
     )
     vectors = both, before, owed, held, updated_f, updated_rows - sums.rows
-    given = plan, numbers, vectors
+    given = plan, numbers, vectors, returned
     more = () if to.factors is None else _cross_penalties(*given, to.factors, epsilon)
     told = torch.stack((*numbers[:-1], *more), -1)
     return PlanEvidence(*returned, told, sums, plan.passes)
@@ -385,6 +387,7 @@ def _cross_penalties(
     plan: Plan,
     numbers: CrossNumbers,
     vectors: tuple[Tensor, ...],
+    returned: tuple[Tensor, Tensor],
     factors: Factors,
     epsilon: Epsilon,
 ) -> tuple[Tensor, ...]:
@@ -396,6 +399,7 @@ def _cross_penalties(
         vectors: (n + m,) of both sides: sums, potentials, what they owe, potentials after the
             update and the translation; and (n,) potentials of rows after the update alone, and by
             how much it moves row sums.
+        returned: f (n,) and g (m,) in the type of the result.
         factors: of that translation.
         epsilon: regularisation.
     """
@@ -415,21 +419,50 @@ def _cross_penalties(
     tilt = factors.mass * (torch.expm1(factors.exponent) - factors.exponent)
     # The mass after the translation is as exact as its exponents.
     rounded = epsilon * (tilt + factors.mass * exponent) * (1 + exponent + factors.mass.log().abs())
+    shift = numbers.updated * torch.expm1(-factors.exponent).abs()
+    hidden = numbers._replace(penalties=Penalties(shift=shift)).noise
+    sides = (constraints.rows, rows), (constraints.columns, columns)
+    misstated = [
+        _misstated(kind, plan.masses[..., side], owed[..., side], held[..., side], potential)
+        for (kind, side), potential in zip(sides, returned, strict=True)
+    ]
     return Penalties(
         owed=factors.mass,
         price=numbers.linear - dot(owed, held),
-        shift=numbers.updated * torch.expm1(-factors.exponent).abs(),
+        shift=shift,
         moved=changed.abs().sum(-1),
         tilt=tilt,
         fit=factors.fit,
         primal=primal,
-        open_error=dot(largest, plan.cost_errors) + epsilon * numbers.noise,
+        open_error=dot(largest, plan.cost_errors) + epsilon * hidden,
         moving=numbers.updated,
+        surely=_surely(numbers.updated, hidden, relative),
+        misstated=torch.maximum(*misstated),
         wanted=plan.owed[..., columns].sum(-1),
         size=dot(sums, before.abs()) + size + rounded,
         uneven=_uneven(numbers, factors.mass, epsilon),
         swing=torch.ones_like(tilt) * (1 + epsilon * constraints.columns.softness),
     )
+
+
+def _misstated(
+    kind: Marginal, masses: Tensor, owed: Tensor, held: Tensor, returned: Tensor
+) -> Tensor:
+    """Bound by how much what a side owes, (...), is off what its returned potential owes, in L1.
+
+    Its potential was `held` (..., k) before it was rounded. What is owed is off by some units in
+    the last place of float64 itself, and by those of its exponent.
+    """
+    apart = distance(kind.owed(masses, returned.double()), owed)
+    return apart + DOUBLE_UNIT * dot(owed, 4 + kind.softness * held.abs())
+
+
+def _surely(moving: Tensor, hidden: Tensor, relative: float) -> Tensor:
+    """Return the least, (...), that a plan moves, of which errors hide so much.
+
+    It is at least half of what it moves: where errors hide more the plan is refused.
+    """
+    return torch.maximum((1 - 2 * relative) * moving - hidden, moving / 2)
 
 
 def _uneven(numbers: CrossNumbers, mass: Tensor, epsilon: Epsilon) -> Tensor:
@@ -473,12 +506,14 @@ def self_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEv
         row_error=dot(plan.owed, plan.cost_errors),
         largest_error=plan.cost_errors.amax(-1),
     )
-    more = () if plan.constraints.exact else _self_penalties(plan, numbers, epsilon)
+    more = () if plan.constraints.exact else _self_penalties(plan, numbers, returned, epsilon)
     told = torch.stack((*numbers[:-1], *more), -1)
     return PlanEvidence(returned, returned, told, sums, plan.passes)
 
 
-def _self_penalties(plan: Plan, numbers: SelfNumbers, epsilon: Epsilon) -> tuple[Tensor, ...]:
+def _self_penalties(
+    plan: Plan, numbers: SelfNumbers, returned: Tensor, epsilon: Epsilon
+) -> tuple[Tensor, ...]:
     """Compute the `Penalties` of a self term."""
     rows, relative, owed = plan.sums.rows, plan.sums.relative_error, plan.owed.sum(-1)
     held = plan.f.masked_fill(plan.absent, 0)
@@ -492,6 +527,8 @@ def _self_penalties(plan: Plan, numbers: SelfNumbers, epsilon: Epsilon) -> tuple
         primal=2 * charged + epsilon * (1 - numbers.mass),
         open_error=2 * dot(rows, plan.cost_errors) + epsilon * numbers.noise,
         moving=numbers.mass,
+        surely=_surely(numbers.mass, numbers.noise, relative),
+        misstated=_misstated(plan.constraints.rows, plan.masses, plan.owed, held, returned),
         wanted=owed,
         size=2 * dot(rows, held.abs()),
         swing=torch.ones_like(owed) * (1 + epsilon * plan.constraints.rows.softness),
@@ -516,7 +553,10 @@ class Penalties(NamedTuple):
         fit: the factor that makes kappa P fit p and q.
         primal: primal value of the plan as it was evaluated; infinite if it is not admissible.
         open_error: what errors of costs may do to it and to the dual value.
-        moving: the mass that the plan moves, to which marginal errors are relative.
+        moving: the mass that the plan moves.
+        surely: the least that the plan of the returned potentials moves, to which marginal errors
+            are relative.
+        misstated: by how much a side owes more or less at the returned potentials, the most.
         wanted: the mass that columns owe, before the translation.
         size: of potentials, whose rounding `CrossNumbers.size` does not know of.
         uneven: what is added to the primal value of the filled plan, as the mass that its rows miss
@@ -534,6 +574,8 @@ class Penalties(NamedTuple):
     primal: Any = math.inf
     open_error: Any = 0.0
     moving: Any = 1.0
+    surely: Any = 1.0
+    misstated: Any = 0.0
     wanted: Any = 1.0
     size: Any = 0.0
     uneven: Any = 0.0
@@ -616,10 +658,11 @@ class CrossNumbers(NamedTuple):
     @property
     def gap(self) -> Any:
         """A bound on the larger of the marginal errors after the update, but for `noise`."""
-        shift, moving = self.penalties.shift, self.penalties.moving
+        shift = self.penalties.shift
         # Columns before the translation have moved by no more than rows by the update alone.
         columns = at_most(self.column_gap + shift, self.missed + self.penalties.moved)
-        return larger(columns, self.row_gap + shift) / moving
+        apart = larger(columns, self.row_gap + shift)
+        return (apart + self.penalties.misstated) / self.penalties.surely
 
     @property
     def noise(self) -> Any:
@@ -628,7 +671,7 @@ class CrossNumbers(NamedTuple):
         columns = undetectable_after_update(
             self.column_growth / 2, self.largest_growth / 2, self.factor, moved
         )
-        return (self.row_growth / 2 + self.unresolved + columns) / self.penalties.moving
+        return (self.row_growth / 2 + self.unresolved + columns) / self.penalties.surely
 
     def dual(self, epsilon: float) -> Any:
         """Return the dual value after the update."""
@@ -697,7 +740,7 @@ class SelfNumbers(NamedTuple):
     @property
     def gap(self) -> Any:
         """The marginal error, but for `noise`."""
-        return self.missed / self.penalties.moving
+        return (self.missed + self.penalties.misstated) / self.penalties.surely
 
     @property
     def size(self) -> Any:
@@ -712,7 +755,7 @@ class SelfNumbers(NamedTuple):
     @property
     def noise(self) -> Any:
         """The marginal error that errors of costs may hide, on both sides."""
-        return (self.growth + 2 * self.unresolved) / self.penalties.moving
+        return (self.growth + 2 * self.unresolved) / self.penalties.surely
 
     def dual(self, epsilon: float) -> Any:
         """Return the dual value at f on both sides."""

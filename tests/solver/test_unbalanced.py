@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import reference
 import torch
@@ -55,7 +56,7 @@ class Problem:
         self.draw = draw = torch.Generator().manual_seed(seed)
         n, m = (1 + int(torch.randint(most, (1,), generator=draw)) for _ in range(2))
         x, y = (torch.randn(k, 2, generator=draw).double() for k in (n, m))
-        self.x, self.cost = x, torch.cdist(x, y + 1).square() / 2
+        self.x, self.y, self.cost = x, y + 1, torch.cdist(x, y + 1).square() / 2
         self.a, self.b = self.masses(n), self.masses(m)
         self.mean = float(self.a @ self.cost @ self.b)
         self.epsilon = self.mean * self.power(-2.3, 0.5)
@@ -127,6 +128,61 @@ def test_bounds_hold_wherever_a_solve_stops(seeds: range) -> None:
             given = truth, problem.cost, problem.b, problem.rho
             assert_proved(term, problem, *given)
             assert term.converged or options.max_iterations <= 4
+
+
+def long_error(
+    term: TransportTerm,
+    cost: np.ndarray,
+    masses: Sequence[Tensor],
+    epsilon: float,
+    penalties: Sequence[float | None],
+) -> float:
+    """The marginal error of the potentials that a term returns, computed in long double."""
+    long = np.longdouble
+    a, b, f, g = (part.double().numpy().astype(long) for part in (*masses, term.f, term.g))
+    plan = a[:, None] * b * np.exp((f[:, None] + g - cost) / long(epsilon))
+    sides = zip((a, b), (f, g), (plan.sum(1), plan.sum(0)), penalties, strict=True)
+    errors = (
+        np.abs(sums - (mass if rho is None else mass * np.exp(-potential / long(rho)))).sum()
+        for mass, potential, sums, rho in sides
+    )
+    return float(max(errors) / plan.sum())
+
+
+@pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("precision", ["fast", "high", "double"])
+@pytest.mark.parametrize("seeds", [range(60), range(60, 400)])
+def test_no_marginal_error_is_below_that_of_the_potentials_returned(
+    seeds: range, precision: otdd.Precision
+) -> None:
+    compute = otdd.ComputeOptions(device="cpu", precision=precision)
+    found = 0
+    for seed in seeds:
+        # Single pairs, whose masses hide no sign of an error, and clouds.
+        problem = Problem(seed, 1 if seed % 3 == 0 else 12)
+        x, y = problem.x.float(), problem.y.float()
+        penalties = [None if rho == INFINITY else rho for rho in problem.rho]
+        options = otdd.Converged(max_iterations=(1, 2, 4, 10_000, 10_000)[seed % 5])
+        given = {"epsilon": problem.epsilon, "compute": compute, "options": options}
+        long_x, long_y = x.numpy().astype(np.longdouble), y.numpy().astype(np.longdouble)
+        cost = ((long_x[:, None] - long_y) ** 2).sum(-1) / 2
+        uniform = [torch.full((k,), 1 / k, dtype=torch.float64) for k in cost.shape]
+        terms = [(otdd.sinkhorn(x, y, unbalanced=penalties, **given), cost, uniform, penalties)]
+        matrix = torch.tensor(cost.astype(np.float32))
+        masses = [problem.a, problem.b]
+        term = otdd.matrix_transport(matrix, *masses, unbalanced=penalties, **given).term
+        terms.append((term, matrix.numpy().astype(np.longdouble), masses, penalties))
+        if penalties[0] is not None:
+            both = otdd.sinkhorn_divergence(x, y, unbalanced=penalties[0], **given)
+            cost = ((long_x[:, None] - long_x) ** 2).sum(-1) / 2
+            terms.append((both.xx, cost, [uniform[0]] * 2, [penalties[0]] * 2))
+        for term, *others in terms:
+            if term.mass >= LEAST_MOVING:
+                truth = long_error(term, others[0], others[1], problem.epsilon, others[2])
+                assert truth <= term.marginal_error, seed
+                found += 1
+    assert found > 2 * len(seeds)
 
 
 @pytest.mark.slow(after=1)
