@@ -126,7 +126,7 @@ class Study:
             instead of `epsilon`. If neither is given, epsilon is 0.01 of that mean; 0 is the
             unregularised cost, by `otdd.Exact()`.
         unbalanced: rho, the price of mass that is not matched, in units of the cost; None is exact
-            marginals.
+            marginals. It needs a measure of plans, otdd or otce.
         unbalanced_relative: the same as a multiple of the mean cost over all pairs of different
             tasks.
         labels: the method of class distances, as for `pairwise_distances`. For a function, the
@@ -197,11 +197,29 @@ class Study:
         metric, cost = metric_of(self.labels), self.cost or GroundCost()
         penalties = self.unbalanced, self.unbalanced_relative
         refuse_unbalanced(*penalties, options, debias=True, ground=cost.ground)
+        self._refuse_without_plans()
         if metric.name == "given":
             raise InputError(
                 "a study measures its class distances itself; choose any labels but given"
             )
         cost.check_labels(metric.name)
+
+    def _refuse_without_plans(self) -> None:
+        """Refuse a penalty of marginals where no measure is of a plan.
+
+        Raises:
+            InputError: it would have no effect.
+        """
+        names = tuple(dict.fromkeys(self.measures or ()))
+        if any(MEASURES[name].reads_plans for name in names):
+            return
+        for key in ("unbalanced", "unbalanced_relative"):
+            penalty = getattr(self, key)
+            if penalty is not None:
+                raise InputError(
+                    f"{key}={penalty:g} is for measures of plans, and {', '.join(names)} read "
+                    f"none; add otdd or otce to measures, or leave {key} out"
+                )
 
     # `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes,
     # such as the default device, out.

@@ -449,6 +449,11 @@ CASES = [
     (SOME, {"unbalanced": 1.0, "epsilon": 0}, r"epsilon=0.* exact marginals; leave out unbal"),
     (SOME, {"unbalanced": [1.0, 2.0]}, "unbalanced must be a number, got list"),
     (SOME, {"unbalanced": 1.0, "cost": otdd.GroundCost(ground="inner")}, "ground=inner"),
+    (
+        SOME,
+        {"unbalanced_relative": 0.5, "measures": ["sliced", "frechet", "knn"]},
+        r"unbalanced_relative=0.5 is for measures of plans, and sliced, frechet, knn read none",
+    ),
     (SOME, {"subsample": 3}, "at level 0.95 needs at least 39"),
     (SOME, {"families": {"no": "f"}}, "families names 'no', which is no task"),
     ({**SOME, "copy": SOME["task 0"]}, {}, "have the same training rows"),

@@ -83,6 +83,8 @@ class Measure(ABC):
         needs_transfer: whether it uses trained sources.
         one_class: whether it has a meaning for rows of one class alone, not of several labels or
             numbers.
+        reads_plans: whether it is of a plan or its value, so that penalties of marginals have an
+            effect.
     """
 
     name: ClassVar[str]
@@ -92,6 +94,7 @@ class Measure(ABC):
     proven: ClassVar[bool] = False
     needs_transfer: ClassVar[bool] = False
     one_class: ClassVar[bool] = False
+    reads_plans: ClassVar[bool] = False
 
     @abstractmethod
     def units(self, setup: Setup) -> list[Unit]:

@@ -66,6 +66,7 @@ class Otdd(Measure):
     title = "OTDD"
     nearer = -1
     proven = True
+    reads_plans = True
 
     def units(self, setup: Setup) -> list[Unit]:
         units: list[Unit] = [Epsilon(setup)]
@@ -392,7 +393,7 @@ class Otce(Measure):
 
     name = "otce"
     title = "OTCE entropy"
-    one_class = True
+    one_class = reads_plans = True
     nearer = -1
     unit = 1.0
 
