@@ -29,7 +29,12 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.kernels.batched.problems import Balanced, Problems, computed_in, within
-from otdd_flash.solver.penalties import Unbalanced, resolve_constraints
+from otdd_flash.solver.penalties import (
+    Unbalanced,
+    beyond_digits,
+    beyond_digits_text,
+    resolve_constraints,
+)
 
 # How far from 1 masses may sum to, as those of a softmax in float32 do.
 SUM_SLACK = 1e-4
@@ -138,7 +143,8 @@ def sinkhorn_plans(
     else:
         relaxed = RelaxedProblems(sizes, constraints, tolerance, max_iterations)
         found = relaxed_plans(matrices, rows, columns, eps, relaxed)
-    flaws = _flaws(matrices.detach(), rows.detach(), columns.detach(), sizes, eps.detach())
+    contents = matrices.detach(), rows.detach(), columns.detach()
+    flaws = _flaws(*contents, sizes, eps.detach(), constraints)
     home = costs.device, costs.dtype
     given = masses[0].detach().double(), masses[1].detach().double(), eps
     by_masses = rows.requires_grad or columns.requires_grad
@@ -200,8 +206,18 @@ def _masses(
     return masses if sizes is None else torch.where(within(sizes, side, size), masses, 0)
 
 
-def _flaws(costs: Tensor, a: Tensor, b: Tensor, sizes: Tensor | None, epsilon: Tensor) -> Tensor:
-    """What `FLAWS` says of contents, as flags (5,) that nothing waits for."""
+def _flaws(
+    costs: Tensor,
+    a: Tensor,
+    b: Tensor,
+    sizes: Tensor | None,
+    epsilon: Tensor,
+    constraints: Constraints,
+) -> Tensor:
+    """What `FLAWS` says of contents, as flags (5,) that nothing waits for.
+
+    A sixth is that relaxed marginals have a penalty `beyond_digits`.
+    """
     closed, bad = costs == torch.inf, ~(costs > -torch.inf)
     rows, columns = (given.expand(len(costs), -1) for given in (a, b))
     # Partners are those with mass; all that are there need one.
@@ -217,7 +233,12 @@ def _flaws(costs: Tensor, a: Tensor, b: Tensor, sizes: Tensor | None, epsilon: T
     # Logits are multiplied by 1 / epsilon in their type; neither may overflow or be subnormal.
     least = torch.finfo(computed_in(costs)).tiny
     wrong_epsilon = ~((epsilon >= least) & (epsilon <= 1 / least)).all()
-    return torch.stack((bad.any(), alone[0].any() | alone[1].any(), wrong_epsilon, *masses))
+    found = [bad.any(), alone[0].any() | alone[1].any(), wrong_epsilon, *masses]
+    if not constraints.exact:
+        read = costs.isfinite() & (rows > 0)[:, :, None] & (columns > 0)[:, None]
+        largest = torch.where(read, costs.double(), 0).abs().flatten(1).amax(1)
+        found.append(beyond_digits(constraints, torch.maximum(largest, epsilon)).any())
+    return torch.stack(found)
 
 
 FLAWS = (
@@ -349,7 +370,9 @@ class SmallPlans:
     @cached_property
     def _checked(self) -> Balanced:
         """Return what was found; raise if the input has flaws, which waits for the device."""
-        for flaw, sentence in zip(self._flaws.tolist(), FLAWS, strict=True):
+        sentences = *FLAWS, beyond_digits_text(self._constraints)
+        # Exact marginals have no flag for the last one.
+        for flaw, sentence in zip(self._flaws.tolist(), sentences, strict=False):
             if flaw:
                 raise InputError(sentence)
         if self._by_masses:

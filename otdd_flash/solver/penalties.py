@@ -7,6 +7,9 @@ the cost. A change must keep that nothing below an entry point reads these argum
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts, larger
 from otdd_flash.errors import InputError
@@ -106,14 +109,32 @@ def refuse_beyond_digits(constraints: Constraints, costs: CostFacts, epsilon: fl
     Raises:
         InputError: a penalty is more than 1e15 times the largest cost and epsilon.
     """
-    most = MOST_COSTS * larger(costs.largest, epsilon)
-    for side in (constraints.rows, constraints.columns):
-        if not side.exact and float(side.rho) > most:
-            raise InputError(
-                f"a penalty of {float(side.rho):g} is more than {MOST_COSTS:g} times the largest "
-                "cost and epsilon; leave unbalanced out, or give None for that side: at such a "
-                "penalty marginals are exact to rounding"
-            )
+    if beyond_digits(constraints, larger(costs.largest, epsilon)):
+        raise InputError(beyond_digits_text(constraints))
+
+
+def beyond_digits(constraints: Constraints, largest: float | Tensor) -> Any:
+    """Return whether float64 does not hold what potentials owe at these penalties.
+
+    Args:
+        constraints: what marginals owe.
+        largest: of the costs and epsilon; a tensor (B,) of many problems, then so is the answer.
+    """
+    return _largest_penalty(constraints) > MOST_COSTS * largest
+
+
+def beyond_digits_text(constraints: Constraints) -> str:
+    """Return the sentence that refuses penalties `beyond_digits`."""
+    return (
+        f"a penalty of {_largest_penalty(constraints):g} is more than {MOST_COSTS:g} times the "
+        "largest cost and epsilon; leave unbalanced out, or give None for that side: at such a "
+        "penalty marginals are exact to rounding"
+    )
+
+
+def _largest_penalty(constraints: Constraints) -> float:
+    sides = constraints.rows, constraints.columns
+    return max((float(side.rho) for side in sides if not side.exact), default=0.0)
 
 
 def penalties_of(constraints: Constraints) -> list[float | None] | None:

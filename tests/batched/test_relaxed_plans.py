@@ -154,6 +154,7 @@ def test_refusals() -> None:
     for settings, message in (
         ({"gradient": "unrolled"}, "gradients of plans are those of the solution"),
         ({"unbalanced": 1e-40}, "potentials as small as this vanish"),
+        ({"unbalanced": [1.0, 1e18]}, r"penalty of 1e\+18 .*leave unbalanced out"),
     ):
         with naming(message), pytest.raises(otdd.InputError, match=message):
             solved(costs, a, b, **{"unbalanced": 1.0} | settings)

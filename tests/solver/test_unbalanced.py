@@ -779,6 +779,10 @@ def test_penalties_beyond_the_digits_of_the_costs_are_refused() -> None:
             otdd.matrix_transport(cost, epsilon=0.1, unbalanced=unbalanced)
     with pytest.raises(otdd.InputError, match="leave unbalanced out"):
         otdd.sinkhorn_divergence(cost, cost + 1, epsilon=0.1, unbalanced=1e18)
+    # Pairs that are solved side by side, of which the second has costs to match.
+    x, y = (torch.stack((part, 1e4 * part)).float() for part in (cost, cost + 1))
+    with pytest.raises(otdd.InputError, match=r"pair 0: a penalty of 1e\+18 .* rounding"):
+        otdd.sinkhorn_losses(x, y, epsilon=0.1, unbalanced=1e18)
 
 
 def test_a_pair_of_penalties_may_be_an_array_and_the_mass_that_moves_is_told() -> None:

@@ -38,7 +38,7 @@ from otdd_flash.solver.divergence import (
 )
 from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.matrix_comparison import MatrixComparison
-from otdd_flash.solver.penalties import refuse_beyond_digits
+from otdd_flash.solver.penalties import beyond_digits, refuse_beyond_digits
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.pooled_solve import (
     Batch,
@@ -443,7 +443,7 @@ def _solve_part(
             solve.iterate()
             found = solve.read()
             reads = [
-                _Reached(read, options, epsilon, cross=k == 0)
+                _Reached(read, options, epsilon, constraints, cross=k == 0)
                 for k, read in enumerate(found.terms())
             ]
             # What is hopeless ends nowhere, and is refused when it is solved alone.
@@ -467,7 +467,15 @@ def _solve_part(
 class _Reached:
     """What rounding makes of the tolerance for the terms (B,) that were read."""
 
-    def __init__(self, read: TermRead, options: Converged, epsilon: float, *, cross: bool) -> None:
+    def __init__(
+        self,
+        read: TermRead,
+        options: Converged,
+        epsilon: float,
+        constraints: Constraints,
+        *,
+        cross: bool,
+    ) -> None:
         self.cross, self.numbers = cross, read.numbers
         least = 2 * rounding_floor(facts_of(read), read.numbers.size, epsilon)
         asked, gives_way = options.asked_tolerance, options.tolerance is None
@@ -476,6 +484,8 @@ class _Reached:
         in_range = largest < torch.finfo(torch.float32).max / 4
         within_rounding = least <= (LOOSEST_DEFAULT if gives_way else asked)
         self.hopeless = ~(in_range & within_rounding) | read.error.isnan()
+        if cross:
+            self.hopeless |= beyond_digits(constraints, largest.clamp_min(epsilon))
 
     def within(self, error: Tensor) -> Tensor:
         """Whether marginal errors (B,) are small enough."""
