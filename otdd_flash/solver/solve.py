@@ -50,7 +50,7 @@ from otdd_flash.formulas.decision import (
     first_level,
 )
 from otdd_flash.formulas.evidence import MOST_ERROR, rounding_of
-from otdd_flash.formulas.marginals import Marginal
+from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_problem import OneProblem, problem_of
 from otdd_flash.solver.certificate import Certificate, certify, certify_self, check_moving
@@ -284,20 +284,22 @@ def initial_potential(
     if start is None:
         return _constant(operator, budget.epsilon, form).to(operator.costs.dtype), final, 0
     most = max(operator.costs.highest, operator.costs.spread)
-    start = within_reach(start, form.constraints.columns, most)
+    start = within_reach(start, form.constraints, most)
     return start.to(operator.costs.dtype), final, 0 if form.symmetric else 0.0
 
 
-def within_reach(start: Tensor, marginal: Marginal, most: float = math.inf) -> Tensor:
-    """Return potentials (m,) to start from, moved to where those of a relaxed marginal may be.
+def within_reach(start: Tensor, constraints: Constraints, most: float = math.inf) -> Tensor:
+    """Return potentials (m,) of columns to start from, moved to where relaxed ones may be.
 
     Those of exact marginals, or of a larger penalty, may owe e^1000 times a mass, with which
-    iterations would not begin. `most` is the most that costs add to a potential.
+    iterations would not begin. Of an exact side they are softmins of costs less potentials of the
+    other, which are bounded so. `most` is the most that costs add to a potential.
     """
-    if marginal.exact:
+    if constraints.exact:
         return start
-    reach = MOST_OWED * float(marginal.rho)
-    return start.clamp(-reach, most + reach)
+    rows, columns = constraints.rows, constraints.columns
+    reach = MOST_OWED * float(rows.rho if columns.exact else columns.rho)
+    return start.clamp(-most - reach if columns.exact else -reach, most + reach)
 
 
 def _constant(operator: Operator, epsilon: float, form: Form) -> Tensor:

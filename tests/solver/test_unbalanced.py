@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -750,7 +751,8 @@ def test_potentials_out_of_all_proportion_are_a_start(most: int, size: float) ->
     cost = torch.rand(6, 5, generator=draw).double()
     for sign in (-1, 1):
         start = {"xy": size * (sign + torch.randn(5, generator=draw).double())}
-        for epsilon, unbalanced in ((0.0117, 0.098), (0.0165, 0.0074)):
+        for epsilon, rho, exact in product((0.0117, 0.5), (0.098, 0.0074), (None, 0, 1)):
+            unbalanced = [None if side == exact else rho for side in (0, 1)]
             given = {"epsilon": epsilon, "unbalanced": unbalanced}
             cold = otdd.matrix_transport(cost, **given)
             options = otdd.Converged(max_iterations=most)

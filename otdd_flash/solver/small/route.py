@@ -271,7 +271,7 @@ def solve_single(
     # A certificate finds a little more than the iterations: it lowers g for rounding.
     goal = goal_of(options, epsilon, TOLERANCE_AIM)
     starts = {
-        name: within_reach(g, constraints.between(*SIDES[name]).columns)[None]
+        name: within_reach(g, constraints.between(*SIDES[name]))[None]
         for name, g in (start or {}).items()
     }
     solve.begin(batch, goal, starts, constraints)
