@@ -70,6 +70,9 @@ MOST_SCALED, SCALED_UNITS = 0.25, 16.0
 # computed it rarely leaves a column with too much mass. Only the width of bounds depends on it.
 MARGIN = 4.0
 
+# A plan that moves nothing after so many iterations is refused.
+MOST_UNMOVED = 100
+
 # A row is scaled up only if its sum is so many times the most that underflow may have taken from
 # it, which is then negligible.
 SCALABLE = 2.0**64
@@ -219,13 +222,23 @@ def _of_nothing(
     return Certificate(evidence.f, evidence.g, value, (low, high), *told)
 
 
-def check_moving(certificate: Certificate, epsilon: float) -> None:
-    """Refuse a solved plan that moves nothing.
+def check_moving(
+    certificate: Certificate, epsilon: float, iterations: int, *, settled: bool
+) -> None:
+    """Refuse a plan that moves nothing when it is solved, or after many iterations.
+
+    One that is stopped before has bounds.
+
+    Args:
+        certificate: of the plan.
+        epsilon: regularisation, in units of the cost.
+        iterations: that were made.
+        settled: whether they have ended by themselves.
 
     Raises:
         InputError: the mass underflows.
     """
-    if certificate.mass < LEAST_MOVING:
+    if certificate.mass < LEAST_MOVING and (settled or iterations >= MOST_UNMOVED):
         raise InputError(
             f"no mass moves, or less than {LEAST_MOVING:g} of it: all costs are far above epsilon="
             f"{epsilon:g} and the penalty of unmatched mass; raise unbalanced or epsilon"

@@ -83,9 +83,6 @@ MOST_TRIES, TOLERANCE_AIM = 4, 0.9
 # The undetectable error, over the tolerance, from which on a more accurate certificate pays.
 HIDDEN = 0.1
 
-# A plan that moves nothing after so many iterations is refused; one of fewer has bounds.
-MOST_UNMOVED = 100
-
 # A relaxed marginal owes no more than e^this times its masses where a solve starts.
 MOST_OWED = 20.0
 
@@ -155,8 +152,7 @@ def solve_term(
             )
 
     certificate = certify_solved(budget, problem, iterations, aim, refine=refine)
-    if budget.settled or budget.iterations >= MOST_UNMOVED:
-        check_moving(certificate, epsilon)
+    check_moving(certificate, epsilon, budget.iterations, settled=budget.settled)
     return TransportTerm.from_certificate(
         certificate,
         epsilon,

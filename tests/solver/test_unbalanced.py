@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -35,6 +36,7 @@ from otdd_flash.solver.certificate import (
     _sizes,
     certify,
     certify_self,
+    check_moving,
     cross_evidence,
     cross_plan,
     read_numbers,
@@ -741,6 +743,40 @@ def test_a_stop_before_any_mass_moves_has_bounds(seed: int, one_exact: bool) -> 
     truth = otdd.matrix_transport(cost, **given).value if one_exact else 2 * rho + epsilon
     assert 0 <= found.bounds[0] <= truth <= found.bounds[1] <= cost.max() * (1 + 1e-12)
     assert found.bounds[0] <= found.value <= found.bounds[1]
+
+
+@pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
+@pytest.mark.parametrize("precision", ["fast", "double"])
+def test_a_plan_that_moves_nothing_is_refused_once_it_is_solved(precision: otdd.Precision) -> None:
+    """In float32, where small problems are solved side by side, as alone in float64."""
+    x, y = torch.zeros(3, 2), torch.full((2, 2), 4.0) + torch.eye(2)
+    compute = otdd.ComputeOptions(device="cpu", precision=precision)
+    given = {"epsilon": 0.01, "unbalanced": 0.005, "compute": compute}
+    found = otdd.sinkhorn(x, y, **given, options=otdd.Converged(max_iterations=1))
+    assert not found.converged
+    assert found.marginal_error == 1 / LEAST_MOVING
+    assert found.bounds[0] <= 0.02 <= found.bounds[1] < math.inf
+    with pytest.raises(otdd.InputError, match="no mass moves"):
+        otdd.sinkhorn(x, y, **given)
+
+
+@pytest.mark.parametrize(
+    ("mass", "iterations", "settled", "refused"),
+    [
+        (0.0, 99, False, False),
+        (0.0, 100, False, True),
+        (0.0, 3, True, True),
+        (1e-259, 100, True, False),
+    ],
+)
+def test_when_a_plan_that_moves_nothing_is_refused(
+    mass: float, iterations: int, settled: bool, refused: bool
+) -> None:
+    f = torch.zeros(1)
+    plan = Certificate(f, f, 0.0, (0.0, 1.0), 0.0, 0.0, 1, mass)
+    words = "no mass moves.* raise unbalanced or epsilon"
+    with pytest.raises(otdd.InputError, match=words) if refused else nullcontext():
+        check_moving(plan, 1.0, iterations, settled=settled)
 
 
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")

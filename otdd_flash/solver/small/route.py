@@ -19,7 +19,7 @@ from otdd_flash.cost.class_table import ROUNDING
 from otdd_flash.cost.compute import ComputeOptions, uses_triton
 from otdd_flash.cost.facts import SIDES, TERMS, CostFacts
 from otdd_flash.errors import InputError
-from otdd_flash.formulas.marginals import EXACT, LEAST_MOVING, Constraints
+from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory
 from otdd_flash.operators.score_pool import UNIT, Room, ScorePool
 from otdd_flash.solver.certificate import (
@@ -48,7 +48,7 @@ from otdd_flash.solver.small.pooled_solve import (
     is_kept,
     kept,
 )
-from otdd_flash.solver.solve import MOST_UNMOVED, TOLERANCE_AIM, within_reach
+from otdd_flash.solver.solve import TOLERANCE_AIM, within_reach
 from otdd_flash.solver.term import (
     LOOSEST_DEFAULT,
     SolverProgress,
@@ -331,14 +331,14 @@ def _concluded(
     """The term, or None where iterations should go on."""
     numbers = read.numbers
     exhausted = read.iterations >= options.max_iterations - 1
-    few = read.iterations < MOST_UNMOVED
-    if exhausted and few and not LEAST_MOVING <= numbers.penalties.moving < math.inf:
-        # What is known of a plan that moves nothing yet is said by a term that is solved alone.
+    if exhausted and not math.isfinite(numbers.penalties.moving):
+        # A plan of few iterations may overflow where the one after another update does not.
         return None
     if name == "xy" and shows_rounding(costs, numbers, epsilon):
         return None
     certificate = conclude(costs, evidence, numbers, epsilon)
-    check_moving(certificate, epsilon)
+    # The certificate counts as the last iteration.
+    check_moving(certificate, epsilon, int(read.iterations) + 1, settled=not exhausted)
     floor = rounding_floor(costs, numbers.size, epsilon)
     try:
         tolerance = reachable_tolerance(options, floor, epsilon, costs.dtype)
