@@ -11,13 +11,15 @@ from derivative_cases import (
     EARLY,
     EPSILON,
     EXACT,
-    TIGHT,
     WAYS,
     DenseHessian,
+    check_products,
+    close,
     clouds,
     drawn,
     labelled,
     masses,
+    of_both,
     on_the_device,
     quiet,
     solve_by,
@@ -29,7 +31,6 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.derivatives import curvature, plan_points, plan_system
-from otdd_flash.derivatives.hessian import DivergenceCurvature
 from otdd_flash.errors import ConvergenceError
 from otdd_flash.operators import triton_plans
 from otdd_flash.operators.torch_operator import TorchOperator
@@ -42,15 +43,6 @@ ROUGH = Converged(tolerance=1e-4)
 
 def hessian(*given: Any, **settings: Any) -> otdd.SinkhornHessian:
     return quiet(otdd.sinkhorn_hessian, *(given or (X, Y)), **{"options": ROUGH, **settings})
-
-
-def of_both(found: otdd.SinkhornHessian, cg: CGOptions = TIGHT) -> Any:
-    """Products along directions of both clouds."""
-    return DivergenceCurvature(found._comparison, found.divergence, cg).along
-
-
-def close(found: Tensor, expected: Tensor, atol: float) -> None:
-    torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=atol)
 
 
 @pytest.mark.slow(after=8)
@@ -78,27 +70,9 @@ def test_products_are_those_of_the_dense_pseudo_inverse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of x alone and of both clouds, also of plans that were stopped early."""
-    cg = solve_by(way, monkeypatch)
-    monkeypatch.setattr(plan_points, "MOST_MOMENTS", moments)
-    (n, m), (x, y) = shape, clouds(*shape)
-    a, b = masses(n, 0, zeros=zeros), masses(m, 1, zeros=zeros)
-    cost = {"lambda_x": lambda_x, **(labelled(n, m) if labels else {})}
-    found = hessian(x, y, a, b, debias=debias, options=options, cg=cg, **cost)
-    exact = DenseHessian(found.divergence.terms, x, y, a, b, **cost)
-    v, w = drawn(count, n, 3, seed=4), drawn(count, m, 3, seed=5)
-    got, joint = found.product(v), of_both(found, cg)(v, w)
-    assert bool(got.converged.all())
-    assert way != "decomposed" or int(got.iterations.max() + joint.iterations.max()) == 0
-    for k in range(count):
-        by_x, _, energy = exact.along(v[k])
-        size = 1e-3 + float(by_x.abs().max())
-        close(got.values[k], by_x, 1e-9 * size)
-        close(got.curvature[k], energy, 1e-9 * float(v[k].norm()) * size)
-        by_x, by_y, energy = exact.along(v[k], w[k])
-        size = 1e-3 + float(by_x.abs().max()) + float(by_y.abs().max())
-        close(joint.x[k], by_x, 1e-9 * size)
-        close(joint.y[k], by_y, 1e-9 * size)
-        close(joint.curvature[k], energy, 1e-8 * float(v[k].norm()) * size)
+    settings, cost = {"debias": debias, "options": options}, {"lambda_x": lambda_x}
+    given = monkeypatch, way, moments, shape, count
+    check_products(*given, labels=labels, zeros=zeros, settings=settings, cost=cost)
 
 
 @pytest.mark.slow

@@ -13,13 +13,12 @@ from derivative_cases import (
     EARLY,
     WAYS,
     DenseHessian,
+    check_products,
     clouds,
     drawn,
     labelled,
     masses,
     on_the_device,
-    quiet,
-    solve_by,
 )
 from pairwise import pairwise
 from refusals import naming
@@ -255,32 +254,10 @@ def test_products_are_those_of_the_dense_inverse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of x alone and of both clouds, also of plans that were stopped early."""
-    cg = solve_by(way, monkeypatch)
-    monkeypatch.setattr(plan_points, "MOST_MOMENTS", moments)
-    (n, m), (x, y) = shape, clouds(*shape)
-    a, b = masses(n, 0, zeros=zeros), masses(m, 1, zeros=zeros)
-    cost = {"unbalanced": rho, **(labelled(n, m) if labels else {})}
-    given = {"debias": rho[0] == rho[1], "options": options, "cg": cg}
-    found = quiet(otdd.sinkhorn_hessian, x, y, a, b, **given, **cost)
-    exact = DenseHessian(found.divergence.terms, x, y, a, b, **cost)
-    v, w = drawn(count, n, 3, seed=4), drawn(count, m, 3, seed=5)
-    got = found.product(v)
-    joint = DivergenceCurvature(found._comparison, found.divergence, cg).along(v, w)
-    assert bool(got.converged.all())
-    assert way != "decomposed" or int(got.iterations.max() + joint.iterations.max()) == 0
-    assert joint.y is not None
-    for k in range(count):
-        by_x, _, energy = exact.along(v[k])
-        size = 1e-3 + float(by_x.abs().max())
-        torch.testing.assert_close(got.values[k], by_x, rtol=0, atol=1e-9 * size)
-        close = 1e-9 * float(v[k].norm()) * size
-        torch.testing.assert_close(got.curvature[k], energy, rtol=0, atol=close)
-        by_x, by_y, energy = exact.along(v[k], w[k])
-        size = 1e-3 + float(by_x.abs().max()) + float(by_y.abs().max())
-        torch.testing.assert_close(joint.x[k], by_x, rtol=0, atol=1e-9 * size)
-        torch.testing.assert_close(joint.y[k], by_y, rtol=0, atol=1e-9 * size)
-        close = 1e-8 * float(v[k].norm()) * size
-        torch.testing.assert_close(joint.curvature[k], energy, rtol=0, atol=close)
+    settings = {"debias": rho[0] == rho[1], "options": options}
+    cost = {"unbalanced": rho}
+    given = monkeypatch, way, moments, shape, count
+    check_products(*given, labels=labels, zeros=zeros, settings=settings, cost=cost)
 
 
 @pytest.mark.slow
