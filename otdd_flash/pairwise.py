@@ -35,7 +35,7 @@ from torch import Tensor
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import Pair
-from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.ground import NO_OFFSET, GroundCost
 from otdd_flash.data.given import Samples
 from otdd_flash.distributed.ranks import Ranks, balanced, restored, saved
 from otdd_flash.eager import computes
@@ -66,7 +66,7 @@ from otdd_flash.otdd import prepared
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.shown import NOT_SAMPLED, convergence_text, display, listing
-from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.divergence import Divergence, whole_term
 from otdd_flash.solver.penalties import (
     penalties_of,
     penalties_text,
@@ -284,8 +284,16 @@ def _term(
     """Solve a self term, or a cross term alone; return None for equal datasets."""
     one = _of(comparison, table, pair)
     if pair[0] == pair[1]:
-        return solve(one, options)
-    return None if one.identical else solve(replace(one, debias=False), options)
+        found = solve(one, options)
+    elif one.identical:
+        return None
+    else:
+        found = solve(replace(one, debias=False), options)
+    xy, xx, yy = (
+        None if term is None else whole_term(term, one) for term in (found.xy, found.xx, found.yy)
+    )
+    assert xy is not None
+    return replace(found, xy=xy, xx=xx, yy=yy, offset=NO_OFFSET)
 
 
 def _solve_owned(

@@ -307,6 +307,19 @@ class Divergence:
         }
 
 
+def whole_term(term: TransportTerm, compared: Comparison) -> TransportTerm:
+    """Return the term of a pair with what many sets of labels add that is of one side alone.
+
+    Within a divergence of three terms that cancels. Terms of different comparisons do not share it:
+    the columns that stand for sets are other ones for every pair of datasets.
+    """
+    if not compared.signed:
+        return term
+    value, error = replace(compared, debias=False).offset
+    low, high = (end + value for end in term.bounds)
+    return replace(term, value=term.value + value, bounds=(low - error, high + error))
+
+
 def solve_divergence(
     compared: Compared,
     options: Schedule,

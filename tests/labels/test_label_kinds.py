@@ -354,6 +354,27 @@ def test_pairwise_distances_are_those_of_pairs(way):
     assert float(found.values[1, 2]) == pytest.approx(expected.value, abs=1e-8)
 
 
+@pytest.mark.parametrize("epsilon", [EPSILON, 0])
+def test_pairwise_distances_by_tables_of_no_points(way, epsilon):
+    """The columns of each pair are other ones, and what they add on one side does not cancel."""
+    sides = [SOURCE, TARGET, tagged(25, "abw", 3)]
+    draw = torch.Generator().manual_seed(0)
+    full = 5 * torch.rand(12, 12, generator=draw, dtype=torch.float64)
+    full = (full + full.T).fill_diagonal_(0)
+    names = [side.label_names for side in sides]
+    table = otdd.JointClassDistances(full, tuple("xyz"), names)
+    settings = {"epsilon": epsilon, "compute": DOUBLE}
+    if epsilon:
+        settings["solver"] = TIGHT
+    found = otdd.pairwise_distances(sides, class_distances=table, **settings)
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        block = table.between(i, j)
+        one = otdd.dataset_distance(sides[i], sides[j], class_distances=block, **settings)
+        assert float(found.values[i, j]) == pytest.approx(one.value, abs=1e-8)
+        assert float(found.lower[i, j]) <= one.bounds[1] + 1e-12
+        assert float(found.upper[i, j]) >= one.bounds[0] - 1e-12
+
+
 def test_results_are_read_back(way, tmp_path):
     found = otdd.dataset_distance(SOURCE, TARGET, epsilon=EPSILON)
     read = otdd.DistanceResult.load(found.save(tmp_path / "run"))
