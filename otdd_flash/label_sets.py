@@ -94,7 +94,7 @@ class Encoded(NamedTuple):
 
     @classmethod
     def of_indicator(cls, indicator: NDArray[np.bool_], names: Sequence[str]) -> Encoded:
-        """Return the sets of an indicator (n, V).
+        """Return the sets of an indicator (n, V), or the V classes if every row has one label.
 
         Raises:
             InputError: a row has no label; the message names it.
@@ -105,13 +105,15 @@ class Encoded(NamedTuple):
                 f"{count} {'row has' if count == 1 else 'rows have'} no label, "
                 f"{rows_shown(without)}; {HOW_TO_DROP}"
             )
+        if bool((indicator.sum(1) == 1).all()):
+            return cls(indicator.argmax(1).astype(np.int64), tuple(names))
         packed = np.packbits(indicator, axis=1)
         _, first, indices = np.unique(packed, axis=0, return_index=True, return_inverse=True)
         sets = LabelSets(tuple(names), torch.from_numpy(indicator[first].astype(np.bool_)))
         return cls(indices.reshape(-1).astype(np.int64), sets.set_names, sets)
 
     def kept(self, keep: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], Encoded]:
-        """Return the rows that have one of these labels (V,), and what is left of their sets."""
+        """Return the rows that have one of these labels (V,), and what is left of theirs."""
         assert self.label_sets is not None
         indicator = self.label_sets.members.numpy()[self.labels][:, keep]
         rows = np.flatnonzero(indicator.any(1))

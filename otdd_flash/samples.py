@@ -64,9 +64,11 @@ class LabeledSamples:
             would round are refused. Tables of pandas and pyarrow are read with all types of
             numbers, sparse matrices made dense.
         labels: (n,) class indices in [0, V), also as whole floats, or an indicator (n, V) of 0 and
-            1 of rows with several labels, or None for unlabelled data.
-        class_names: V names, one per class index; none for unlabelled data. Given an indicator,
-            they become those of its distinct rows, which `labels` then are indices of.
+            1, or None for unlabelled data. Of an indicator whose rows have one label each,
+            classes are made.
+        class_names: V names, one per class index; none for unlabelled data. Given an indicator of
+            rows with several labels, they become those of its distinct rows, which `labels` then
+            are indices of.
         weights: (n,) non-negative masses, normalised here to sum to 1, those below 2^-1022 to 0;
             None means uniform.
         name: the dataset's name in reports.

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import ot
+import pandas as pd
 import pytest
 import sklearn.datasets
 import torch
@@ -13,6 +14,7 @@ import torch
 import otdd_flash as otdd
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.label_sets import LabelSets
 from otdd_flash.labels import measure_classes, metric_of
 from otdd_flash.operators import blocked
 from otdd_flash.operators import comparison as comparisons
@@ -131,15 +133,45 @@ def test_one_label_a_row_is_a_class(way):
     labels = torch.arange(40) % 5
     points = SOURCE.features
     classes = LabeledSamples(points, labels, tuple("abcde"))
-    one_hot = LabeledSamples(points, torch.nn.functional.one_hot(labels), tuple("abcde"))
+    alone = LabelSets(tuple("abcde"), torch.eye(5, dtype=torch.bool))
+    sets = LabeledSamples(points, labels, alone.set_names, label_sets=alone)
     other = LabeledSamples(TARGET.features, torch.arange(30) % 3, tuple("xyz"))
     found = [
         otdd.dataset_distance(side, other, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT)
-        for side in (classes, one_hot)
+        for side in (classes, sets)
     ]
     assert found[0].value == pytest.approx(found[1].value, abs=1e-9)
     assert torch.equal(found[0].class_distances.full, found[1].class_distances.full)
-    assert one_hot.label_names == classes.class_names
+    assert sets.label_names == classes.class_names
+
+
+def test_an_indicator_of_one_label_a_row_is_of_classes():
+    labels = torch.arange(40) % 5
+    names = tuple("abcde")
+    classes = LabeledSamples(SOURCE.features, labels, names)
+    hot = torch.nn.functional.one_hot(labels)
+    other = LabeledSamples(TARGET.features, torch.arange(30) % 3, tuple("xyz"))
+    for given in (
+        LabeledSamples(SOURCE.features, hot, names),
+        LabeledSamples.from_arrays(SOURCE.features, [[names[label]] for label in labels]),
+        LabeledSamples.from_arrays(SOURCE.features, pd.DataFrame(hot.numpy(), columns=list(names))),
+        otdd.embed((SOURCE.features.numpy(), pd.DataFrame(hot.numpy() > 0, columns=list(names)))),
+    ):
+        assert given.label_sets is None
+        assert given.fingerprint == classes.fingerprint
+    sides = [(side, other) for side in (classes, LabeledSamples(SOURCE.features, hot, names))]
+    settings = {"epsilon": EPSILON, "compute": DOUBLE, "solver": TIGHT}
+    slopes = [otdd.dataset_distance(*pair, **settings).contributions() for pair in sides]
+    assert slopes[0].through_classes
+    assert slopes[1].through_classes
+    assert torch.equal(slopes[0].values, slopes[1].values)
+    assert torch.equal(*(otdd.sliced_distances(list(pair)).values for pair in sides))
+    floors = [otdd.noise_floor(*pair, **settings) for pair in sides]
+    assert floors[0] == floors[1]
+    # Rows that have one label when others are left out are of classes too.
+    kept = SOURCE.keep_labels([0])
+    assert kept.label_sets is None
+    assert kept.class_names == ("a",)
 
 
 def test_the_order_of_labels_changes_nothing(way):
