@@ -12,6 +12,7 @@ A change must keep sets in an order that their members alone decide, as fingerpr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,11 +30,15 @@ from otdd_flash.raw_labels import (
     missing_labels,
     names_of_columns,
     raw_values,
+    rounded,
     rows_shown,
 )
 
 # Between the labels of a set, in its name.
 AND = "+"
+
+# What text is a number: Python itself also reads blanks, underscores and names of infinities.
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 HOW_TO_DROP = "leave those rows out of features and labels, or label them"
 
@@ -138,12 +143,15 @@ def encode_rows(labels: Any) -> Encoded:
 def numbers_of(values: NDArray[Any]) -> NDArray[np.float64] | None:
     """Return raw floats (n,) with fractions, or any (n, q), as numbers (n, q); else None.
 
-    Rows of probabilities are no numbers. Missing values are for the caller to refuse.
+    Whole floats are numbers only beyond the integers that their type holds. Rows of probabilities
+    are none. Missing values are for the caller to refuse.
     """
     if values.dtype.kind != "f" or values.ndim not in (1, 2) or missing_labels(values).any():
         return None
     whole = values.ndim == 1 and bool((values == np.floor(values)).all())
-    if whole or not np.isfinite(values).all() or values.shape[1:] == (0,):
+    if not np.isfinite(values).all() or values.shape[1:] == (0,):
+        return None
+    if whole and not rounded(values):
         return None
     found = values.astype(np.float64).reshape(len(values), -1)
     shares = found.shape[1] > 1 and bool((found >= 0).all())
@@ -151,12 +159,23 @@ def numbers_of(values: NDArray[Any]) -> NDArray[np.float64] | None:
 
 
 def named_numbers(class_names: Sequence[str]) -> NDArray[np.float64] | None:
-    """Return the numbers (V, 1) that classes are named by, as whole ones are; None for others."""
-    try:
-        found = np.array(list(map(float, class_names)))
-    except ValueError:
+    """Return the numbers (V, 1) that classes are named by, as whole ones are; None for others.
+
+    Raises:
+        InputError: float64 rounds a whole number.
+    """
+    if any(NUMBER.fullmatch(name) is None for name in class_names):
         return None
-    return found[:, None] if np.isfinite(found).all() else None
+    found = np.array(list(map(float, class_names)))
+    if not np.isfinite(found).all():
+        return None
+    for name, number in zip(class_names, found.tolist(), strict=True):
+        if name.lstrip("+-").isdigit() and int(name) != number:
+            raise InputError(
+                f"targets must be numbers that float64 holds, got {name}; round them to float64 "
+                "yourself, or subtract a common number first"
+            )
+    return found[:, None]
 
 
 def several_of(

@@ -438,9 +438,10 @@ HOW_TO_LABEL = (
 def without_classes(samples: LabeledSamples) -> InputError:
     """Return the error for samples whose classes are asked for, and that have none."""
     if samples.targets is not None:
+        whole = bool((samples.targets == samples.targets.floor()).all())
         return InputError(
-            f"{samples.name} has numbers and no classes; labels=continuous compares them, or cut "
-            "them into classes first"
+            f"{samples.name} has numbers and no classes; labels=continuous compares them, or "
+            + ("give classes as integers or text" if whole else "cut them into classes first")
         )
     return InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
 

@@ -255,7 +255,7 @@ def _read_table(
                 f"{listed(columns)}"
             )
     if is_text:
-        check_rounded_text(path, table, numeric)
+        check_rounded_text(path, table, [*numeric, *labels])
     numbers = columns_of(table[inputs])
     assert numbers is not None
     way_out = "features=[COLUMN, ...]" if skip_label else "label=COLUMN and features=[COLUMN, ...]"

@@ -149,7 +149,11 @@ def labeled_table(
             labels = [None if row is None else set(row) for row in labels]
     feature_names = None
     numbers = columns if modality == "array" else []
-    if texts and (numeric := [*numbers, *([] if weights is None else [weights])]):
+    others = [] if weights is None else [weights]
+    # Integers of labels are exact.
+    if label is not None and str(getattr(table.features[label], "dtype", "")).startswith("float"):
+        others.append(label)
+    if texts and (numeric := [*numbers, *others]):
         _check_rounded(table, numeric, texts)
     inputs: NDArray[Any] | LazyItems
     if modality == "array":

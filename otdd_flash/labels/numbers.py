@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.errors import InputError
+from otdd_flash.errors import InputError, placed
 from otdd_flash.label_sets import named_numbers
 from otdd_flash.labels.metrics import Continuous
 from otdd_flash.labels.metrics.base import LabelMetric
@@ -81,7 +81,9 @@ def _numbered(samples: LabeledSamples) -> LabeledSamples:
     said = "no labels" if samples.labels is None else "several labels a row"
     if samples.labels is not None and samples.label_sets is None:
         said = f"classes that are none, such as {display(repr(samples.class_names[-1]))}"
-        if (values := named_numbers(samples.class_names)) is not None:
+        with placed(samples.name):
+            values = named_numbers(samples.class_names)
+        if values is not None:
             targets = torch.from_numpy(values).to(samples.labels.device)[samples.labels]
             return replace(samples, labels=None, targets=targets)
     raise InputError(

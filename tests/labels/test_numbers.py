@@ -262,3 +262,50 @@ def test_numbers_of_any_size(unit):
 
 def test_one_number_is_the_scale_of_one_column():
     assert otdd.labels.Continuous(50) == otdd.labels.Continuous((50.0,))
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("form", [np.asarray, list, torch.tensor])
+def test_whole_floats_beyond_exact_integers_are_numbers(kind, form):
+    """No classes, as integers may have become one; prices come so."""
+    unit = 2 / float(np.finfo(kind).eps)
+    given = (unit * np.array([1, 2, 3, 4])).astype(kind)
+    x, numbers = np.eye(4), [0.5, 1.5, 2.5]
+    found = LabeledSamples.from_arrays(x, form(given))
+    assert found.labels is None
+    assert found.targets.ravel().tolist() == given.astype(np.float64).tolist()
+    assert torch.equal(otdd.embed((x, given)).targets, found.targets)
+    other = (np.eye(4)[:3], np.array(numbers) * unit)
+    settings = {"epsilon": 0.1, "labels": "continuous"}
+    expected = otdd.dataset_distance(
+        LabeledSamples(x, None, (), targets=given.astype(np.float64)), other, **settings
+    )
+    assert otdd.dataset_distance((x, form(given)), other, **settings).value == expected.value
+    with pytest.raises(InputError, match=r"has numbers and no classes; .*, or give classes as int"):
+        otdd.dataset_distance((x, form(given)), (x, [0, 0, 1, 1]))
+
+
+def test_numbers_in_half_precision():
+    values = torch.tensor([0.5, 300, 1000], dtype=torch.bfloat16)
+    found = LabeledSamples.from_arrays(np.eye(3), values)
+    assert found.targets.ravel().tolist() == values.tolist()
+    with pytest.raises(InputError, match="give them as integers, or numbers in a wider type"):
+        LabeledSamples.from_arrays(np.eye(3), values[1:])
+
+
+@pytest.mark.parametrize("base", [2**60, 2**70])
+def test_integers_that_float64_rounds_are_no_numbers(base):
+    x, labels = np.eye(3), [base + 1, base + 2, base + 1]
+    with pytest.raises(
+        InputError, match=rf"^source: targets must be numbers that float64 .* got {base + 1}; round"
+    ):
+        otdd.dataset_distance((x, labels), (x, [1.5, 2, 3]), labels="continuous")
+    # Those that it holds are.
+    held = LabeledSamples.from_arrays(x, [base, base + 2**20, base])
+    assert otdd.dataset_distance(held, (x, [1.5, 2, 3]), labels="continuous", epsilon=0.1).value > 0
+
+
+@pytest.mark.parametrize("text", ["1_0", " 1", "1 ", "nan", "inf", "0x1"])
+def test_text_that_python_alone_reads_as_numbers_is_text(text):
+    with pytest.raises(InputError, match="source has classes that are none, such as"):
+        otdd.dataset_distance((np.eye(2), [text, text]), (np.eye(2), [1.5, 2]), labels="continuous")
