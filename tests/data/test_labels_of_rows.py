@@ -155,6 +155,60 @@ def test_items_of_a_users_dataset():
     assert read[-1].label_names == ("bird", "cat", "dog")
 
 
+def items(labels, classes=None):
+    class Items(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(labels)
+
+        def __getitem__(self, row):
+            return torch.from_numpy(X[row]), labels[row]
+
+    given = Items()
+    if classes is not None:
+        given.classes = classes
+    return given
+
+
+@pytest.mark.parametrize("form", [list, np.array, torch.tensor])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[0], [1, 2], [2], [0, 1], [1]],
+        [[0, 1], [1, 2], [2, 0], [0, 1], [1, 2]],
+        # Two of three labels, as an indicator has a column for each name.
+        [[0, 1], [1, 0], [0, 1], [0, 1], [1, 0]],
+        [[0, 1, 2], [2, 1, 0], [0, 1, 2], [1, 1, 1], [0, 0, 1]],
+        [[0], [2], [1], [0], [2]],
+    ],
+)
+def test_items_with_indices_of_names(form, rows):
+    found = otdd.embed(items([form(row) for row in rows], ["bird", "cat", "dog"]))
+    names = [
+        {name for name, part in zip(found.label_names, row, strict=True) if part}
+        for row in found.shares.tolist()
+    ]
+    assert names == [{("bird", "cat", "dog")[label] for label in row} for row in rows]
+
+
+def test_items_of_named_indicators_and_of_named_labels():
+    hot = otdd.embed(items([np.array(row) for row in HOT], ["bird", "cat", "dog"]))
+    assert hot.label_names == ("bird", "cat", "dog")
+    assert hot.shares.tolist() == PARTS
+    numbers = otdd.embed(items([np.array([0.5, row]) for row in range(5)], ["price", "rooms"]))
+    assert numbers.targets[:, 1].tolist() == [0, 1, 2, 3, 4]
+    texts = [["cat"], ["dog", "cat"], ["dog"], ["dog"], ["bird", "dog"]]
+    for form in (list, np.array):
+        assert otdd.embed(items(list(map(form, texts)), ["dog", "cat"])).label_names == (
+            "bird",
+            "cat",
+            "dog",
+        )
+    with pytest.raises(InputError, match="must be indices of 2 names, from 0, got 5 at row 1"):
+        otdd.embed(items([np.array(row) for row in ([0], [1, 5], [1], [0], [0])], ["a", "b"]))
+    with pytest.raises(InputError, match="1 label is missing, at row 1"):
+        otdd.embed(items([np.array(row, int) for row in ([0], [], [1], [0], [0])], ["a", "b"]))
+
+
 @pytest.mark.parametrize("form", ["npz", "folder"])
 def test_what_was_written_is_read_back(form, tmp_path):
     kept = INDICATOR[[0, 1, 3, 4]]
