@@ -29,7 +29,7 @@ from otdd_flash.checks import shown
 from otdd_flash.data.dataset import LabeledDataset, as_inputs
 from otdd_flash.data.request import Request, chosen, reading
 from otdd_flash.errors import DataNotice, InputError, warn
-from otdd_flash.label_sets import Encoded, split_text
+from otdd_flash.label_sets import split_text
 from otdd_flash.raw_labels import columns_of
 from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, inexact, side_by_side
 from otdd_flash.shown import listing
@@ -48,6 +48,9 @@ NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*"
 # Usual names of a label column, in lower case; a further name may make files ambiguous that were
 # read.
 LABEL_NAMES = ("label", "labels", "class", "target", "y")
+
+# The npz key, or column of a Hugging Face dataset, whose floats are numbers.
+TARGETS = "targets"
 
 
 def read_arrays(
@@ -131,7 +134,9 @@ def read_arrays(
         name=file.stem,
         drop_unlabelled=drop_unlabelled,
     )
-    return dataset if targets is None else dataset.labelled(Encoded(None, (), targets=targets))
+    if targets is None:
+        return dataset
+    return dataset.with_targets(targets, drop_unlabelled=drop_unlabelled)
 
 
 def read_npy(path: Path) -> NDArray[Any]:
@@ -161,8 +166,8 @@ def _read_npz(
             return np.asarray(archive[key])
 
         label = label or ("y" if "y" in keys and not skip_label else None)
-        if label is None and not skip_label and "targets" in keys:
-            label = "targets" if read("targets").dtype.kind == "f" else None
+        if label is None and not skip_label and TARGETS in keys:
+            label = TARGETS if read(TARGETS).dtype.kind == "f" else None
         weight_key = find_weights(keys, weights or ("w" if "w" in keys else None), str(path))
         taken = {"inputs": features or "x", "labels": label, "weights": weight_key}
         if label == "y" and "class_names" in keys and read("y").dtype.kind in "iu":
@@ -173,7 +178,7 @@ def _read_npz(
         if unread := [key for key in keys if key not in taken.values()]:
             choices.append(f"not read: {listing(unread, 10)}")
         found: dict[str, Any] = {name: read(key) for name, key in taken.items() if key is not None}
-        if label == "targets" and found["labels"].dtype.kind == "f":
+        if label == TARGETS and found["labels"].dtype.kind == "f":
             found["targets"] = _numbers(found.pop("labels"), str(path))
         found["choices"] = chosen(str(path), choices, "features=KEY, label=KEY and weights=KEY")
         return found

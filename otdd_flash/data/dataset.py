@@ -173,6 +173,20 @@ class LabeledDataset:
             return self
         return self.labelled(Encoded(None, (), targets=values[self.labels]))
 
+    def with_targets(
+        self, targets: NDArray[np.float64], *, drop_unlabelled: bool | None
+    ) -> LabeledDataset:
+        """Return the dataset with numbers (n, q) for its labels; rows with NaN count as unlabelled.
+
+        Raises:
+            InputError: some are missing and may not be dropped, see `from_raw`.
+        """
+        dataset, missing = self, np.asarray(np.isnan(targets).any(1))
+        if missing.any():
+            kept = _labelled_rows(missing, self, drop=drop_unlabelled)
+            dataset, targets = self.take(kept), targets[kept]
+        return dataset.labelled(Encoded(None, (), targets=targets))
+
     def labelled(self, found: Encoded) -> LabeledDataset:
         """Return the dataset with labels of n rows of any kind.
 

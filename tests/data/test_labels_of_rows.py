@@ -16,6 +16,7 @@ from otdd_flash.data import LabeledDataset, load, with_pseudo_labels
 from otdd_flash.data.writing import write_hugging_face, write_npz
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors import embed, pixels
+from otdd_flash.label_sets import LabelSets
 from otdd_flash.samples import LabeledSamples
 
 TAGS = [["cat"], ["dog", "cat"], [], ["dog"], ["bird", "dog"]]
@@ -222,7 +223,8 @@ def test_what_was_written_is_read_back(form, tmp_path):
         else:
             pytest.importorskip("datasets")
             write_hugging_face(samples, path)
-            read = embed(load("huggingface", path=str(path), input="features", label="label"))
+            label = "label" if samples.targets is None else "targets"
+            read = embed(load("huggingface", path=str(path), input="features", label=label))
         assert read.label_names == samples.label_names
         assert torch.equal(read.shares, samples.shares)
         if samples.targets is not None:
@@ -337,6 +339,57 @@ def test_numbers_of_npz_files_stay_numbers(targets, tmp_path):
         read = embed(load("arrays", path=tmp_path / "a.npz", **options))
         assert read.labels is None
         assert torch.equal(read.targets, samples.targets)
+    pytest.importorskip("datasets")
+    write_hugging_face(samples, tmp_path / "folder")
+    for options in ({}, {"label": "targets"}):
+        read = embed(load("huggingface", path=str(tmp_path / "folder"), **options))
+        assert read.labels is None
+        assert read.dim == 2
+        assert torch.equal(read.targets, samples.targets)
+
+
+def test_numbers_of_a_folder_are_chosen_by_their_name(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = {"x": X, "targets": PRICES}
+    with pytest.warns(DataNotice, match=r"numbers are its column 'targets', by its name; .* x;"):
+        found = otdd.embed(datasets.Dataset.from_dict(table))
+    assert found.targets.ravel().tolist() == PRICES.tolist()
+    # Whole numbers may be labels under a name of the user's, and a column of labels comes first.
+    whole = datasets.Dataset.from_dict({"x": X, "targets": [0, 1, 0, 1, 1]})
+    assert LabeledSamples.of(otdd.embed(whole, label="targets")).class_names == ("0", "1")
+    both = otdd.embed(datasets.Dataset.from_dict({**table, "label": [0, 1, 0, 1, 1]}), input="x")
+    assert both.class_names == ("0", "1")
+    for prices in ([1.5, None, 2.5, 1.5, 1], [[1.5], None, [2.5], [1.5], [1]]):
+        gaps = datasets.Dataset.from_dict({"x": X, "targets": prices})
+        with pytest.raises(InputError, match="1 label is missing, at row 1"):
+            otdd.embed(gaps)
+        gaps.save_to_disk(str(tmp_path / "gaps"))
+        options = {"path": str(tmp_path / "gaps"), "drop_unlabelled": True}
+        with pytest.warns(DataNotice, match="1 of 5 rows have no label"):
+            assert embed(load("huggingface", **options)).targets.tolist() == [
+                [1.5],
+                [2.5],
+                [1.5],
+                [1],
+            ]
+    np.savez(tmp_path / "gaps.npz", x=X, targets=[1.5, np.nan, 2, 1, 1])
+    with pytest.raises(InputError, match="1 label is missing, at row 1; drop_unlabelled=true"):
+        load("arrays", path=tmp_path / "gaps.npz")
+    assert len(load("arrays", path=tmp_path / "gaps.npz", drop_unlabelled=True)) == 4
+
+
+def test_one_label_in_all_is_read_back(tmp_path):
+    pytest.importorskip("datasets")
+    alone = LabelSets(("cat",), torch.ones(1, 1, dtype=torch.bool))
+    samples = LabeledSamples(X, torch.zeros(5), alone.set_names, label_sets=alone)
+    write_npz(samples, tmp_path / "a.npz")
+    write_hugging_face(samples, tmp_path / "folder")
+    for read in (
+        load("arrays", path=tmp_path / "a.npz"),
+        load("huggingface", path=str(tmp_path / "folder"), input="features"),
+    ):
+        assert read.class_names == ("cat",)
+        assert read.labels.tolist() == [0] * 5
 
 
 def test_what_targets_of_npz_files_cannot_be_is_said(tmp_path):
