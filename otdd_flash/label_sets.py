@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,12 +51,32 @@ class LabelSets:
     Attributes:
         names: of the V labels.
         members: (S, V) bool on the CPU, which labels each set has; at least one.
+
+    Raises:
+        InputError: members are no such tensor, or a set has no label.
     """
 
     names: tuple[str, ...]
     members: Tensor
 
-    @property
+    def __post_init__(self) -> None:
+        members, count = self.members, len(self.names)
+        if (
+            not isinstance(members, Tensor)
+            or members.dtype != torch.bool
+            or (members.ndim != 2 or members.shape[1] != count)
+        ):
+            kind = getattr(members, "dtype", "")
+            raise InputError(
+                f"members must be (S, {count}) of bool, a column for each name, got "
+                f"{shown(members)} {kind}".rstrip()
+            )
+        if (empty := ~members.any(1)).any():
+            raise InputError(
+                f"each set has a label, and number {int(empty.int().argmax())} has none"
+            )
+
+    @cached_property
     def set_names(self) -> tuple[str, ...]:
         """A name of each set, its labels side by side."""
         return tuple(

@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from otdd_flash.arguments import Index, Positive, check_fields, takes
-from otdd_flash.checks import array
+from otdd_flash.checks import array, shown
 from otdd_flash.devices import moved
 from otdd_flash.eager import check_transforms, own_settings, untraced
 from otdd_flash.errors import InputError, placed, prefixed
@@ -78,12 +78,14 @@ class LabeledSamples:
             it.
         feature_names: d names, by which the order of features is checked if both datasets have
             some; None takes the names of a table's columns, and other features have none.
-        label_sets: of rows with several labels, which are in each set; made of an indicator.
+        label_sets: of rows with several labels, which are in each set; made of an indicator, and
+            replaced by one. `class_names` are its names of sets.
         targets: (n, q) or (n,) numbers that `labels="continuous"` compares; `labels` is then None.
 
     Raises:
         InputError: shapes or names disagree, a value is not finite or has an imaginary part, a
-            label is missing or out of range, there are labels and targets, or all weights are 0.
+            label is missing or out of range, there are labels and targets, or all weights are 0, or
+            label_sets are of other names.
     """
 
     features: Tensor
@@ -122,22 +124,7 @@ class LabeledSamples:
             )
         n = features.shape[0]
         object.__setattr__(self, "features", features)
-        several = None
-        if self.labels is not None and self.label_sets is None and _dimension(self.labels) == 2:
-            several = several_of(self.labels, self.class_names)
-        if several is not None:
-            if len(several[1]) != len(self.class_names):
-                raise InputError(
-                    f"labels are an indicator of {len(several[1])} labels, and class_names has "
-                    f"{len(self.class_names)}; give one name a column"
-                )
-            found = Encoded.of_indicator(*several)
-            assert found.labels is not None
-            for name in ("labels", "class_names", "label_sets"):
-                object.__setattr__(self, name, getattr(found, name))
-            object.__setattr__(self, "labels", torch.from_numpy(found.labels))
-        if self.labels is None:
-            object.__setattr__(self, "label_sets", None)
+        self._read_sets()
         if self.targets is not None:
             targets = _as_targets(self.targets, n)
             if self.labels is not None:
@@ -150,6 +137,37 @@ class LabeledSamples:
             weights, total = _as_masses(self.weights, n)
             object.__setattr__(self, "weights", weights.to(features.device))
             object.__setattr__(self, "mass", min(max(self.mass * total, LEAST_MASS), MOST_MASS))
+
+    def _read_sets(self) -> None:
+        """Read an indicator into sets or classes, and check that labels are of `label_sets`."""
+        sets, names = self.label_sets, self.class_names
+        if sets is not None and not isinstance(sets, LabelSets):
+            raise InputError(f"label_sets must be LabelSets, got {shown(sets)}")
+        if self.labels is None:
+            object.__setattr__(self, "label_sets", None)
+            return
+        if _dimension(self.labels) != 2:
+            if sets is not None and names != sets.set_names:
+                raise InputError(
+                    f"class_names must be those of label_sets, such as {sets.set_names[:2]}, got "
+                    f"{names[:2]}; give both, or labels of classes with label_sets=None"
+                )
+            return
+        if sets is not None and names == sets.set_names:
+            # An indicator replaces labels of sets.
+            names = sets.names
+        if (several := several_of(self.labels, names)) is None:
+            return
+        if len(several[1]) != len(names):
+            raise InputError(
+                f"labels are an indicator of {len(several[1])} labels, and class_names has "
+                f"{len(names)}; give one name a column"
+            )
+        found = Encoded.of_indicator(*several)
+        assert found.labels is not None
+        for name in ("class_names", "label_sets"):
+            object.__setattr__(self, name, getattr(found, name))
+        object.__setattr__(self, "labels", torch.from_numpy(found.labels))
 
     def __repr__(self) -> str:
         """Return name and sizes, without tensors."""

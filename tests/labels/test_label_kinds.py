@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -621,3 +622,37 @@ def test_labels_that_are_not_compared_meet_rows_without_any():
     for pair in ((source, sides[1]), (sides[0], target)):
         found = otdd.dataset_distance(*pair, **given)
         assert found.value == pytest.approx(expected.value, rel=1e-6)
+
+
+def test_labels_of_sets_are_replaced_by_an_indicator_or_with_their_sets():
+    hot = SOURCE.shares.flip(0) > 0
+    for names in (SOURCE.class_names, tuple("abcde")):
+        found = replace(SOURCE, labels=hot, class_names=names)
+        assert found.label_names == tuple("abcde")
+        assert torch.equal(found.shares > 0, hot)
+    found = replace(SOURCE, labels=hot[:, :2] | ~hot[:, :2].any(1)[:, None], class_names=("p", "q"))
+    assert found.label_names == ("p", "q")
+    plain = replace(SOURCE, labels=torch.arange(40) % 2, class_names=("p", "q"), label_sets=None)
+    assert plain.class_names == ("p", "q")
+    message = r"class_names must be those of label_sets, .* got \('p', 'q'\); .*label_sets=None"
+    with pytest.raises(InputError, match=message):
+        replace(SOURCE, labels=torch.arange(40) % 2, class_names=("p", "q"))
+    with pytest.raises(InputError, match="class_names must be those of label_sets"):
+        replace(SOURCE, label_sets=SOURCE.label_sets.take([0]))
+    with pytest.raises(InputError, match="label_sets must be LabelSets, got 'x'"):
+        replace(SOURCE, label_sets="x")
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        (torch.zeros(2, 2, dtype=torch.bool), "each set has a label, and number 0 has none"),
+        (torch.eye(2), r"members must be \(S, 2\) of bool, .* got .* \(2, 2\) torch.float32"),
+        (torch.ones(2, 3, dtype=torch.bool), r"members must be \(S, 2\) of bool"),
+        (torch.ones(2, dtype=torch.bool), r"members must be \(S, 2\) of bool"),
+        (np.eye(2, dtype=bool), r"members must be \(S, 2\) of bool, .* got ndarray"),
+    ],
+)
+def test_members_of_sets_are_checked(members, message):
+    with pytest.raises(InputError, match=message):
+        LabelSets(("a", "b"), members)

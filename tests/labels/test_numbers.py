@@ -159,7 +159,10 @@ def test_numbers_need_squared_distances():
         otdd.dataset_distance(diabetes(ONE), diabetes(OTHER), labels="continuous", ground="inner")
 
 
-@pytest.mark.parametrize("scale", ["wide", (0.0,), (), 0, True, (1.0, float("nan"))])
+@pytest.mark.parametrize(
+    "scale",
+    ["wide", (0.0,), (), 0, True, (1.0, float("nan")), ["a"], [None], [True], [[1]], [10**400]],
+)
 def test_a_scale_is_checked(scale):
     with pytest.raises(InputError, match="scale must be pooled, null, or a positive number"):
         otdd.labels.Continuous(scale)
@@ -261,7 +264,8 @@ def test_numbers_of_any_size(unit):
 
 
 def test_one_number_is_the_scale_of_one_column():
-    assert otdd.labels.Continuous(50) == otdd.labels.Continuous((50.0,))
+    for scale in (50, np.float32(50), np.int64(50), [50], np.array([50]), torch.tensor(50.0)):
+        assert otdd.labels.Continuous(scale) == otdd.labels.Continuous((50.0,))
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
