@@ -131,7 +131,11 @@ def settled_metric(
         InputError: epsilon is 0.
     """
     if isinstance(metric, Tree) and metric.add is not None:
-        return replace(metric, add=settled_metric(metric.measured, epsilon, datasets, streaming))
+        settled = settled_metric(metric.measured, epsilon, datasets, streaming)
+        with warnings.catch_warnings():
+            # The notice of its power came where the tree was made.
+            warnings.simplefilter("ignore", DataNotice)
+            return replace(metric, add=settled)
     if not isinstance(metric, Sinkhorn) or metric.epsilon is not None:
         return metric
     if epsilon == 0:
