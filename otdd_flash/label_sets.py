@@ -13,7 +13,7 @@ A change must keep sets in an order that their members alone decide, as fingerpr
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from otdd_flash.raw_labels import (
     columns_of,
     encode_labels,
     missing_labels,
+    missing_rows,
     names_of_columns,
     raw_values,
     rounded,
@@ -78,9 +79,9 @@ class LabelSets:
 
     @cached_property
     def set_names(self) -> tuple[str, ...]:
-        """A name of each set, its labels side by side."""
+        """A name of each set, its labels side by side, whatever their order among `names`."""
         return tuple(
-            AND.join(self.names[label] for label in row.nonzero().squeeze(1).tolist())
+            set_name(self.names[label] for label in row.nonzero().squeeze(1).tolist())
             for row in self.members
         )
 
@@ -93,6 +94,12 @@ class LabelSets:
     def take(self, sets: Sequence[int] | Tensor | NDArray[Any]) -> LabelSets:
         """Return some of the sets, with all labels."""
         return LabelSets(self.names, self.members[torch.as_tensor(sets)])
+
+
+def set_name(labels: Iterable[str]) -> str:
+    """Return the name of a set of labels; no two sets have one name."""
+    written = (label.replace("\\", "\\\\").replace(AND, f"\\{AND}") for label in labels)
+    return AND.join(sorted(written))
 
 
 def named_sets(members: Tensor | None, names: Sequence[str]) -> dict[str, Any]:
@@ -155,9 +162,11 @@ def encode_rows(labels: Any) -> Encoded:
     """
     if (several := several_of(labels)) is not None:
         return Encoded.of_indicator(*several)
-    values = raw_values(labels)
+    values = raw_values(rows_of_floats(labels))
     if (targets := numbers_of(values)) is not None:
         return Encoded(None, (), targets=targets)
+    if values.ndim == 2 and values.dtype.kind == "f" and (missing := missing_labels(values)).any():
+        raise InputError(f"{missing_rows(np.asarray(missing.any(1)))}; {HOW_TO_DROP}")
     return Encoded(*encode_labels(labels))
 
 
@@ -177,6 +186,20 @@ def numbers_of(values: NDArray[Any]) -> NDArray[np.float64] | None:
     found = values.astype(np.float64).reshape(len(values), -1)
     shares = found.shape[1] > 1 and bool((found >= 0).all())
     return None if shares and np.allclose(found.sum(1), 1, 0, 1e-3) else found
+
+
+def rows_of_floats(labels: Any) -> Any:
+    """Return lists of floats of one length as an array (n, q), NaN where a row is missing.
+
+    Labels of any other kind are returned as they are.
+    """
+    rows = _lists_of(labels)
+    there = [row for row in rows or () if len(row)]
+    if rows is None or len(there) == len(rows) or len({len(row) for row in there}) > 1:
+        return labels
+    if not all(isinstance(entry, float | np.floating) for row in there for entry in row):
+        return labels
+    return np.array([list(row) if len(row) else [np.nan] * len(there[0]) for row in rows])
 
 
 def named_numbers(class_names: Sequence[str]) -> NDArray[np.float64] | None:
@@ -298,6 +321,14 @@ def _of_lists(
         gaps = np.array([None in row for row in rows])
         if gaps.any():
             raise InputError(f"labels in lists are missing, {rows_shown(gaps)}; {HOW_TO_DROP}")
+        numbered = (int, np.integer)
+        below = np.array([any(isinstance(e, numbered) and e < 0 for e in row) for row in rows])
+        if below.any():
+            first = min(entry for entry in rows[int(below.argmax())] if isinstance(entry, numbered))
+            raise InputError(
+                f"labels in lists must not be below 0, got {first} {rows_shown(below)}; leave out "
+                "numbers that fill short lists up, or give labels as text"
+            )
         indices, names = encode_labels(flat)
     else:
         indices, names = np.asarray(flat), tuple(map(str, class_names))

@@ -295,7 +295,8 @@ def _unboxed(values: NDArray[Any]) -> NDArray[Any]:
     if not all_are(numbers.Real, Decimal, np.bool_) or any(map(is_missing, objects)):
         return values
     if not all_are(numbers.Integral, np.bool_):
-        if not all(map(_is_whole, objects)):
+        of_floats = values.ndim == 2 and all_are(float, np.floating)
+        if of_floats or not all(map(_is_whole, objects)):
             return np.array(list(map(float, objects))).reshape(values.shape)
         if len(kinds) == 1 and all_are(float, np.floating):
             (kind,) = kinds

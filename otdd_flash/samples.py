@@ -301,10 +301,13 @@ class LabeledSamples:
         known: tuple[Mark, str] | None = self.__dict__.get("_fingerprint")
         if known is not None and known[0] == mark:
             return known[1]
-        names = self.class_names
-        if (sets := self.label_sets) is not None:
-            names = (*sets.names, "in sets", sets.members.numpy().tobytes().hex())
-        found = fingerprint(self.features, self.labels, self.weights, names, self.targets)
+        names, labels = self.class_names, self.labels
+        if labels is not None and (sets := self.label_sets) is not None:
+            # Sets that no row has are those of other rows.
+            present, labels = torch.unique(labels, return_inverse=True)
+            members = sets.members[present.cpu()].numpy()
+            names = (*sets.names, "in sets", members.tobytes().hex())
+        found = fingerprint(self.features, labels, self.weights, names, self.targets)
         self.__dict__["_fingerprint"] = mark, found
         return found
 
@@ -665,7 +668,9 @@ def _as_targets(values: Any, n: int) -> Tensor:
     targets = targets.reshape(n, -1)
     if (bad := ~targets.isfinite().all(1)).any():
         raise InputError(f"targets must be finite numbers, {rows_shown(bad.cpu().numpy())} are not")
-    return targets
+    # -0 is 0, also in a fingerprint.
+    signed = (targets == 0) & targets.signbit()
+    return targets + 0.0 if bool(signed.any()) else targets
 
 
 def check_masses(weights: NDArray[np.float64]) -> None:

@@ -98,6 +98,8 @@ def read_arrays(
             "several columns of labels, and label_separator for one column of text, are of a csv "
             f"or parquet file, and with label=COLUMN; got {file.name}"
         )
+    if len(set(named)) < len(named):
+        raise InputError(f"label={named} names a column twice")
     if skip_label and label is not None:
         raise InputError(f"give label={label} or labels_path={labels_path}, and not both")
     found: dict[str, Any]
@@ -116,6 +118,8 @@ def read_arrays(
             columns = [features] if isinstance(features, str) else features
             several = named if len(named) > 1 else label
             found = _read_table(file, columns, several, request.weights, skip_label=skip_label)
+            if len(named) == 1:
+                _check_texts(found["labels"], label_separator, f"column {label!r} of {file}")
             if label_separator is not None:
                 found["labels"] = split_text(found["labels"], label_separator)
         case _:
@@ -271,6 +275,41 @@ def _read_table(
         "choices": chosen(str(path), choices, way_out),
         "feature_names": tuple(inputs),
     }
+
+
+# Texts of lists, as Python writes them.
+LISTED = r"\[.*[,'\"].*\]"
+
+
+def _check_texts(column: Any, separator: str | None, what: str) -> None:
+    """Refuse a separator for lists, and tell of texts that it does not cut as it seems they should.
+
+    Raises:
+        InputError: there is a separator, and the column holds lists.
+
+    Warns:
+        DataNotice: texts look like lists, or none has the separator.
+    """
+    present = column.dropna()
+    if any(isinstance(entry, list | np.ndarray) for entry in present):
+        if separator is None:
+            return
+        raise InputError(
+            f"{what} holds lists, which are several labels already; leave label_separator out"
+        )
+    texts = [entry for entry in present if isinstance(entry, str)]
+    listed = [text for text in texts if re.fullmatch(LISTED, text.strip())]
+    if listed:
+        warn(
+            f"{what}: texts such as {shown(listed[0])} are read as they stand, with their brackets "
+            "and quotes; store lists as parquet, or as texts such as cat|dog with a separator",
+            DataNotice,
+        )
+    elif separator is not None and texts and not any(separator in text for text in texts):
+        warn(
+            f"{what}: no text has label_separator={separator!r}, such as {shown(texts[0])}",
+            DataNotice,
+        )
 
 
 def _label_columns(table: Any, labels: Sequence[str], path: Path) -> Any:

@@ -453,10 +453,11 @@ def _choose_columns(
 ) -> tuple[list[str], str | None, str | None, Modality, tuple[str, ...]]:
     """Find the columns by their types, or check the ones that the user named.
 
-    Without names, the label is the only ClassLabel; among several ClassLabels, and without any, it
-    is the column with a usual name, or else floats called `targets`. The input is the only image
-    column, whatever else there is. Otherwise it is the only text column or all columns of numbers,
-    if the other of these two kinds and images are missing.
+    Without names, the label is the only ClassLabel, or the only column of lists of them in a table
+    without lists of words; among several ClassLabels, and without any, it is the column with a
+    usual name, or else floats called `targets`. The input is the only image column, whatever else
+    there is. Otherwise it is the only text column or all columns of numbers, if the other of these
+    two kinds and images are missing.
 
     Returns:
         The input columns, of which there are several only if they hold numbers; the label and the
@@ -475,7 +476,7 @@ def _choose_columns(
     choices: list[str] = []
     free = [column for column in kinds if column not in (weight_column, *named)]
     if label is None:
-        classes = [column for column in free if kinds[column] == "class"]
+        classes = _class_columns(features, [c for c in free if kinds[c] == "class"])
         usual = any(column.lower() in LABEL_NAMES for column in free)
         if not classes and not usual and TARGETS in free and _is_float(features[TARGETS]):
             label, choices = TARGETS, [f"numbers are its column {TARGETS!r}, by its name"]
@@ -488,6 +489,17 @@ def _choose_columns(
     modality = _modality(taken, kinds, where)
     reported = chosen(where, choices, "label=COLUMN and input=COLUMN")
     return taken, label, weight_column, modality, reported
+
+
+def _class_columns(features: Mapping[str, Any], classes: Sequence[str]) -> list[str]:
+    """Return those of the columns of class labels that may be chosen as labels of rows."""
+    single = [column for column in classes if not hasattr(features[column], "feature")]
+    words = any(
+        "string" in str(getattr(getattr(feature, "feature", None), "dtype", ""))
+        for feature in features.values()
+    )
+    # Beside lists of words, lists of class labels are of these.
+    return single or ([] if words else [*classes])
 
 
 def _find_inputs(kinds: Mapping[str, str], where: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -472,3 +473,104 @@ def test_columns_of_class_labels_in_lists_are_named(ragged):
     column = datasets.Dataset.from_dict({"tags": tags}, features=datasets.Features({"tags": kind}))
     with pytest.raises(InputError, match="1 row has no label, at row 3; leave those rows"):
         LabeledSamples.from_arrays(X, column["tags"])
+
+
+def test_separators_that_cut_nothing(tmp_path):
+    lists = tmp_path / "lists.parquet"
+    table(tags=[tags or ["cat"] for tags in TAGS]).to_parquet(lists)
+    with pytest.raises(InputError, match=r"'tags' of .* holds lists, .*; leave label_sep"):
+        load("arrays", path=lists, label="tags", label_separator="|")
+    path = tmp_path / "tagged.csv"
+    table(tags=["cat;dog", "cat", "dog", "cat", "dog"]).to_csv(path, index=False)
+    with pytest.warns(DataNotice, match=r"tagged.csv: no text has label_separator='\|', such as"):
+        load("arrays", path=path, label="tags", label_separator="|")
+
+
+@pytest.mark.parametrize("options", [{}, {"label_separator": ","}])
+def test_texts_that_look_like_lists_are_told(options, tmp_path):
+    path = tmp_path / "tagged.csv"
+    table(tags=["['cat', 'dog']", "['cat']", "['dog']", "[]", "['dog']"]).to_csv(path, index=False)
+    with pytest.warns(
+        DataNotice, match=r"column 'tags' .* texts such as .* are read as they stand"
+    ):
+        load("arrays", path=path, label="tags", **options)
+    table(tags=["[cat]", "dog", "[cat]", "dog", "dog"]).to_csv(path, index=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DataNotice)
+        load("arrays", path=path, label="tags", features=["a", "b"])
+
+
+def test_a_column_of_labels_is_named_once(tmp_path):
+    path = tmp_path / "hot.csv"
+    table(cat=[0, 1, 1, 0, 1], dog=[1, 1, 0, 1, 1]).to_csv(path, index=False)
+    with pytest.raises(InputError, match=r"label=\['cat', 'cat'\] names a column twice"):
+        load("arrays", path=path, label=["cat", "cat"])
+
+
+def test_lists_of_floats_are_numbers_whatever_they_are():
+    rows = [[0.0, 1.0], [2.0, 3.0], [1.0, 1.0], [0.0, 0.0], [4.0, 2.0]]
+    datasets = pytest.importorskip("datasets")
+    columns = datasets.Dataset.from_dict({"x": X, "score": rows})
+    frame = pd.DataFrame(rows)
+    for found in (
+        LabeledSamples.from_arrays(X, rows),
+        LabeledSamples.from_arrays(X, frame),
+        otdd.embed(columns, input="x", label="score"),
+    ):
+        assert found.targets.tolist() == rows
+    # Of classes they were integers, and stay so.
+    assert LabeledSamples.from_arrays(X, [0.0, 1, 1.0, 0, 2]).class_names == ("0", "1", "2")
+    gaps = datasets.Dataset.from_dict({"x": X, "score": [*rows[:4], None]})
+    with pytest.raises(InputError, match="1 label is missing, at row 4"):
+        otdd.embed(gaps, input="x", label="score")
+
+
+def test_numbers_that_fill_lists_up_are_no_labels():
+    with pytest.raises(InputError, match="got -1 at rows 1, 4; leave out numbers that fill"):
+        LabeledSamples.from_arrays(X, [[0, 1], [2, -1], [1, 2], [0, 2], [0, -1]])
+
+
+def test_which_lists_of_class_labels_are_chosen():
+    datasets = pytest.importorskip("datasets")
+    kind = datasets.ClassLabel(names=["bird", "cat", "dog"])
+    features = {
+        "x": datasets.Sequence(datasets.Value("float32"), length=2),
+        "species": kind,
+        "tags": datasets.Sequence(kind),
+    }
+    rows = {"x": X, "species": [0, 1, 2, 0, 1], "tags": [[0, 1]] * 4 + [[2]]}
+
+    def read(*names, **options):
+        kinds = datasets.Features({name: features[name] for name in names})
+        columns = {name: rows[name] for name in names}
+        return otdd.embed(datasets.Dataset.from_dict(columns, features=kinds), **options)
+
+    assert read("x", "species", "tags").class_names == ("bird", "cat", "dog")
+    assert read("x", "tags").label_sets is not None
+    # The tags of the words of a text.
+    features["tokens"] = datasets.Sequence(datasets.Value("string"))
+    rows["tokens"] = [["a", "b"]] * 4 + [["c"]]
+    with pytest.warns(DataNotice, match="no column that looks like labels"):
+        assert read("x", "tokens", "tags", input="x").labels is None
+    assert read("x", "tokens", "tags", input="x", label="tags").label_sets is not None
+
+
+def test_content_decides_fingerprints():
+    one, other = (LabeledSamples(X, None, (), targets=[zero] * 5) for zero in (0.0, -0.0))
+    assert one.fingerprint == other.fingerprint
+    several = LabeledSamples(X, HOT, ("bird", "cat", "dog"))
+    rows = torch.tensor([0, 1, 3])
+    taken = several.take(rows)
+    again = LabeledSamples(X[rows], np.array(HOT)[rows], ("bird", "cat", "dog"))
+    assert taken.fingerprint == again.fingerprint
+    assert torch.equal(taken.shares, again.shares)
+
+
+def test_names_of_sets_do_not_depend_on_the_order_of_labels():
+    turned = LabeledSamples(X, np.array(HOT)[:, [2, 0, 1]], ("dog", "bird", "cat"))
+    several = LabeledSamples(X, HOT, ("bird", "cat", "dog"))
+    names = [[one.class_names[label] for label in one.labels] for one in (turned, several)]
+    assert names[0] == names[1]
+    assert "cat+dog" in names[0]
+    plus = LabelSets(("a", "b", "a+b"), torch.tensor([[1, 1, 0], [0, 0, 1], [1, 0, 1]]).bool())
+    assert plus.set_names == ("a+b", r"a\+b", r"a+a\+b")

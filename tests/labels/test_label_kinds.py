@@ -534,12 +534,13 @@ def test_a_gradient_by_sets_is_pulled_back_to_labels():
     torch.testing.assert_close(by_labels(given, sides), expected)
 
 
-def test_sets_of_one_name_are_told_apart():
+def test_a_label_called_like_a_set_is_told_apart():
     names, rows = ("a", "b", "a+b"), torch.tensor([[1, 1, 0], [1, 0, 0], [0, 1, 0]])
     x = torch.eye(3)
     one = LabeledSamples(x, rows, names)
-    other = LabeledSamples(x, torch.tensor([[0, 0, 1], [1, 0, 0], [0, 1, 0]]), names)
-    assert set(one.class_names) == set(other.class_names)
+    other = LabeledSamples(x, torch.tensor([[0, 0, 1], [1, 1, 1], [0, 1, 0]]), names)
+    assert set(one.class_names) == {"a", "b", "a+b"}
+    assert set(other.class_names) == {r"a\+b", "b", r"a+a\+b+b"}
     assert one.fingerprint != other.fingerprint
     assert otdd.dataset_distance(one, other, labels="means", epsilon=0.1).value > 0
 

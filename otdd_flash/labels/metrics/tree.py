@@ -31,7 +31,7 @@ from otdd_flash.shown import display, listing
 
 @dataclass(frozen=True)
 class Tree(LabelMetric):
-    """The length of the way between two classes in a tree, of both sides by name.
+    """The length of the path between two classes in a tree, of both sides by name.
 
     Args:
         parents: the parent of every class and inner node, by name, None for the root; or (parent,
