@@ -62,6 +62,8 @@ STREAMED_SHARE, HELD_SHARE = 0.6, 0.5
 # Least epsilon over the largest cost that float64 can solve.
 WITHIN_DOUBLE = 1e-12
 
+DOUBLE_BYTES = 8
+
 # The largest effect on the marginals that the rounding of costs in float64 may have: as large as
 # the default tolerance.
 MOST_GROWTH = 1e-3
@@ -232,7 +234,8 @@ class Comparison:
         """Return the comparison of points with columns, as one class.
 
         Raises:
-            InputError: points are streamed, or are compared by no squared distances.
+            InputError: points are streamed, or are compared by no squared distances, or they do not
+                fit in memory with their columns.
         """
         apart = self.streaming is not None or self.ground.ground == "inner"
         if apart and not columns.empty:
@@ -242,8 +245,16 @@ class Comparison:
                 "ground=sqeuclidean or cosine in place of inner"
             )
         sides = self.transformed[0], self.transformed[-1]
-        first = columns.appended(sides[0], 0)
-        last = first if sides[0] is sides[1] else columns.appended(sides[1], 1)
+        size = CostSize(*map(len, sides), columns.width, 1, symmetric=sides[0] is sides[1])
+        needed = self.needed
+        if not columns.empty:
+            # They are float64, whatever the points are.
+            wide = DOUBLE_BYTES * size.points * size.dim
+            needed = max(needed, wide + operator_bytes(size, self.compute, self.device))
+            check_memory(size, needed, self.device, self.compute.dtype)
+        with within_memory(size, needed, self.device, self.compute.dtype):
+            first = columns.appended(sides[0], 0)
+            last = first if sides[0] is sides[1] else columns.appended(sides[1], 1)
         ground = self.ground
         if columns.weight == 0:
             ground = GroundCost(columns.lambda_x, 0.0)
@@ -254,6 +265,7 @@ class Comparison:
             columns=columns,
             label_error=columns.error,
             ground=ground,
+            needed=needed,
         )
 
     def by_labels(self, gradient: Tensor) -> Tensor:

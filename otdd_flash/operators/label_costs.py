@@ -79,6 +79,11 @@ class LabelColumns:
         """Whether labels cost nothing, and points stay as they are."""
         return self.tables[0].shape[-1] == 0
 
+    @property
+    def width(self) -> int:
+        """Coordinates of a point with its columns."""
+        return self.dim + self.tables[0].shape[-1]
+
     def appended(self, samples: LabeledSamples, side: int) -> LabeledSamples:
         """Return samples of side 0 or 1 with these columns, as one class."""
         if self.empty:

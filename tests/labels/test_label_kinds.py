@@ -13,6 +13,7 @@ import sklearn.datasets
 import torch
 
 import otdd_flash as otdd
+from otdd_flash import memory
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.label_sets import LabelSets
@@ -598,6 +599,26 @@ def test_columns_are_appended_once():
     assert [side.dim for side in found.with_points(*sides).transformed] == [4, 4]
     with pytest.raises(AssertionError, match="have columns of labels already"):
         found.with_classes(None)
+
+
+@pytest.mark.parametrize("kind", ["sets", "numbers"])
+def test_columns_that_do_not_fit_are_refused_before_they_are_made(kind, monkeypatch):
+    monkeypatch.setattr(comparisons, "MOST_SETS", 0)
+    sides, table, added = [SOURCE, TARGET], table_of(SOURCE, TARGET, "means"), 3
+    ground = otdd.GroundCost()
+    if kind == "numbers":
+        sides = [
+            LabeledSamples(side.features, None, (), targets=torch.rand(len(side), 3))
+            for side in sides
+        ]
+        table, ground = None, otdd.GroundCost(target_scale=(1.0, 1.0, 1.0))
+    found = Comparison.prepare(sides, ground, DOUBLE)
+    monkeypatch.setattr(memory, "ASSUMED_FREE", 0)
+    # The points with their columns alone, in float64.
+    monkeypatch.setattr(memory, "free_memory", lambda device: 8 * 70 * (3 + added))
+    monkeypatch.setattr(comparisons.LabelColumns, "appended", None)
+    with pytest.raises(InputError, match=r"^not enough memory on cpu for .* dimension 6: at least"):
+        found.with_classes(table)
 
 
 @pytest.mark.parametrize("more", [0, 1])
