@@ -243,12 +243,19 @@ class DistanceResult:
     def target_changes(self) -> Tensor:
         """Return the mean of |t_i - s_j| under the plan, (q,) float64, in units of the numbers.
 
+        It is over the mass that moves.
+
         Target numbers count in groups of neighbours if there are more than 512 different ones.
 
         Raises:
             InputError: rows have no numbers.
         """
         self._check_numbers()
+        self._check_unchanged()
+        return self._target_changes.clone()
+
+    @cached_property
+    def _target_changes(self) -> Tensor:
         return mean_changes(self._applied, self.source, self.target)
 
     @computes
@@ -267,7 +274,8 @@ class DistanceResult:
         count = targets_of(self.source).shape[1]
         if column >= count:
             raise InputError(f"there is no column {column} of numbers; there are {count}, from 0")
-        return histogram(self._applied, self.source, self.target, column, bins)
+        exact = self.constraints.exact
+        return histogram(self._applied, self.source, self.target, column, bins, exact=exact)
 
     @computes
     def barycentric_map(self) -> Tensor:

@@ -245,7 +245,8 @@ class Comparison:
                 "ground=sqeuclidean or cosine in place of inner"
             )
         sides = self.transformed[0], self.transformed[-1]
-        size = CostSize(*map(len, sides), columns.width, 1, symmetric=sides[0] is sides[1])
+        n, m = map(len, sides)
+        size = CostSize(n, m, columns.width, 1, symmetric=sides[0] is sides[1])
         needed = self.needed
         if not columns.empty:
             # They are float64, whatever the points are.

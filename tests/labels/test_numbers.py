@@ -8,6 +8,8 @@ import sklearn.datasets
 import torch
 
 import otdd_flash as otdd
+import otdd_flash.result as result_module
+from otdd_flash import target_changes
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
@@ -210,6 +212,35 @@ def test_relaxed_marginals_of_numbers():
     expected = otdd.dataset_distance(*hand, labels="none", **settings)
     assert found.value == pytest.approx(expected.value, abs=1e-8)
     assert found.unmatched().moved == pytest.approx(expected.unmatched().moved, abs=1e-6)
+
+
+@pytest.mark.parametrize("entries", [None, 1])
+def test_changes_of_numbers_are_found_in_blocks_and_once(entries, monkeypatch):
+    """Of few groups at a time, so that a million rows take no more memory."""
+    if entries is not None:
+        monkeypatch.setattr(target_changes, "ENTRIES", entries)
+    found = otdd.dataset_distance(
+        diabetes(ONE), diabetes(OTHER), labels="continuous", epsilon=0.3, compute=DOUBLE
+    )
+    plan = found.apply_plan(torch.eye(50)).double()
+    gaps = torch.from_numpy(np.abs(PROGRESS[ONE][:, None] - PROGRESS[OTHER]))
+    change = found.target_changes()
+    assert change.tolist() == pytest.approx([float((plan * gaps).sum() / plan.sum())], rel=1e-6)
+    monkeypatch.setattr(result_module, "mean_changes", None)
+    assert found.target_changes() is not change
+    assert torch.equal(found.target_changes(), change)
+    assert found.to_dict()["target_changes"] == change.tolist()
+
+
+def test_histograms_of_relaxed_marginals_sum_to_the_mass_that_moves():
+    sides = diabetes(ONE), diabetes(OTHER)
+    settings = {"labels": "continuous", "epsilon": 0.3, "compute": DOUBLE, "solver": TIGHT}
+    found = otdd.dataset_distance(*sides, unbalanced=0.05, **settings)
+    moved = found.unmatched().moved
+    assert 0 < moved < 0.9
+    assert float(found.target_histogram().masses.sum()) == pytest.approx(moved, rel=1e-6)
+    exact = otdd.dataset_distance(*sides, **settings)
+    assert float(exact.target_histogram().masses.sum()) == pytest.approx(1, abs=1e-12)
 
 
 def test_numbers_have_no_distances_between_classes():
