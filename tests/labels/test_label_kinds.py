@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from fractions import Fraction
 
@@ -425,6 +426,24 @@ def test_subsamples_and_halves_of_rows_with_several_labels():
     assert interval.lower < found.value < interval.upper
     floor = otdd.noise_floor(SOURCE, TARGET, **settings)
     assert floor.size == 15
+
+
+@pytest.mark.parametrize("drawn", [otdd.noise_floor, otdd.subsample_interval])
+def test_parts_that_may_lack_a_label_are_told(drawn):
+    hot = torch.cat((SOURCE.shares > 0, torch.zeros(40, 1).bool()), 1)
+    hot[:3, 5] = True
+    side = LabeledSamples(SOURCE.features, hot, (*"abcde", "rare"), name="tagged 1")
+    given = {"epsilon": EPSILON}
+    if drawn is otdd.subsample_interval:
+        given |= {"value": otdd.dataset_distance(side, TARGET, **given).value, "count": 40}
+    said = (
+        r"parts of 1\d of the 40 rows of tagged 1 may lack labels .*: rare \(3\); min_class_size="
+    )
+    with pytest.warns(DataNotice, match=said):
+        drawn(side, TARGET, **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DataNotice)
+        drawn(SOURCE, TARGET, **given)
 
 
 def test_a_sliced_distance_refuses_several_labels():
