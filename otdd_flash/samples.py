@@ -286,7 +286,7 @@ class LabeledSamples:
     def class_counts(self) -> Tensor:
         """Samples per class (V,), int64."""
         if self.labels is None:
-            raise without_classes(self)
+            raise needs_classes(self)
         return torch.bincount(self.labels, minlength=len(self.class_names))
 
     @property
@@ -388,7 +388,7 @@ class LabeledSamples:
         they stay in files or in shared memory.
         """
         if self.labels is None:
-            raise without_classes(self)
+            raise needs_classes(self)
         for c in keep:
             if c >= len(self.class_names):
                 raise InputError(
@@ -456,7 +456,7 @@ HOW_TO_LABEL = (
 )
 
 
-def without_classes(samples: LabeledSamples) -> InputError:
+def needs_classes(samples: LabeledSamples) -> InputError:
     """Return the error for samples whose classes are asked for, and that have none."""
     if samples.targets is not None:
         whole = bool((samples.targets == samples.targets.floor()).all())

@@ -39,12 +39,12 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostSize, build_operator, operator_bytes
 from otdd_flash.operators.label_costs import (
     MOST_SETS,
-    LabelColumns,
+    LabelEmbedding,
     by_labels,
-    columns_of_sets,
-    columns_of_targets,
+    embedding_of_sets,
+    embedding_of_targets,
     has_sets,
-    no_columns,
+    no_embedding,
     set_table,
     set_table_error,
 )
@@ -87,7 +87,7 @@ class Comparison:
             None if all are on the device.
         debias: whether the divergence has self terms, or is the cross term alone.
         epsilon: regularisation, in units of the cost.
-        columns: the label cost, where `transformed` points have it as columns; else None.
+        embedding: the label cost, where `transformed` points have it as columns; else None.
         label_error: bound on the error of the label cost by its sums over labels.
         constraints: what the marginals of plans owe.
     """
@@ -101,7 +101,7 @@ class Comparison:
     streaming: Streaming | None = None
     debias: bool = True
     epsilon: float = 0.0
-    columns: LabelColumns | None = None
+    embedding: LabelEmbedding | None = None
     label_error: float = 0.0
     constraints: Constraints = EXACT
 
@@ -212,10 +212,10 @@ class Comparison:
         Raises:
             InputError: the table has another size or is not finite.
         """
-        assert self.columns is None, "the points have columns of labels already"
+        assert self.embedding is None, "the points have columns of labels already"
         sides = self.transformed[0], self.transformed[-1]
         if self.ground.target_scale is not None:
-            return self._with_columns(columns_of_targets(sides, self.ground))
+            return self._with_embedding(embedding_of_targets(sides, self.ground))
         if table is None or not has_sets(sides):
             return replace(self, classes=_class_table(table, sides, self.device))
         if any(side.labels is None for side in sides):
@@ -227,10 +227,10 @@ class Comparison:
             wide = _class_table(set_table(given, sides), sides, self.device)
             return replace(self, classes=wide, label_error=set_table_error(given, self.ground))
         if self.ground.lambda_y == 0 or not bool(given.any()):
-            return self._with_columns(no_columns(sides, self.ground))
-        return self._with_columns(columns_of_sets(given, sides, self.ground))
+            return self._with_embedding(no_embedding(sides, self.ground))
+        return self._with_embedding(embedding_of_sets(given, sides, self.ground))
 
-    def _with_columns(self, columns: LabelColumns) -> Comparison:
+    def _with_embedding(self, embedding: LabelEmbedding) -> Comparison:
         """Return the comparison of points with columns, as one class.
 
         Raises:
@@ -238,7 +238,7 @@ class Comparison:
                 fit in memory with their columns.
         """
         apart = self.streaming is not None or self.ground.ground == "inner"
-        if apart and not columns.empty:
+        if apart and not embedding.empty:
             raise InputError(
                 "numbers, and many sets of labels, are compared as columns of points in memory by "
                 "squared distances; raise memory_budget where these are streamed, and take "
@@ -246,25 +246,25 @@ class Comparison:
             )
         sides = self.transformed[0], self.transformed[-1]
         n, m = map(len, sides)
-        size = CostSize(n, m, columns.width, 1, symmetric=sides[0] is sides[1])
+        size = CostSize(n, m, embedding.width, 1, symmetric=sides[0] is sides[1])
         needed = self.needed
-        if not columns.empty:
+        if not embedding.empty:
             # They are float64, whatever the points are.
             wide = DOUBLE_BYTES * size.points * size.dim
             needed = max(needed, wide + operator_bytes(size, self.compute, self.device))
             check_memory(size, needed, self.device, self.compute.dtype)
         with within_memory(size, needed, self.device, self.compute.dtype):
-            first = columns.appended(sides[0], 0)
-            last = first if sides[0] is sides[1] else columns.appended(sides[1], 1)
+            first = embedding.appended(sides[0], 0)
+            last = first if sides[0] is sides[1] else embedding.appended(sides[1], 1)
         ground = self.ground
-        if columns.weight == 0:
-            ground = GroundCost(columns.lambda_x, 0.0)
+        if embedding.weight == 0:
+            ground = GroundCost(embedding.lambda_x, 0.0)
         return replace(
             self,
             transformed=(first, last),
             classes=_class_table(None, (first, last), self.device),
-            columns=columns,
-            label_error=columns.error,
+            embedding=embedding,
+            label_error=embedding.error,
             ground=ground,
             needed=needed,
         )
@@ -280,9 +280,9 @@ class Comparison:
         There are at most as many. They are on the device, or on the host if datasets are streamed.
         They have no columns of labels, and get those of this comparison.
         """
-        if self.columns is not None:
+        if self.embedding is not None:
             places = (0, len(transformed) - 1)
-            first, last = (self.columns.appended(transformed[k], min(k, 1)) for k in places)
+            first, last = (self.embedding.appended(transformed[k], min(k, 1)) for k in places)
             return replace(self, given=transformed, transformed=(first, last))
         return replace(self, given=transformed, transformed=transformed)
 
@@ -377,14 +377,14 @@ class Comparison:
         """The transformed datasets as they stand on the side of a cost's columns."""
         if not self.signed:
             return self.transformed
-        assert self.columns is not None
-        flipped = {side: self.columns.flipped(side) for side in dict.fromkeys(self.transformed)}
+        assert self.embedding is not None
+        flipped = {side: self.embedding.flipped(side) for side in dict.fromkeys(self.transformed)}
         return tuple(flipped[side] for side in self.transformed)
 
     @property
     def signed(self) -> bool:
         """Whether self terms are of two different clouds, as columns of one change their sign."""
-        return self.columns is not None and self.columns.negative > 0
+        return self.embedding is not None and self.embedding.negative > 0
 
     def points(self, term: str) -> tuple[Points, Points]:
         """Return the transformed points of both sides of a term, as tensors or streamed."""
@@ -466,11 +466,11 @@ class Comparison:
     @cached_property
     def _signed_offset(self) -> Offset:
         """What columns of negative sign add that is of one side."""
-        if self.columns is None or not self.signed:
+        if self.embedding is None or not self.signed:
             return NO_OFFSET
         value, terms = 0.0, 0
         for side in self.transformed:
-            of_rows = self.columns.one_side(side)
+            of_rows = self.embedding.one_side(side)
             assert of_rows is not None
             value += float(side.masses @ of_rows)
             terms += len(side) + side.dim + 8
@@ -511,7 +511,7 @@ class Comparison:
     def mark(self) -> Mark:
         """A mark that changes when datasets or class distances are modified, see `fingerprint`."""
         sides = (mark_of(side) for side in self.given)
-        tables = () if self.columns is None else self.columns.tables
+        tables = () if self.embedding is None else self.embedding.tables
         return (*chain(*sides), *mark_of_tensors(self.classes.full, *tables))
 
     def within_memory(self) -> within_memory:

@@ -50,8 +50,8 @@ NEGLIGIBLE = 16 * DOUBLE_UNIT
 
 
 @dataclass(frozen=True, eq=False)
-class LabelColumns:
-    """Columns that hold the label cost of two datasets.
+class LabelEmbedding:
+    """An embedding of labels: columns whose squared distances are the label cost of two datasets.
 
     Attributes:
         tables: (S, k) float64, the columns of each set of labels, or scaled targets (n, k), of both
@@ -202,10 +202,10 @@ def _both_shares(sides: Sequence[LabeledSamples], like: Tensor) -> Tensor:
     return torch.cat((above, torch.nn.functional.pad(of_y, (of_x.shape[1], 0)))).to(like.dtype)
 
 
-def columns_of_sets(
+def embedding_of_sets(
     table: Tensor, sides: Sequence[LabeledSamples], ground: GroundCost
-) -> LabelColumns:
-    """Return the columns of sets of labels at W (V_x + V_y, V_x + V_y)."""
+) -> LabelEmbedding:
+    """Return the embedding of sets of labels at W (V_x + V_y, V_x + V_y)."""
     # A small problem, which a processor solves.
     table = table.detach().to("cpu", torch.float64)
     count = len(table)
@@ -236,18 +236,18 @@ def columns_of_sets(
     off = math.sqrt(max(1, len(values))) * unit * largest
     reach = max(float(part.square().sum(1).max()) for part in tables) ** 0.5
     error += lambda_x * 2 * off * (4 * reach + 4 * off)
-    return LabelColumns(tables, False, negative, weight, sides[0].dim, lambda_x, error)
+    return LabelEmbedding(tables, False, negative, weight, sides[0].dim, lambda_x, error)
 
 
-def no_columns(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelColumns:
-    """Return no columns, for sets of labels that cost nothing."""
+def no_embedding(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelEmbedding:
+    """Return an embedding in no columns, for sets of labels that cost nothing."""
     nothing = torch.zeros(1, 0, dtype=torch.float64)
     lambda_x = ground.squared.lambda_x
-    return LabelColumns((nothing, nothing), False, 0, 1.0, sides[0].dim, lambda_x, 0.0)
+    return LabelEmbedding((nothing, nothing), False, 0, 1.0, sides[0].dim, lambda_x, 0.0)
 
 
-def columns_of_targets(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelColumns:
-    """Return the columns of numbers, which `ground.target_scale` divides.
+def embedding_of_targets(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelEmbedding:
+    """Return the embedding of numbers, which `ground.target_scale` divides.
 
     One row is taken from all, the mean: differences stay and rounding does not grow with the mean.
     """
@@ -263,7 +263,7 @@ def columns_of_targets(sides: Sequence[LabeledSamples], ground: GroundCost) -> L
     # difference d.
     off = 10 * DOUBLE_UNIT * largest
     error = lambda_x * len(scale) * off * (4 * largest + off) * 2
-    return LabelColumns((scale, scale), True, 0, weight, sides[0].dim, lambda_x, error, centre)
+    return LabelEmbedding((scale, scale), True, 0, weight, sides[0].dim, lambda_x, error, centre)
 
 
 def _weights(ground: GroundCost) -> tuple[float, float, float]:

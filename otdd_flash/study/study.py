@@ -65,7 +65,7 @@ from otdd_flash.labels.numbers import with_numbers
 from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.comparison import check_comparable
 from otdd_flash.plugins import blamed_on
-from otdd_flash.samples import without_classes
+from otdd_flash.samples import needs_classes
 from otdd_flash.sampling.subsampling import LEVEL, check_count
 from otdd_flash.solver.penalties import refuse_unbalanced
 from otdd_flash.solver.schedules.base import Schedule
@@ -314,7 +314,7 @@ class Study:
         if "otdd" in (self.measures or ()) and not isinstance(metric, NoLabels):
             for one in found:
                 if one.labels is None:
-                    raise without_classes(one)
+                    raise needs_classes(one)
             # For its errors.
             metric.by_names([*dict.fromkeys(name for one in found for name in one.label_names)])
         pairs = zip(tasks, found, strict=True)

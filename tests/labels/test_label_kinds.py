@@ -25,7 +25,7 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.label_costs import (
     MOST_SETS,
     by_labels,
-    columns_of_sets,
+    embedding_of_sets,
     set_table,
     set_table_error,
 )
@@ -268,7 +268,7 @@ def test_columns_are_the_table_and_their_error_is_bounded():
         (no_euclidean().full, False),
     ):
         ground = otdd.GroundCost()
-        found = columns_of_sets(table, (SOURCE, TARGET), ground)
+        found = embedding_of_sets(table, (SOURCE, TARGET), ground)
         assert (found.negative == 0) == euclidean
         z = torch.cat(found.tables)
         signs = torch.ones(z.shape[1], dtype=torch.float64)
@@ -281,7 +281,7 @@ def test_columns_are_the_table_and_their_error_is_bounded():
 def test_bounds_pay_for_the_rounding_of_label_costs(way):
     compared = Comparison.between(SOURCE, TARGET, EPSILON, no_euclidean().full, compute=DOUBLE)
     assert compared.cost_error == compared.label_error > 0
-    assert (compared.columns is None) == (way == "sets")
+    assert (compared.embedding is None) == (way == "sets")
 
 
 def test_rows_without_labels_are_refused_by_number():
@@ -595,7 +595,7 @@ def test_what_tables_of_sets_are_made_of_is_checked(table, sides, message):
 @pytest.mark.parametrize("ground", ["sqeuclidean", "inner"])
 def test_many_sets_that_cost_nothing_need_no_columns(settings, ground, monkeypatch):
     monkeypatch.setattr(comparisons, "MOST_SETS", 0)
-    monkeypatch.setattr(comparisons, "columns_of_sets", None)
+    monkeypatch.setattr(comparisons, "embedding_of_sets", None)
     if ground == "inner" and settings["labels"] != "none":
         settings = {"class_distances": no_euclidean(), "lambda_y": 0.0}
     rest = {"ground": ground, "epsilon": EPSILON, "compute": DOUBLE, "solver": TIGHT}
@@ -635,7 +635,7 @@ def test_columns_that_do_not_fit_are_refused_before_they_are_made(kind, monkeypa
     monkeypatch.setattr(memory, "ASSUMED_FREE", 0)
     # The points with their columns alone, in float64.
     monkeypatch.setattr(memory, "free_memory", lambda device: 8 * 70 * (3 + added))
-    monkeypatch.setattr(comparisons.LabelColumns, "appended", None)
+    monkeypatch.setattr(comparisons.LabelEmbedding, "appended", None)
     with pytest.raises(InputError, match=r"^not enough memory on cpu for .* dimension 6: at least"):
         found.with_classes(table)
 
@@ -651,7 +651,7 @@ def test_sets_up_to_a_number_are_classes(more):
     table = 1 - torch.eye(labels + 2, dtype=torch.float64)
     for sides in ((many, few), (few, many)):
         found = Comparison.prepare(sides, otdd.GroundCost(), DOUBLE).with_classes(table)
-        assert (found.columns is None) == (more == 0)
+        assert (found.embedding is None) == (more == 0)
         assert sum(side.class_total for side in found.transformed) == (2 if more else count + 2)
 
 

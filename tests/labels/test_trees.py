@@ -13,8 +13,8 @@ from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.labels import Tree, metric_named
 
 PARENTS = {"cat": "pet", "dog": "pet", "pet": ("animal", 2.0), "oak": "plant", "plant": "animal"}
-WAYS = {("cat", "dog"): 2, ("cat", "oak"): 5, ("dog", "oak"): 5}
-WAYS |= {("cat", "pet"): 1, ("dog", "pet"): 1}
+PATHS = {("cat", "dog"): 2, ("cat", "oak"): 5, ("dog", "oak"): 5}
+PATHS |= {("cat", "pet"): 1, ("dog", "pet"): 1}
 DRAW = torch.Generator().manual_seed(0)
 X, Y = torch.randn(40, 3, generator=DRAW), torch.randn(30, 3, generator=DRAW) + 1
 NAMES = np.array(["cat", "dog", "oak"])
@@ -22,14 +22,14 @@ SOURCE = X, NAMES[np.arange(40) % 3]
 TARGET = Y, np.array(["oak", "pet"])[np.arange(30) % 2]
 
 
-def way(one, other):
-    return 0 if one == other else WAYS.get((one, other)) or WAYS.get((other, one), 4)
+def path_length(one, other):
+    return 0 if one == other else PATHS.get((one, other)) or PATHS.get((other, one), 4)
 
 
-def test_distances_are_ways_between_names():
+def test_distances_are_lengths_of_paths_between_names():
     names = ["cat", "dog", "oak", "pet"]
     found = Tree(PARENTS).by_names(names)
-    assert found.tolist() == [[way(a, b) for b in names] for a in names]
+    assert found.tolist() == [[path_length(a, b) for b in names] for a in names]
 
 
 def test_lengths_keep_all_their_digits():
@@ -41,7 +41,7 @@ def test_lengths_keep_all_their_digits():
 def test_a_distance_by_a_tree_is_that_of_its_table():
     found = otdd.dataset_distance(SOURCE, TARGET, labels=Tree(PARENTS), epsilon=0.3)
     names = ["cat", "dog", "oak", "oak", "pet"]
-    table = torch.tensor([[way(a, b) for b in names] for a in names])
+    table = torch.tensor([[path_length(a, b) for b in names] for a in names])
     given = otdd.ClassDistances.from_full(table, 3)
     expected = otdd.dataset_distance(SOURCE, TARGET, class_distances=given, epsilon=0.3)
     assert torch.equal(found.class_distances.full, table.double())
@@ -150,7 +150,7 @@ def test_what_files_of_trees_cannot_be_is_said(name, text, message, tmp_path):
     ("parents", "message"),
     [
         (None, "needs the parent of every class"),
-        ({"a": "b", "b": "a"}, "goes round from 'a'"),
+        ({"a": "b", "b": "a"}, "has a cycle through 'a'"),
         ({"a": ("b", -1)}, "the edge above 'a' must have a length of 0 or more"),
         ({"a": ("b", "long")}, "the edge above 'a' must have a length of 0 or more"),
         ("nowhere.json", "cannot be read"),
@@ -170,7 +170,7 @@ def test_what_is_no_tree_is_refused(parents, message):
 def test_classes_outside_of_the_tree_are_named():
     with pytest.raises(InputError, match="class 'oak' is not in the tree"):
         otdd.dataset_distance(SOURCE, TARGET, labels=Tree({"cat": "pet", "dog": "pet"}))
-    with pytest.raises(InputError, match="no way between classes below pet, plant"):
+    with pytest.raises(InputError, match="no path between classes below pet, plant"):
         Tree({"cat": "pet", "oak": "plant"}).by_names(["cat", "oak"])
 
 

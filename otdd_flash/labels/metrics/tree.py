@@ -80,7 +80,7 @@ class Tree(LabelMetric):
             object.__setattr__(self, "add", added)
         if self.power > 1:
             warn(
-                f"labels.power={self.power:g}: powers above 1 of ways in a tree are no squared "
+                f"labels.power={self.power:g}: powers above 1 of paths in a tree are no squared "
                 "distances of points, so that debiased values may be negative",
                 DataNotice,
             )
@@ -117,25 +117,25 @@ class Tree(LabelMetric):
         """Return the distances (V, V) between classes of these names.
 
         Raises:
-            InputError: a name is not in the tree, or two have no way between them.
+            InputError: a name is not in the tree, or two have no path between them.
         """
         edges = self.parents
         assert isinstance(edges, Mapping)
-        ways = [_way(name.strip(), edges) for name in names]
-        nodes = {node: place for place, node in enumerate(dict.fromkeys(chain(*ways)))}
+        paths = [_path(name.strip(), edges) for name in names]
+        nodes = {node: place for place, node in enumerate(dict.fromkeys(chain(*paths)))}
         lengths = torch.tensor(
             [edges.get(node, (None, 0.0))[1] for node in nodes], dtype=torch.float64
         )
         above = torch.zeros(len(names), len(nodes), dtype=torch.float64)
-        for row, way in enumerate(ways):
-            above[row, [nodes[node] for node in way]] = 1
+        for row, path in enumerate(paths):
+            above[row, [nodes[node] for node in path]] = 1
         if not bool((above @ above.T).all()):
-            roots = sorted({way[-1] for way in ways})
+            roots = sorted({path[-1] for path in paths})
             raise InputError(
-                f"there is no way between classes below {listing(roots, 10)}, which have no "
+                f"there is no path between classes below {listing(roots, 10)}, which have no "
                 "parents; give them one"
             )
-        # Edges above both count twice in the sum of both ways to the root.
+        # Edges above both count twice in the sum of both paths to the root.
         shared = (above * lengths) @ above.T
         found = (shared.diagonal()[:, None] + shared.diagonal() - 2 * shared).clamp_min(0)
         return found.pow(self.power).fill_diagonal_(0)
@@ -215,7 +215,7 @@ def _edges(given: Mapping[Any, Any]) -> dict[str, tuple[str | None, float]]:
             )
         edges[name] = parent, number
     for name in edges:
-        _way(name, edges)
+        _path(name, edges)
     return edges
 
 
@@ -240,16 +240,16 @@ def _edge(name: str, entry: Any) -> tuple[Any, Any]:
     )
 
 
-def _way(name: str, edges: Mapping[str, Any]) -> list[str]:
+def _path(name: str, edges: Mapping[str, Any]) -> list[str]:
     """Return the nodes from a class to its root, both included."""
     if name not in edges and all(parent != name for parent, _ in edges.values()):
         raise InputError(
             f"class {display(repr(name))} is not in the tree of labels=tree; add it with its parent"
         )
-    way, node = [name], name
+    path, node = [name], name
     while (parent := edges.get(node, (None, 0.0))[0]) is not None:
-        if parent in way:
-            raise InputError(f"the tree of labels=tree goes round from {display(repr(parent))}")
-        way.append(parent)
+        if parent in path:
+            raise InputError(f"the tree of labels=tree has a cycle through {display(repr(parent))}")
+        path.append(parent)
         node = parent
-    return way
+    return path
