@@ -90,6 +90,8 @@ class Comparison:
         embedding: the label cost, where `transformed` points have it as columns; else None.
         label_error: bound on the error of the label cost by its sums over labels.
         constraints: what the marginals of plans owe.
+        target_scale: what each of q numbers of a row is divided by, whose squared distance stands
+            in place of W; None: rows have classes.
     """
 
     given: tuple[LabeledSamples, ...]
@@ -104,6 +106,7 @@ class Comparison:
     embedding: LabelEmbedding | None = None
     label_error: float = 0.0
     constraints: Constraints = EXACT
+    target_scale: tuple[float, ...] | None = None
 
     @classmethod
     def prepare(
@@ -116,6 +119,7 @@ class Comparison:
         pairs: Iterable[Pair] | None = None,
         transformed: bool = False,
         resident: bool = False,
+        target_scale: tuple[float, ...] | None = None,
     ) -> Comparison:
         """Check device and memory, then move and transform the datasets.
 
@@ -129,6 +133,7 @@ class Comparison:
             transformed: whether points are transformed for the ground cost already.
             resident: whether all points are needed on the device. Otherwise those that do not fit
                 stay where they are and are streamed.
+            target_scale: of numbers, see `labels.numbers.scale_of`.
 
         Raises:
             InputError: there is no such device, the backend cannot run on it or in the precision,
@@ -152,7 +157,17 @@ class Comparison:
             with within_memory(size, needed, device, compute.dtype):
                 given, points = _moved(datasets, ground, device, transformed=transformed)
         classes = _class_table(None, points, device)
-        return cls(given, points, ground, compute, needed, classes, streaming, debias)
+        return cls(
+            given,
+            points,
+            ground,
+            compute,
+            needed,
+            classes,
+            streaming,
+            debias,
+            target_scale=target_scale,
+        )
 
     @classmethod
     def between(
@@ -201,6 +216,7 @@ class Comparison:
             debias=self.debias,
             epsilon=self.epsilon,
             constraints=self.constraints,
+            target_scale=self.target_scale,
         )
 
     def with_classes(self, table: Tensor | None) -> Comparison:
@@ -214,8 +230,9 @@ class Comparison:
         """
         assert self.embedding is None, "the points have columns of labels already"
         sides = self.transformed[0], self.transformed[-1]
-        if self.ground.target_scale is not None:
-            return self._with_embedding(embedding_of_targets(sides, self.ground))
+        if self.target_scale is not None:
+            found = embedding_of_targets(sides, self.ground, self.target_scale)
+            return self._with_embedding(found)
         if table is None or not has_sets(sides):
             return replace(self, classes=_class_table(table, sides, self.device))
         if any(side.labels is None for side in sides):

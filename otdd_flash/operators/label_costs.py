@@ -246,14 +246,15 @@ def no_embedding(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelEm
     return LabelEmbedding((nothing, nothing), False, 0, 1.0, sides[0].dim, lambda_x, 0.0)
 
 
-def embedding_of_targets(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelEmbedding:
-    """Return the embedding of numbers, which `ground.target_scale` divides.
+def embedding_of_targets(
+    sides: Sequence[LabeledSamples], ground: GroundCost, divisors: Sequence[float]
+) -> LabelEmbedding:
+    """Return the embedding of numbers, which `divisors` (q,) divide column by column.
 
     One row is taken from all, the mean: differences stay and rounding does not grow with the mean.
     """
-    assert ground.target_scale is not None
     weight, lambda_x, factor = _weights(ground)
-    scale = factor / torch.tensor(ground.target_scale, dtype=torch.float64)
+    scale = factor / torch.tensor(divisors, dtype=torch.float64)
     rows = torch.cat([side.targets.cpu() for side in sides if side.targets is not None])
     # Divided first: sums of the largest numbers would overflow.
     centre = (rows / len(rows)).sum(0)

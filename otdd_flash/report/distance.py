@@ -142,7 +142,7 @@ def write_report(
                 [(row.side, row.name, row.nearest, row.distance) for row in table.nearest()],
             ),
         }
-    if result.cost.target_scale is not None:
+    if result.target_scale is not None:
         writers |= _target_writers(result, directory, sides)
     if coupling.numel() > 1:
         writers |= {

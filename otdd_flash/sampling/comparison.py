@@ -100,7 +100,7 @@ class SubsetComparison:
         labels = self._settings.get("labels", "gaussian")
         metric = metric_of(labels) if given is None else Given(given)
         # One scale for all parts.
-        metric, _, (source, target) = with_numbers(metric, GroundCost(), (source, target))
+        metric, (source, target) = with_numbers(metric, (source, target))
         if isinstance(metric, Continuous):
             self._settings["labels"] = metric
         measured = metric.measured

@@ -242,7 +242,7 @@ class Study:
             InputError: the folder holds something else, or a study with other settings.
         """
         part, folder = Shard.parse(shard), Path(folder)
-        tasks, metric, cost = self._numbered(self._tasks())
+        (tasks, metric), cost = self._numbered(self._tasks()), self.cost or GroundCost()
         metric = self._metric(tasks, metric, cost)
         with _alone(folder):
             known = _read(folder)
@@ -290,19 +290,15 @@ class Study:
             build_head(build_body(transfer, dim, 0), dim, 2, 0)
         return tasks
 
-    def _numbered(
-        self, tasks: tuple[Task, ...]
-    ) -> tuple[tuple[Task, ...], LabelMetric, GroundCost]:
-        """Return tasks, metric and ground cost, of numbers with one scale.
+    def _numbered(self, tasks: tuple[Task, ...]) -> tuple[tuple[Task, ...], LabelMetric]:
+        """Return tasks and metric, of numbers with one scale.
 
         Raises:
             InputError: a measure has no meaning for several labels a row, or numbers, or the metric
                 has no distances between labels of a task.
         """
         trained = [task.train for task in tasks]
-        metric, cost, found = with_numbers(
-            metric_of(self.labels), self.cost or GroundCost(), trained
-        )
+        metric, found = with_numbers(metric_of(self.labels), trained)
         if any(one.label_sets is not None or one.targets is not None for one in found):
             unable = [name for name in self.measures or () if MEASURES[name].one_class]
             if unable:
@@ -318,7 +314,7 @@ class Study:
             # For its errors.
             metric.by_names([*dict.fromkeys(name for one in found for name in one.label_names)])
         pairs = zip(tasks, found, strict=True)
-        return tuple(replace(task, train=one) for task, one in pairs), metric, cost
+        return tuple(replace(task, train=one) for task, one in pairs), metric
 
     def _metric(self, tasks: Sequence[Task], metric: LabelMetric, cost: GroundCost) -> LabelMetric:
         """Return the metric between classes; a function includes its value for one pair."""

@@ -611,8 +611,8 @@ def test_columns_are_appended_once():
         LabeledSamples(side.features, None, (), targets=torch.arange(float(len(side))))
         for side in (SOURCE, TARGET)
     ]
-    ground = otdd.GroundCost(target_scale=(2.0,))
-    found = Comparison.prepare(sides, ground, DOUBLE).with_classes(None)
+    found = Comparison.prepare(sides, otdd.GroundCost(), DOUBLE, target_scale=(2.0,))
+    found = found.with_classes(None)
     assert [side.dim for side in found.transformed] == [4, 4]
     assert [side.dim for side in found.unweighted(0, 1).transformed] == [4, 4]
     assert [side.dim for side in found.with_points(*sides).transformed] == [4, 4]
@@ -624,14 +624,14 @@ def test_columns_are_appended_once():
 def test_columns_that_do_not_fit_are_refused_before_they_are_made(kind, monkeypatch):
     monkeypatch.setattr(comparisons, "MOST_SETS", 0)
     sides, table, added = [SOURCE, TARGET], table_of(SOURCE, TARGET, "means"), 3
-    ground = otdd.GroundCost()
+    scale = None
     if kind == "numbers":
         sides = [
             LabeledSamples(side.features, None, (), targets=torch.rand(len(side), 3))
             for side in sides
         ]
-        table, ground = None, otdd.GroundCost(target_scale=(1.0, 1.0, 1.0))
-    found = Comparison.prepare(sides, ground, DOUBLE)
+        table, scale = None, (1.0, 1.0, 1.0)
+    found = Comparison.prepare(sides, otdd.GroundCost(), DOUBLE, target_scale=scale)
     monkeypatch.setattr(memory, "ASSUMED_FREE", 0)
     # The points with their columns alone, in float64.
     monkeypatch.setattr(memory, "free_memory", lambda device: 8 * 70 * (3 + added))

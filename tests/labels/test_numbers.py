@@ -55,7 +55,7 @@ def test_numbers_are_columns_of_features(epsilon, debias):
     assert found.value == pytest.approx(expected.value, abs=1e-9)
     assert found.bounds[0] <= expected.bounds[1]
     assert expected.bounds[0] <= found.bounds[1]
-    assert found.cost.target_scale == pytest.approx((scale,))
+    assert found.target_scale == pytest.approx((scale,))
     assert found.mean_cost == pytest.approx(expected.mean_cost)
     assert found.method == "continuous"
 
@@ -189,7 +189,7 @@ def test_contributions_of_rows_with_numbers():
         compute=DOUBLE,
         solver=TIGHT,
     )
-    scale = found.cost.target_scale[0]
+    scale = found.target_scale[0]
     expected = otdd.dataset_distance(
         by_hand(ONE, scale),
         by_hand(OTHER, scale),
@@ -207,7 +207,7 @@ def test_relaxed_marginals_of_numbers():
     settings = {"epsilon": 0.3, "unbalanced": 0.5, "compute": DOUBLE, "solver": TIGHT}
     sides = diabetes(ONE), diabetes(OTHER)
     found = otdd.dataset_distance(*sides, labels="continuous", **settings)
-    scale = found.cost.target_scale[0]
+    scale = found.target_scale[0]
     hand = by_hand(ONE, scale), by_hand(OTHER, scale)
     expected = otdd.dataset_distance(*hand, labels="none", **settings)
     assert found.value == pytest.approx(expected.value, abs=1e-8)
