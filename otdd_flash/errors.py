@@ -169,6 +169,10 @@ def warn(message: str, category: type[Warning]) -> None:
     inner = (HERE, *there)
     # Level 1 would be this line, level 2 is its caller's.
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(inner)
+        # The constructor of a dataclass.
+        or (frame.f_code.co_filename, frame.f_code.co_name) == ("<string>", "__init__")
+    ):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

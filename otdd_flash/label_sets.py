@@ -12,8 +12,10 @@ A change must keep sets in an order that their members alone decide, as fingerpr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,13 +29,18 @@ from otdd_flash.raw_labels import (
     columns_of,
     encode_labels,
     missing_labels,
+    missing_rows,
     names_of_columns,
     raw_values,
+    rounded,
     rows_shown,
 )
 
 # Between the labels of a set, in its name.
 AND = "+"
+
+# What text is a number: Python itself also reads blanks, underscores and names of infinities.
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 HOW_TO_DROP = "leave those rows out of features and labels, or label them"
 
@@ -45,16 +52,36 @@ class LabelSets:
     Attributes:
         names: of the V labels.
         members: (S, V) bool on the CPU, which labels each set has; at least one.
+
+    Raises:
+        InputError: members are no such tensor, or a set has no label.
     """
 
     names: tuple[str, ...]
     members: Tensor
 
-    @property
+    def __post_init__(self) -> None:
+        members, count = self.members, len(self.names)
+        if (
+            not isinstance(members, Tensor)
+            or members.dtype != torch.bool
+            or (members.ndim != 2 or members.shape[1] != count)
+        ):
+            kind = getattr(members, "dtype", "")
+            raise InputError(
+                f"members must be (S, {count}) of bool, a column for each name, got "
+                f"{shown(members)} {kind}".rstrip()
+            )
+        if (empty := ~members.any(1)).any():
+            raise InputError(
+                f"each set has a label, and number {int(empty.int().argmax())} has none"
+            )
+
+    @cached_property
     def set_names(self) -> tuple[str, ...]:
-        """A name of each set, its labels side by side."""
+        """A name of each set, its labels side by side, whatever their order among `names`."""
         return tuple(
-            AND.join(self.names[label] for label in row.nonzero().squeeze(1).tolist())
+            set_name(self.names[label] for label in row.nonzero().squeeze(1).tolist())
             for row in self.members
         )
 
@@ -67,6 +94,12 @@ class LabelSets:
     def take(self, sets: Sequence[int] | Tensor | NDArray[Any]) -> LabelSets:
         """Return some of the sets, with all labels."""
         return LabelSets(self.names, self.members[torch.as_tensor(sets)])
+
+
+def set_name(labels: Iterable[str]) -> str:
+    """Return the name of a set of labels; no two sets have one name."""
+    written = (label.replace("\\", "\\\\").replace(AND, f"\\{AND}") for label in labels)
+    return AND.join(sorted(written))
 
 
 def named_sets(members: Tensor | None, names: Sequence[str]) -> dict[str, Any]:
@@ -94,7 +127,7 @@ class Encoded(NamedTuple):
 
     @classmethod
     def of_indicator(cls, indicator: NDArray[np.bool_], names: Sequence[str]) -> Encoded:
-        """Return the sets of an indicator (n, V).
+        """Return the sets of an indicator (n, V), or the V classes if every row has one label.
 
         Raises:
             InputError: a row has no label; the message names it.
@@ -105,13 +138,15 @@ class Encoded(NamedTuple):
                 f"{count} {'row has' if count == 1 else 'rows have'} no label, "
                 f"{rows_shown(without)}; {HOW_TO_DROP}"
             )
+        if bool((indicator.sum(1) == 1).all()):
+            return cls(indicator.argmax(1).astype(np.int64), tuple(names))
         packed = np.packbits(indicator, axis=1)
         _, first, indices = np.unique(packed, axis=0, return_index=True, return_inverse=True)
         sets = LabelSets(tuple(names), torch.from_numpy(indicator[first].astype(np.bool_)))
         return cls(indices.reshape(-1).astype(np.int64), sets.set_names, sets)
 
     def kept(self, keep: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], Encoded]:
-        """Return the rows that have one of these labels (V,), and what is left of their sets."""
+        """Return the rows that have one of these labels (V,), and what is left of theirs."""
         assert self.label_sets is not None
         indicator = self.label_sets.members.numpy()[self.labels][:, keep]
         rows = np.flatnonzero(indicator.any(1))
@@ -127,34 +162,64 @@ def encode_rows(labels: Any) -> Encoded:
     """
     if (several := several_of(labels)) is not None:
         return Encoded.of_indicator(*several)
-    values = raw_values(labels)
+    values = raw_values(rows_of_floats(labels))
     if (targets := numbers_of(values)) is not None:
         return Encoded(None, (), targets=targets)
+    if values.ndim == 2 and values.dtype.kind == "f" and (missing := missing_labels(values)).any():
+        raise InputError(f"{missing_rows(np.asarray(missing.any(1)))}; {HOW_TO_DROP}")
     return Encoded(*encode_labels(labels))
 
 
 def numbers_of(values: NDArray[Any]) -> NDArray[np.float64] | None:
     """Return raw floats (n,) with fractions, or any (n, q), as numbers (n, q); else None.
 
-    Rows of probabilities are no numbers. Missing values are for the caller to refuse.
+    Whole floats are numbers only beyond the integers that their type holds. Rows of probabilities
+    are none. Missing values are for the caller to refuse.
     """
     if values.dtype.kind != "f" or values.ndim not in (1, 2) or missing_labels(values).any():
         return None
     whole = values.ndim == 1 and bool((values == np.floor(values)).all())
-    if whole or not np.isfinite(values).all() or values.shape[1:] == (0,):
+    if not np.isfinite(values).all() or values.shape[1:] == (0,):
+        return None
+    if whole and not rounded(values):
         return None
     found = values.astype(np.float64).reshape(len(values), -1)
     shares = found.shape[1] > 1 and bool((found >= 0).all())
     return None if shares and np.allclose(found.sum(1), 1, 0, 1e-3) else found
 
 
+def rows_of_floats(labels: Any) -> Any:
+    """Return lists of floats of one length as an array (n, q), NaN where a row is missing.
+
+    Labels of any other kind are returned as they are.
+    """
+    rows = _lists_of(labels)
+    there = [row for row in rows or () if len(row)]
+    if rows is None or len(there) == len(rows) or len({len(row) for row in there}) > 1:
+        return labels
+    if not all(isinstance(entry, float | np.floating) for row in there for entry in row):
+        return labels
+    return np.array([list(row) if len(row) else [np.nan] * len(there[0]) for row in rows])
+
+
 def named_numbers(class_names: Sequence[str]) -> NDArray[np.float64] | None:
-    """Return the numbers (V, 1) that classes are named by, as whole ones are; None for others."""
-    try:
-        found = np.array(list(map(float, class_names)))
-    except ValueError:
+    """Return the numbers (V, 1) that classes are named by, as whole ones are; None for others.
+
+    Raises:
+        InputError: float64 rounds a whole number.
+    """
+    if any(NUMBER.fullmatch(name) is None for name in class_names):
         return None
-    return found[:, None] if np.isfinite(found).all() else None
+    found = np.array(list(map(float, class_names)))
+    if not np.isfinite(found).all():
+        return None
+    for name, number in zip(class_names, found.tolist(), strict=True):
+        if name.lstrip("+-").isdigit() and int(name) != number:
+            raise InputError(
+                f"targets must be numbers that float64 holds, got {name}; round them to float64 "
+                "yourself, or subtract a common number first"
+            )
+    return found[:, None]
 
 
 def several_of(
@@ -256,6 +321,14 @@ def _of_lists(
         gaps = np.array([None in row for row in rows])
         if gaps.any():
             raise InputError(f"labels in lists are missing, {rows_shown(gaps)}; {HOW_TO_DROP}")
+        numbered = (int, np.integer)
+        below = np.array([any(isinstance(e, numbered) and e < 0 for e in row) for row in rows])
+        if below.any():
+            first = min(entry for entry in rows[int(below.argmax())] if isinstance(entry, numbered))
+            raise InputError(
+                f"labels in lists must not be below 0, got {first} {rows_shown(below)}; leave out "
+                "numbers that fill short lists up, or give labels as text"
+            )
         indices, names = encode_labels(flat)
     else:
         indices, names = np.asarray(flat), tuple(map(str, class_names))

@@ -38,7 +38,7 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
-from otdd_flash.labels.numbers import refuse_table, with_numbers
+from otdd_flash.labels.numbers import refuse_table, scale_of, with_numbers
 from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
@@ -126,7 +126,7 @@ def dataset_distance(
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
     metric = metric_of(labels)
     refuse_table(metric, class_distances)
-    metric, cost, (source, target) = with_numbers(metric, cost, (source, target), class_statistics)
+    metric, (source, target) = with_numbers(metric, (source, target), class_statistics)
     options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
     refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias, ground=ground)
     if class_distances is not None:
@@ -186,6 +186,7 @@ def dataset_distance(
         compute.alone,
         method=metric.name,
         labels_epsilon=getattr(metric, "epsilon", None),
+        target_scale=scale_of(metric),
         seconds=seconds,
         comparison=replace(comparison, compute=compute.alone),
         shared=ranks.shared_since(before) if isinstance(ranks, Ranks) else ALONE,
@@ -230,4 +231,5 @@ def prepared(
     sides = tuple(drop_small_classes(samples, min_class_size) for samples in datasets)
     if metric is not None:
         notice_single_samples(sides, metric)
-    return sides, Comparison.prepare(sides, cost, compute, debias=debias)
+    scale = scale_of(metric)
+    return sides, Comparison.prepare(sides, cost, compute, debias=debias, target_scale=scale)

@@ -152,7 +152,7 @@ def pairwise_distances(
     whole = as_datasets(datasets, at_least=2)
     metric = metric_of(labels)
     refuse_table(metric, class_distances)
-    metric, cost, whole = with_numbers(metric, cost, whole)
+    metric, whole = with_numbers(metric, whole)
     options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
     refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=True, ground=ground)
     if not isinstance(options, Exact) and (
@@ -185,7 +185,7 @@ def pairwise_distances(
         found = _solve_all(comparison, table, options, progress)
     solved = time.perf_counter()
     labels_epsilon = getattr(metric, "epsilon", None) if class_distances is None else None
-    streaming = comparison.streaming
+    streaming, target_scale = comparison.streaming, comparison.target_scale
     streamed = None if streaming is None else streaming.tally.summary(solved - measured)
     details = {
         "classes": [list(names) for names in table.class_names],
@@ -196,6 +196,7 @@ def pairwise_distances(
         **({} if constraints.exact else {"unbalanced": penalties_of(constraints)}),
         "mean_cost": mean,
         **cost.to_dict(),
+        **({} if target_scale is None else {"target_scale": list(target_scale)}),
         "fingerprints": [samples.fingerprint for samples in sides],
         "seconds": {"class_distances": measured - started, "solve": solved - measured},
         "versions": versions(),

@@ -200,14 +200,27 @@ def check_unrounded(values: NDArray[Any], kind: np.dtype[Any] | torch.dtype) -> 
     Raises:
         InputError: there are such numbers; the message names the rows.
     """
-    ends = torch.finfo(kind) if isinstance(kind, torch.dtype) else np.finfo(kind)
-    limit = int(2 / ends.eps)
+    limit = exact_integers(kind)
     if (large := np.abs(values) >= limit).any():
+        # Of NumPy's types such floats are numbers, where these are read (`label_sets`).
+        other = isinstance(kind, torch.dtype) and kind not in NUMPY_FLOATS
+        wider = ", or numbers in a wider type" if other else ""
         raise InputError(
             f"labels must be integers or text, got {values[large][0]:.0f} {rows_shown(large)} as "
             f"{kind}, which rounds integers beyond {limit}, so that classes may "
-            "have become one; give them as integers"
+            f"have become one; give them as integers{wider}"
         )
+
+
+def rounded(values: NDArray[Any]) -> bool:
+    """Return whether whole numbers in floats are so large that their type rounds integers."""
+    return bool((np.abs(values) >= exact_integers(values.dtype)).any())
+
+
+def exact_integers(kind: np.dtype[Any] | torch.dtype) -> int:
+    """Return the number up to which a floating-point type holds every integer."""
+    ends = torch.finfo(kind) if isinstance(kind, torch.dtype) else np.finfo(kind)
+    return int(2 / ends.eps)
 
 
 def rows_shown(chosen: NDArray[np.bool_]) -> str:
@@ -233,7 +246,9 @@ def is_missing(value: Any) -> bool:
 def _of_tensor(labels: Tensor) -> NDArray[Any]:
     if labels.dtype.is_floating_point and labels.dtype not in NUMPY_FLOATS:
         values = np.asarray(labels.float().numpy())
-        check_unrounded(np.nan_to_num(values), labels.dtype)
+        whole = np.nan_to_num(values)
+        if bool((whole == np.floor(whole)).all()):
+            check_unrounded(whole, labels.dtype)
         return values
     return np.asarray(labels.numpy())
 
@@ -280,12 +295,18 @@ def _unboxed(values: NDArray[Any]) -> NDArray[Any]:
     if not all_are(numbers.Real, Decimal, np.bool_) or any(map(is_missing, objects)):
         return values
     if not all_are(numbers.Integral, np.bool_):
-        if not all(map(_is_whole, objects)):
+        of_floats = values.ndim == 2 and all_are(float, np.floating)
+        if of_floats or not all(map(_is_whole, objects)):
             return np.array(list(map(float, objects))).reshape(values.shape)
+        if len(kinds) == 1 and all_are(float, np.floating):
+            (kind,) = kinds
+            floats: NDArray[Any] = values.astype(np.dtype(kind))
+            if rounded(floats):
+                return floats
         for kind in kinds:
             if issubclass(kind, float | np.floating):
-                floats = [n if isinstance(n, kind) else 0.0 for n in objects]
-                check_unrounded(np.array(floats, np.float64), np.dtype(kind))
+                of_kind = [n if isinstance(n, kind) else 0.0 for n in objects]
+                check_unrounded(np.array(of_kind, np.float64), np.dtype(kind))
     return of_integers(list(map(int, objects))).reshape(values.shape)
 
 

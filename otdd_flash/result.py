@@ -74,6 +74,8 @@ class DistanceResult:
         method: the method of class distances.
         labels_epsilon: the regularisation of class distances by `sinkhorn`, alone or added to a
             tree, in units of ||.||^2; else None.
+        target_scale: what each of q numbers of a row was divided by, of `labels="continuous"`; else
+            None.
         seconds: wall time of each phase.
         comparison: both datasets on the device, for the plan; a loaded result prepares its own at
             the first question.
@@ -97,6 +99,7 @@ class DistanceResult:
     compute: ComputeOptions
     method: str = field(kw_only=True)
     labels_epsilon: float | None = field(default=None, kw_only=True)
+    target_scale: tuple[float, ...] | None = field(default=None, kw_only=True)
     seconds: dict[str, float] = field(kw_only=True)
     comparison: Comparison | None = field(default=None, kw_only=True, repr=False)
     shared: Shared = field(default=ALONE, kw_only=True)
@@ -167,7 +170,8 @@ class DistanceResult:
         here = replace(self.compute, device=str(self.source.features.device))
         sides = self.source, self.target
         # No operator is built, so that it need not be possible here.
-        prepared = Comparison.prepare(sides, self.cost, here, pairs=())
+        scale = self.target_scale
+        prepared = Comparison.prepare(sides, self.cost, here, pairs=(), target_scale=scale)
         return prepared.with_classes(self.class_distances.full).mean_cost()
 
     @property
@@ -243,12 +247,19 @@ class DistanceResult:
     def target_changes(self) -> Tensor:
         """Return the mean of |t_i - s_j| under the plan, (q,) float64, in units of the numbers.
 
+        It is over the mass that moves.
+
         Target numbers count in groups of neighbours if there are more than 512 different ones.
 
         Raises:
             InputError: rows have no numbers.
         """
         self._check_numbers()
+        self._check_unchanged()
+        return self._target_changes.clone()
+
+    @cached_property
+    def _target_changes(self) -> Tensor:
         return mean_changes(self._applied, self.source, self.target)
 
     @computes
@@ -267,7 +278,8 @@ class DistanceResult:
         count = targets_of(self.source).shape[1]
         if column >= count:
             raise InputError(f"there is no column {column} of numbers; there are {count}, from 0")
-        return histogram(self._applied, self.source, self.target, column, bins)
+        exact = self.constraints.exact
+        return histogram(self._applied, self.source, self.target, column, bins, exact=exact)
 
     @computes
     def barycentric_map(self) -> Tensor:
@@ -344,7 +356,7 @@ class DistanceResult:
         """
         self._check_unchanged()
         names = {"source": self.source.feature_names, "target": self.target.feature_names}
-        scale = self.cost.target_scale
+        scale = self.target_scale
         content = {
             "source": self.source.name,
             "target": self.target.name,
@@ -360,6 +372,7 @@ class DistanceResult:
             "labels": self.method,
             **({} if self.labels_epsilon is None else {"labels_epsilon": self.labels_epsilon}),
             **self.cost.to_dict(),
+            **({} if scale is None else {"target_scale": list(scale)}),
             "fingerprints": {
                 "source": self.source.fingerprint,
                 "target": self.target.fingerprint,
@@ -525,6 +538,7 @@ class DistanceResult:
             debias=self.divergence.xx is not None,
             # Questions about the plan take the cross term alone.
             pairs=(SIDES["xy"],),
+            target_scale=self.target_scale,
         )
         prepared = prepared.with_classes(self.class_distances.full).at(self.epsilon)
         return replace(prepared, constraints=self.constraints)
@@ -610,6 +624,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
         ComputeOptions(**asked),
         method=summary["labels"],
         labels_epsilon=summary.get("labels_epsilon"),
+        target_scale=tuple(summary["target_scale"]) if "target_scale" in summary else None,
         seconds=summary["seconds"],
         shared=ALONE._replace(**{key: summary[key] for key in Shared._fields if key in summary}),
         streamed=summary.get("streamed"),

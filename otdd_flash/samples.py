@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from otdd_flash.arguments import Index, Positive, check_fields, takes
-from otdd_flash.checks import array
+from otdd_flash.checks import array, shown
 from otdd_flash.devices import moved
 from otdd_flash.eager import check_transforms, own_settings, untraced
 from otdd_flash.errors import InputError, placed, prefixed
@@ -64,9 +64,11 @@ class LabeledSamples:
             would round are refused. Tables of pandas and pyarrow are read with all types of
             numbers, sparse matrices made dense.
         labels: (n,) class indices in [0, V), also as whole floats, or an indicator (n, V) of 0 and
-            1 of rows with several labels, or None for unlabelled data.
-        class_names: V names, one per class index; none for unlabelled data. Given an indicator,
-            they become those of its distinct rows, which `labels` then are indices of.
+            1, or None for unlabelled data. Of an indicator whose rows have one label each,
+            classes are made.
+        class_names: V names, one per class index; none for unlabelled data. Given an indicator of
+            rows with several labels, they become those of its distinct rows, which `labels` then
+            are indices of.
         weights: (n,) non-negative masses, normalised here to sum to 1, those below 2^-1022 to 0;
             None means uniform.
         name: the dataset's name in reports.
@@ -76,12 +78,14 @@ class LabeledSamples:
             it.
         feature_names: d names, by which the order of features is checked if both datasets have
             some; None takes the names of a table's columns, and other features have none.
-        label_sets: of rows with several labels, which are in each set; made of an indicator.
+        label_sets: of rows with several labels, which are in each set; made of an indicator, and
+            replaced by one. `class_names` are its names of sets.
         targets: (n, q) or (n,) numbers that `labels="continuous"` compares; `labels` is then None.
 
     Raises:
         InputError: shapes or names disagree, a value is not finite or has an imaginary part, a
-            label is missing or out of range, there are labels and targets, or all weights are 0.
+            label is missing or out of range, there are labels and targets, or all weights are 0, or
+            label_sets are of other names.
     """
 
     features: Tensor
@@ -120,22 +124,7 @@ class LabeledSamples:
             )
         n = features.shape[0]
         object.__setattr__(self, "features", features)
-        several = None
-        if self.labels is not None and self.label_sets is None and _dimension(self.labels) == 2:
-            several = several_of(self.labels, self.class_names)
-        if several is not None:
-            if len(several[1]) != len(self.class_names):
-                raise InputError(
-                    f"labels are an indicator of {len(several[1])} labels, and class_names has "
-                    f"{len(self.class_names)}; give one name a column"
-                )
-            found = Encoded.of_indicator(*several)
-            assert found.labels is not None
-            for name in ("labels", "class_names", "label_sets"):
-                object.__setattr__(self, name, getattr(found, name))
-            object.__setattr__(self, "labels", torch.from_numpy(found.labels))
-        if self.labels is None:
-            object.__setattr__(self, "label_sets", None)
+        self._read_sets()
         if self.targets is not None:
             targets = _as_targets(self.targets, n)
             if self.labels is not None:
@@ -148,6 +137,37 @@ class LabeledSamples:
             weights, total = _as_masses(self.weights, n)
             object.__setattr__(self, "weights", weights.to(features.device))
             object.__setattr__(self, "mass", min(max(self.mass * total, LEAST_MASS), MOST_MASS))
+
+    def _read_sets(self) -> None:
+        """Read an indicator into sets or classes, and check that labels are of `label_sets`."""
+        sets, names = self.label_sets, self.class_names
+        if sets is not None and not isinstance(sets, LabelSets):
+            raise InputError(f"label_sets must be LabelSets, got {shown(sets)}")
+        if self.labels is None:
+            object.__setattr__(self, "label_sets", None)
+            return
+        if _dimension(self.labels) != 2:
+            if sets is not None and names != sets.set_names:
+                raise InputError(
+                    f"class_names must be those of label_sets, such as {sets.set_names[:2]}, got "
+                    f"{names[:2]}; give both, or labels of classes with label_sets=None"
+                )
+            return
+        if sets is not None and names == sets.set_names:
+            # An indicator replaces labels of sets.
+            names = sets.names
+        if (several := several_of(self.labels, names)) is None:
+            return
+        if len(several[1]) != len(names):
+            raise InputError(
+                f"labels are an indicator of {len(several[1])} labels, and class_names has "
+                f"{len(names)}; give one name a column"
+            )
+        found = Encoded.of_indicator(*several)
+        assert found.labels is not None
+        for name in ("class_names", "label_sets"):
+            object.__setattr__(self, name, getattr(found, name))
+        object.__setattr__(self, "labels", torch.from_numpy(found.labels))
 
     def __repr__(self) -> str:
         """Return name and sizes, without tensors."""
@@ -266,7 +286,7 @@ class LabeledSamples:
     def class_counts(self) -> Tensor:
         """Samples per class (V,), int64."""
         if self.labels is None:
-            raise without_classes(self)
+            raise needs_classes(self)
         return torch.bincount(self.labels, minlength=len(self.class_names))
 
     @property
@@ -281,10 +301,13 @@ class LabeledSamples:
         known: tuple[Mark, str] | None = self.__dict__.get("_fingerprint")
         if known is not None and known[0] == mark:
             return known[1]
-        names = self.class_names
-        if (sets := self.label_sets) is not None:
-            names = (*sets.names, "in sets", sets.members.numpy().tobytes().hex())
-        found = fingerprint(self.features, self.labels, self.weights, names, self.targets)
+        names, labels = self.class_names, self.labels
+        if labels is not None and (sets := self.label_sets) is not None:
+            # Sets that no row has are those of other rows.
+            present, labels = torch.unique(labels, return_inverse=True)
+            members = sets.members[present.cpu()].numpy()
+            names = (*sets.names, "in sets", members.tobytes().hex())
+        found = fingerprint(self.features, labels, self.weights, names, self.targets)
         self.__dict__["_fingerprint"] = mark, found
         return found
 
@@ -365,7 +388,7 @@ class LabeledSamples:
         they stay in files or in shared memory.
         """
         if self.labels is None:
-            raise without_classes(self)
+            raise needs_classes(self)
         for c in keep:
             if c >= len(self.class_names):
                 raise InputError(
@@ -433,12 +456,13 @@ HOW_TO_LABEL = (
 )
 
 
-def without_classes(samples: LabeledSamples) -> InputError:
+def needs_classes(samples: LabeledSamples) -> InputError:
     """Return the error for samples whose classes are asked for, and that have none."""
     if samples.targets is not None:
+        whole = bool((samples.targets == samples.targets.floor()).all())
         return InputError(
-            f"{samples.name} has numbers and no classes; labels=continuous compares them, or cut "
-            "them into classes first"
+            f"{samples.name} has numbers and no classes; labels=continuous compares them, or "
+            + ("give classes as integers or text" if whole else "cut them into classes first")
         )
     return InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
 
@@ -644,7 +668,9 @@ def _as_targets(values: Any, n: int) -> Tensor:
     targets = targets.reshape(n, -1)
     if (bad := ~targets.isfinite().all(1)).any():
         raise InputError(f"targets must be finite numbers, {rows_shown(bad.cpu().numpy())} are not")
-    return targets
+    # -0 is 0, also in a fingerprint.
+    signed = (targets == 0) & targets.signbit()
+    return targets + 0.0 if bool(signed.any()) else targets
 
 
 def check_masses(weights: NDArray[np.float64]) -> None:

@@ -257,9 +257,9 @@ def measure_sampling(
     rows = (result.source, result.target)
     # With `labels=none` there are no class distances to keep.
     full = settings.labels.full and not isinstance(metric, NoLabels)
-    if result.cost.target_scale is not None:
+    if result.target_scale is not None:
         # Numbers of subsamples have the scale of the whole.
-        metric = Continuous(result.cost.target_scale)
+        metric = Continuous(result.target_scale)
     if result.labels_epsilon is not None:
         # Class distances of subsamples use the whole datasets' epsilon.
         metric = settled_metric(metric, result.labels_epsilon, ())

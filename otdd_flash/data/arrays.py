@@ -29,7 +29,7 @@ from otdd_flash.checks import shown
 from otdd_flash.data.dataset import LabeledDataset, as_inputs
 from otdd_flash.data.request import Request, chosen, reading
 from otdd_flash.errors import DataNotice, InputError, warn
-from otdd_flash.label_sets import Encoded, split_text
+from otdd_flash.label_sets import split_text
 from otdd_flash.raw_labels import columns_of
 from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, inexact, side_by_side
 from otdd_flash.shown import listing
@@ -48,6 +48,9 @@ NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*"
 # Usual names of a label column, in lower case; a further name may make files ambiguous that were
 # read.
 LABEL_NAMES = ("label", "labels", "class", "target", "y")
+
+# The npz key, or column of a Hugging Face dataset, whose floats are numbers.
+TARGETS = "targets"
 
 
 def read_arrays(
@@ -95,6 +98,8 @@ def read_arrays(
             "several columns of labels, and label_separator for one column of text, are of a csv "
             f"or parquet file, and with label=COLUMN; got {file.name}"
         )
+    if len(set(named)) < len(named):
+        raise InputError(f"label={named} names a column twice")
     if skip_label and label is not None:
         raise InputError(f"give label={label} or labels_path={labels_path}, and not both")
     found: dict[str, Any]
@@ -113,6 +118,8 @@ def read_arrays(
             columns = [features] if isinstance(features, str) else features
             several = named if len(named) > 1 else label
             found = _read_table(file, columns, several, request.weights, skip_label=skip_label)
+            if len(named) == 1:
+                _check_texts(found["labels"], label_separator, f"column {label!r} of {file}")
             if label_separator is not None:
                 found["labels"] = split_text(found["labels"], label_separator)
         case _:
@@ -131,7 +138,9 @@ def read_arrays(
         name=file.stem,
         drop_unlabelled=drop_unlabelled,
     )
-    return dataset if targets is None else dataset.labelled(Encoded(None, (), targets=targets))
+    if targets is None:
+        return dataset
+    return dataset.with_targets(targets, drop_unlabelled=drop_unlabelled)
 
 
 def read_npy(path: Path) -> NDArray[Any]:
@@ -161,8 +170,8 @@ def _read_npz(
             return np.asarray(archive[key])
 
         label = label or ("y" if "y" in keys and not skip_label else None)
-        if label is None and not skip_label and "targets" in keys:
-            label = "targets" if read("targets").dtype.kind == "f" else None
+        if label is None and not skip_label and TARGETS in keys:
+            label = TARGETS if read(TARGETS).dtype.kind == "f" else None
         weight_key = find_weights(keys, weights or ("w" if "w" in keys else None), str(path))
         taken = {"inputs": features or "x", "labels": label, "weights": weight_key}
         if label == "y" and "class_names" in keys and read("y").dtype.kind in "iu":
@@ -173,7 +182,7 @@ def _read_npz(
         if unread := [key for key in keys if key not in taken.values()]:
             choices.append(f"not read: {listing(unread, 10)}")
         found: dict[str, Any] = {name: read(key) for name, key in taken.items() if key is not None}
-        if label == "targets" and found["labels"].dtype.kind == "f":
+        if label == TARGETS and found["labels"].dtype.kind == "f":
             found["targets"] = _numbers(found.pop("labels"), str(path))
         found["choices"] = chosen(str(path), choices, "features=KEY, label=KEY and weights=KEY")
         return found
@@ -255,7 +264,7 @@ def _read_table(
                 f"{listed(columns)}"
             )
     if is_text:
-        check_rounded_text(path, table, numeric)
+        check_rounded_text(path, table, [*numeric, *labels])
     numbers = columns_of(table[inputs])
     assert numbers is not None
     way_out = "features=[COLUMN, ...]" if skip_label else "label=COLUMN and features=[COLUMN, ...]"
@@ -266,6 +275,41 @@ def _read_table(
         "choices": chosen(str(path), choices, way_out),
         "feature_names": tuple(inputs),
     }
+
+
+# Texts of lists, as Python writes them.
+LISTED = r"\[.*[,'\"].*\]"
+
+
+def _check_texts(column: Any, separator: str | None, what: str) -> None:
+    """Refuse a separator for lists, and tell of texts that it does not cut as it seems they should.
+
+    Raises:
+        InputError: there is a separator, and the column holds lists.
+
+    Warns:
+        DataNotice: texts look like lists, or none has the separator.
+    """
+    present = column.dropna()
+    if any(isinstance(entry, list | np.ndarray) for entry in present):
+        if separator is None:
+            return
+        raise InputError(
+            f"{what} holds lists, which are several labels already; leave label_separator out"
+        )
+    texts = [entry for entry in present if isinstance(entry, str)]
+    listed = [text for text in texts if re.fullmatch(LISTED, text.strip())]
+    if listed:
+        warn(
+            f"{what}: texts such as {shown(listed[0])} are read as they stand, with their brackets "
+            "and quotes; store lists as parquet, or as texts such as cat|dog with a separator",
+            DataNotice,
+        )
+    elif separator is not None and texts and not any(separator in text for text in texts):
+        warn(
+            f"{what}: no text has label_separator={separator!r}, such as {shown(texts[0])}",
+            DataNotice,
+        )
 
 
 def _label_columns(table: Any, labels: Sequence[str], path: Path) -> Any:

@@ -27,7 +27,14 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from otdd_flash.errors import DataNotice, InputError, placed, warn
-from otdd_flash.label_sets import Encoded, LabelSets, named_numbers, numbers_of, several_of
+from otdd_flash.label_sets import (
+    Encoded,
+    LabelSets,
+    named_numbers,
+    numbers_of,
+    rows_of_floats,
+    several_of,
+)
 from otdd_flash.raw_labels import (
     check_one_dimensional,
     encode_labels,
@@ -154,7 +161,7 @@ class LabeledDataset:
                 dataset, indicator = dataset.take(kept), indicator[kept]
             found = Encoded.of_indicator(indicator, known)
             return dataset.labelled(found)
-        values = raw_values(labels)
+        values = raw_values(rows_of_floats(labels))
         floats = values.ndim == 2 and values.dtype.kind == "f"
         if not floats or numbers_of(np.nan_to_num(values)) is None:
             check_one_dimensional(labels, values)
@@ -172,6 +179,20 @@ class LabeledDataset:
         if self.labels is None or values is None:
             return self
         return self.labelled(Encoded(None, (), targets=values[self.labels]))
+
+    def with_targets(
+        self, targets: NDArray[np.float64], *, drop_unlabelled: bool | None
+    ) -> LabeledDataset:
+        """Return the dataset with numbers (n, q) for its labels; rows with NaN count as unlabelled.
+
+        Raises:
+            InputError: some are missing and may not be dropped, see `from_raw`.
+        """
+        dataset, missing = self, np.asarray(np.isnan(targets).any(1))
+        if missing.any():
+            kept = _labelled_rows(missing, self, drop=drop_unlabelled)
+            dataset, targets = self.take(kept), targets[kept]
+        return dataset.labelled(Encoded(None, (), targets=targets))
 
     def labelled(self, found: Encoded) -> LabeledDataset:
         """Return the dataset with labels of n rows of any kind.

@@ -351,8 +351,7 @@ def _labelled(
     modality = _modality(inputs[0])
     inputs = _stacked(inputs, name) if isinstance(inputs, list) else inputs
     if isinstance(labels, list) and all(isinstance(row, np.ndarray) for row in labels):
-        shapes = {row.shape for row in labels}
-        labels = np.stack(labels) if len(shapes) == 1 else labels
+        labels = _of_vectors(labels, names)
     try:
         return LabeledDataset.from_raw(
             inputs,
@@ -366,6 +365,17 @@ def _labelled(
         raise error if str(error).startswith(name) else prefixed(name, error) from error
 
 
+def _of_vectors(labels: list[NDArray[Any]], names: tuple[str, ...] | None) -> Any:
+    """Return vectors of one length as a matrix, and those of indices of names as lists."""
+    if len({row.shape for row in labels}) > 1:
+        return [row.tolist() for row in labels]
+    stacked = np.stack(labels)
+    if names is None or stacked.dtype.kind not in "iu":
+        return stacked
+    hot = stacked.shape[1] == len(names) and bool(((stacked == 0) | (stacked == 1)).all())
+    return stacked if hot else stacked.tolist()
+
+
 def _stacked(inputs: list[Any], name: str) -> Any:
     """Return vectors of one length as an array (n, d), other inputs unchanged."""
     vectors = all(isinstance(item, np.ndarray) and item.ndim == 1 for item in inputs)
@@ -377,10 +387,12 @@ def _stacked(inputs: list[Any], name: str) -> Any:
 def _fitting(names: tuple[str, ...], labels: Any, name: str) -> tuple[str, ...] | None:
     """Return the class names if labels are indices into them, else None."""
     if isinstance(labels, list) and isinstance(labels[0], list | tuple | set | frozenset):
-        return names
-    values = without_fractions(raw_values(labels))
+        text = any(isinstance(entry, str) for row in labels for entry in row or ())
+        return None if text else names
+    values = raw_values(labels)
     if values.ndim == 2 and values.shape[1] == len(names):
-        return names
+        return names if bool(((values == 0) | (values == 1)).all()) else None
+    values = without_fractions(values)
     if values.dtype.kind not in "iub" or values.ndim != 1:
         return None
     if (most := int(values.max(initial=-1))) < len(names):

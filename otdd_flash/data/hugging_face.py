@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 from otdd_flash.arguments import Word
 from otdd_flash.checks import shown
 from otdd_flash.data.arrays import (
+    LABEL_NAMES,
+    TARGETS,
     check_columns,
     check_rounded_text,
     check_spelled,
@@ -77,6 +79,7 @@ def read_hugging_face(
         input: the input column, or several numeric ones; None chooses it if the types of the
             columns leave one choice only.
         label: the label column; None chooses the only ClassLabel, or a column by its usual name.
+            Floats, or lists of them, in a column called `targets` are numbers.
         drop_unlabelled: leave out the rows whose label is missing, instead of refusing them.
 
     Raises:
@@ -139,8 +142,10 @@ def labeled_table(
     columns, label, weights, modality, choices = _choose_columns(
         table.features, input, label, request.weights, path
     )
-    labels, class_names = None, None
-    if label is not None:
+    labels, class_names, targets = None, None, None
+    if label == TARGETS and _is_float(table.features[label]):
+        targets = _numbers(table, [label], path).astype(np.float64).reshape(len(table), -1)
+    elif label is not None:
         labels = _labels(table, label, texts, path)
         feature = table.features[label]
         class_names = getattr(getattr(feature, "feature", feature), "names", None)
@@ -149,7 +154,11 @@ def labeled_table(
             labels = [None if row is None else set(row) for row in labels]
     feature_names = None
     numbers = columns if modality == "array" else []
-    if texts and (numeric := [*numbers, *([] if weights is None else [weights])]):
+    others = [] if weights is None else [weights]
+    # Integers of labels are exact.
+    if label is not None and _is_float(table.features[label]):
+        others.append(label)
+    if texts and (numeric := [*numbers, *others]):
         _check_rounded(table, numeric, texts)
     inputs: NDArray[Any] | LazyItems
     if modality == "array":
@@ -163,7 +172,7 @@ def labeled_table(
         stored = table.select_columns(columns).with_format("arrow")
         fetch = partial(_item, stored, table.features[columns[0]], request.download, path)
         inputs = LazyItems(fetch, np.arange(len(table)))
-    return LabeledDataset.from_raw(
+    found = LabeledDataset.from_raw(
         inputs,
         labels,
         class_names=class_names,
@@ -174,6 +183,9 @@ def labeled_table(
         choices=choices,
         feature_names=feature_names,
     )
+    if targets is None:
+        return found
+    return found.with_targets(targets, drop_unlabelled=drop_unlabelled)
 
 
 def _open(request: Request, path: str, config: str | None) -> tuple[Any, list[str]]:
@@ -441,10 +453,11 @@ def _choose_columns(
 ) -> tuple[list[str], str | None, str | None, Modality, tuple[str, ...]]:
     """Find the columns by their types, or check the ones that the user named.
 
-    Without names, the label is the only ClassLabel; among several ClassLabels, and without any, it
-    is the column with a usual name. The input is the only image column, whatever else there is.
-    Otherwise it is the only text column or all columns of numbers, if the other of these two kinds
-    and images are missing.
+    Without names, the label is the only ClassLabel, or the only column of lists of them in a table
+    without lists of words; among several ClassLabels, and without any, it is the column with a
+    usual name, or else floats called `targets`. The input is the only image column, whatever else
+    there is. Otherwise it is the only text column or all columns of numbers, if the other of these
+    two kinds and images are missing.
 
     Returns:
         The input columns, of which there are several only if they hold numbers; the label and the
@@ -463,8 +476,12 @@ def _choose_columns(
     choices: list[str] = []
     free = [column for column in kinds if column not in (weight_column, *named)]
     if label is None:
-        classes = [column for column in free if kinds[column] == "class"]
-        label, choices = find_label(classes or free, classes, where, kind="class labels")
+        classes = _class_columns(features, [c for c in free if kinds[c] == "class"])
+        usual = any(column.lower() in LABEL_NAMES for column in free)
+        if not classes and not usual and TARGETS in free and _is_float(features[TARGETS]):
+            label, choices = TARGETS, [f"numbers are its column {TARGETS!r}, by its name"]
+        else:
+            label, choices = find_label(classes or free, classes, where, kind="class labels")
     taken = named or _find_inputs({c: kinds[c] for c in free if c != label}, where)
     if not named:
         others = "column" if len(taken) == 1 else f"{len(taken)} columns"
@@ -472,6 +489,17 @@ def _choose_columns(
     modality = _modality(taken, kinds, where)
     reported = chosen(where, choices, "label=COLUMN and input=COLUMN")
     return taken, label, weight_column, modality, reported
+
+
+def _class_columns(features: Mapping[str, Any], classes: Sequence[str]) -> list[str]:
+    """Return those of the columns of class labels that may be chosen as labels of rows."""
+    single = [column for column in classes if not hasattr(features[column], "feature")]
+    words = any(
+        "string" in str(getattr(getattr(feature, "feature", None), "dtype", ""))
+        for feature in features.values()
+    )
+    # Beside lists of words, lists of class labels are of these.
+    return single or ([] if words else [*classes])
 
 
 def _find_inputs(kinds: Mapping[str, str], where: str) -> list[str]:
@@ -497,6 +525,11 @@ def _modality(inputs: Sequence[str], kinds: Mapping[str, str], where: str) -> Mo
         f"{where}: the input must be one image column, one text column or columns of numbers, "
         f"got {described}"
     )
+
+
+def _is_float(feature: Any) -> bool:
+    """Return whether a column holds floats, or lists of them."""
+    return str(getattr(getattr(feature, "feature", feature), "dtype", "")).startswith("float")
 
 
 def _kind(feature: Any) -> str:

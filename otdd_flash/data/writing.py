@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from otdd_flash.arguments import takes
+from otdd_flash.data.arrays import TARGETS
 from otdd_flash.data.hugging_face import without_progress_bars
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing_folder
@@ -45,11 +46,12 @@ def write_npz(samples: LabeledSamples, path: str | Path) -> None:
     """
     arrays: dict[str, Any] = {"x": samples.features.detach().cpu()}
     if samples.targets is not None:
-        arrays["targets"] = samples.targets.cpu()
+        arrays[TARGETS] = samples.targets.cpu()
     elif samples.labels is not None:
-        several = samples.label_sets is not None
-        labels = (samples.shares > 0).to(torch.int64) if several else samples.labels
-        arrays |= {"y": labels.cpu(), "class_names": np.array(samples.label_names, str)}
+        labels = _only_labels(samples)
+        if labels is None:
+            labels = (samples.shares > 0).to(torch.int64).cpu()
+        arrays |= {"y": labels, "class_names": np.array(samples.label_names, str)}
     if samples.weights is not None:
         arrays["w"] = samples.weights.cpu()
     write_arrays(path, arrays)
@@ -62,7 +64,8 @@ def write_hugging_face(
     """Write samples as a folder for `datasets.load_from_disk` and the source `huggingface`.
 
     The column `features` holds d numbers in the samples' precision. Labels are the column `label`,
-    a ClassLabel, lists of them where rows have several, or lists of numbers. Masses are the column
+    a ClassLabel, or lists of them where rows have several; numbers are lists of floats in the
+    column `targets`. Masses are the column
     `weight`: without `weights=weight`, the source `huggingface` takes it for an input beside
     `features`. With an image shape there is a column `image` too, which that source chooses: 8-bit
     pictures, values outside [0, 1] clipped.
@@ -94,14 +97,15 @@ def write_hugging_face(
     columns["features"] = vectors
     types["features"] = datasets.Sequence(datasets.Value(vectors.dtype.name), length=samples.dim)
     if samples.targets is not None:
-        columns["label"] = samples.targets.cpu().numpy()
-        types["label"] = datasets.Sequence(datasets.Value("float64"))
+        columns[TARGETS] = samples.targets.cpu().numpy()
+        types[TARGETS] = datasets.Sequence(datasets.Value("float64"))
     elif samples.labels is not None:
         kind = datasets.ClassLabel(names=_distinct(samples.label_names))
-        columns["label"], types["label"] = samples.labels.cpu().numpy(), kind
-        if samples.label_sets is not None:
-            rows = samples.shares > 0
-            columns["label"] = [row.nonzero().squeeze(1).tolist() for row in rows.cpu()]
+        if (labels := _only_labels(samples)) is not None:
+            columns["label"], types["label"] = labels.numpy(), kind
+        else:
+            rows = (samples.shares > 0).cpu()
+            columns["label"] = [row.nonzero().squeeze(1).tolist() for row in rows]
             types["label"] = datasets.Sequence(kind)
     if samples.weights is not None:
         columns["weight"] = samples.weights.cpu().numpy()
@@ -110,6 +114,16 @@ def write_hugging_face(
         table = datasets.Dataset.from_dict(columns, features=datasets.Features(types))
         with replacing_folder(path) as partial:
             table.save_to_disk(str(partial))
+
+
+def _only_labels(samples: LabeledSamples) -> Tensor | None:
+    """Return the label (n,) of each row, int64; None if a row has several."""
+    assert samples.labels is not None
+    labels, members = samples.labels.cpu(), samples.members
+    if members is None:
+        return labels
+    # An indicator of one label would be read as one column of classes.
+    return None if bool((members.sum(1) > 1).any()) else members.int().argmax(1)[labels]
 
 
 def eight_bit_images(features: Tensor, image_shape: ImageShape) -> NDArray[np.uint8]:

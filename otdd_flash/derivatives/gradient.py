@@ -51,7 +51,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.operators.base import Operator, PlanBlock
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.label_costs import LabelColumns
+from otdd_flash.operators.label_costs import LabelEmbedding
 from otdd_flash.solver.divergence import GradientCallbacks
 from otdd_flash.solver.term import TransportTerm
 
@@ -355,15 +355,15 @@ class DivergenceGradient:
 
     def _take(self, place: int, gradient: Tensor) -> None:
         dtype = self._comparison.given[place].features.dtype
-        if (columns := self._comparison.columns) is not None:
-            gradient = gradient[:, : columns.dim] * columns.weight
+        if (embedding := self._comparison.embedding) is not None:
+            gradient = gradient[:, : embedding.dim] * embedding.weight
         self.total[POINTS[place]] = gradient.to(dtype)
 
     def _by_given(self, gradient: Gradient, name: str) -> Gradient:
         """Apply the chain rule from the transformed points to the given points and weights."""
         comparison, ground = self._comparison, self._comparison.ground
-        if (columns := comparison.columns) is not None:
-            gradient = self._without_columns(gradient, columns, name)
+        if (embedding := comparison.embedding) is not None:
+            gradient = self._without_embedding(gradient, embedding, name)
         if ground.ground == "sqeuclidean":
             return gradient
         if "lambda_x" in gradient:
@@ -388,7 +388,9 @@ class DivergenceGradient:
                 gradient["lambda_x"] -= (a @ squared_norms(points) / 2).to(device)
         return gradient
 
-    def _without_columns(self, gradient: Gradient, columns: LabelColumns, name: str) -> Gradient:
+    def _without_embedding(
+        self, gradient: Gradient, embedding: LabelEmbedding, name: str
+    ) -> Gradient:
         """Leave out the gradient by columns of labels; add that of their terms of one side."""
         comparison = self._comparison
         if gradient.keys() & SHARED:
@@ -399,9 +401,9 @@ class DivergenceGradient:
             )
         for place, (key, masses) in enumerate(zip(POINTS, MASSES, strict=True)):
             if key in gradient:
-                kept = gradient[key][:, : columns.dim] * columns.weight
+                kept = gradient[key][:, : embedding.dim] * embedding.weight
                 gradient[key] = kept.to(comparison.given[place].features.dtype)
-            alone = None if comparison.debias else columns.one_side(comparison.transformed[place])
+            alone = None if comparison.debias else embedding.one_side(comparison.transformed[place])
             if masses in gradient and key in name and alone is not None:
                 gradient[masses] += alone.to(gradient[masses].device)
         return gradient

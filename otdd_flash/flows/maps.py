@@ -38,6 +38,7 @@ from otdd_flash.derivatives.groups import (
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
+from otdd_flash.label_sets import set_name
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 
@@ -73,17 +74,27 @@ def check_same_particles(before: LabeledSamples, after: LabeledSamples) -> None:
         )
 
 
-def class_indices(samples: LabeledSamples, names: tuple[str, ...]) -> Tensor:
+def class_indices(
+    samples: LabeledSamples, names: tuple[str, ...], *, of_sets: bool = False
+) -> Tensor:
     """Return the labels (k,) of labelled samples as indices into `names`, matched by class name.
+
+    Args:
+        samples: k labelled samples.
+        names: of the classes.
+        of_sets: whether they are names of sets of labels, of which a class is one of its own.
 
     Raises:
         InputError: a class of the samples is not among the names, or two classes share a name.
     """
     assert samples.labels is not None
-    if samples.class_names == names:
+    own = samples.class_names
+    if of_sets and samples.label_sets is None:
+        own = tuple(set_name((name,)) for name in own)
+    if own == names:
         return samples.labels
     known = {name: index for index, name in enumerate(names)}
-    used = [samples.class_names[index] for index in torch.unique(samples.labels).tolist()]
+    used = [own[index] for index in torch.unique(samples.labels).tolist()]
     unknown = [name for name in used if name not in known]
     if unknown:
         raise InputError(
@@ -94,7 +105,7 @@ def class_indices(samples: LabeledSamples, names: tuple[str, ...]) -> Tensor:
         raise InputError(
             f"classes of the flow share names, so new points cannot be matched: {', '.join(names)}"
         )
-    indices = [known.get(name, -1) for name in samples.class_names]
+    indices = [known.get(name, -1) for name in own]
     return torch.tensor(indices, device=samples.labels.device)[samples.labels]
 
 
@@ -179,7 +190,8 @@ def nearest_particles(samples: LabeledSamples, particles: LabeledSamples) -> Ten
             torch.zeros(len(side), device=device).long() for side in (samples, particles)
         )
     else:
-        own, theirs = class_indices(samples, particles.class_names).to(device), particles.labels
+        own = _indices_in(samples, particles).to(device)
+        theirs = particles.labels
     rows = torch.empty_like(own)
     for index in torch.unique(own).tolist():
         same = torch.nonzero(carriers & (theirs == index)).squeeze(1)
@@ -204,6 +216,11 @@ def _nearest(points: Tensor, known: Tensor) -> Tensor:
     return torch.cat(found)
 
 
+def _indices_in(samples: LabeledSamples, particles: LabeledSamples) -> Tensor:
+    of_sets = particles.label_sets is not None
+    return class_indices(samples, particles.class_names, of_sets=of_sets)
+
+
 def in_classes_of(samples: LabeledSamples, particles: LabeledSamples) -> LabeledSamples:
     """Return the samples with labels in the numbering of the particles.
 
@@ -218,7 +235,7 @@ def in_classes_of(samples: LabeledSamples, particles: LabeledSamples) -> Labeled
     if samples.labels is None:
         labels = particles.labels[nearest_particles(samples, particles)]
     else:
-        labels = class_indices(samples, particles.class_names)
+        labels = _indices_in(samples, particles)
     names, sets = particles.class_names, particles.label_sets
     return replace(samples, labels=labels, class_names=names, label_sets=sets)
 

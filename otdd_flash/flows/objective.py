@@ -106,8 +106,8 @@ class FlowSetting:
     def by_owners(self) -> bool:
         """Whether ranks may keep velocities of points that move as features, by nothing else."""
         in_features = isinstance(self.flow.space, FeatureSpace)
-        ground = self.comparison.ground
-        euclidean = ground.ground == "sqeuclidean" and ground.target_scale is None
+        comparison = self.comparison
+        euclidean = comparison.ground.ground == "sqeuclidean" and comparison.target_scale is None
         euclidean = euclidean and not has_sets((self.source, self.target))
         return self.ranks is not None and in_features and euclidean and not self.functionals
 
@@ -122,7 +122,7 @@ class FlowSetting:
         plus the part of the classes. It is finite only if all features are.
         """
         sides, cost = (self.source, self.target), self.comparison.ground
-        if cost.target_scale is not None or has_sets(sides):
+        if self.comparison.target_scale is not None or has_sets(sides):
             moved = self.comparison.with_points(self.at(features), self.target)
             return moved.with_classes(class_distances.full).mean_cost()
         centre, spread = self._target_moments

@@ -28,7 +28,7 @@ from otdd_flash.flows.history import Moment, StepRecord, Trajectory
 from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, VelocityField
 from otdd_flash.flows.residual_map import ResidualMap
 from otdd_flash.label_sets import named_sets
-from otdd_flash.labels import ClassDistances
+from otdd_flash.labels import ClassDistances, Continuous
 from otdd_flash.labels.table import class_names
 from otdd_flash.operators.label_costs import has_sets
 from otdd_flash.raw_labels import frame_of
@@ -284,7 +284,7 @@ class FlowResult:
     def _of_other_kinds(self) -> bool:
         """Whether rows have numbers or several labels."""
         sides = (self.source, self.target)
-        return has_sets(sides) or "target_scale" in self.settings
+        return has_sets(sides) or self.settings["labels.method"] == Continuous.name
 
     def _field(self, moment: Moment) -> VelocityField:
         return VelocityField(

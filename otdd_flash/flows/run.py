@@ -69,7 +69,7 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
-from otdd_flash.labels.numbers import with_numbers
+from otdd_flash.labels.numbers import scale_of, with_numbers
 from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.samples import LabeledSamples, all_finite, displaced
 from otdd_flash.solver.penalties import refuse_unbalanced, resolve_constraints
@@ -157,9 +157,8 @@ def gradient_flow(
     source, target = as_samples(source, "source"), as_samples(target, "target")
     flow, callbacks = flow or Flow(), callbacks or Callbacks()
     compute, solver = ComputeOptions.of(compute), solver or Converged()
-    metric, cost, (source, target) = with_numbers(
-        metric_of(labels), cost or GroundCost(), (source, target)
-    )
+    metric, (source, target) = with_numbers(metric_of(labels), (source, target))
+    cost = cost or GroundCost()
     cost.check_labels(metric.name)
     refuse_unbalanced(unbalanced, unbalanced_relative, solver, debias=True, ground=cost.ground)
     if cost.ground == "cosine":
@@ -180,7 +179,12 @@ def gradient_flow(
     unchanged = Unchanged.of(points, goal)
     sides = (replace(side, features=flow.space.features(side.features)) for side in (points, goal))
     comparison = Comparison.prepare(
-        tuple(sides), cost, compute, transformed=True, resident=not streams
+        tuple(sides),
+        cost,
+        compute,
+        transformed=True,
+        resident=not streams,
+        target_scale=scale_of(metric),
     )
     # Class distances are computed where the target is: on the device, or on the CPU if the target
     # stays there to be streamed.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import content_hash
-from otdd_flash.samples import LabeledSamples, check_same_dimension, without_classes
+from otdd_flash.samples import LabeledSamples, check_same_dimension, needs_classes
 
 # Two datasets normalise equal weights to numbers that differ in their last digits, by no more than
 # this relative to each other. A larger difference may change a distance visibly.
@@ -114,7 +114,7 @@ def split_classes(samples: LabeledSamples) -> list[ClassCloud]:
         InputError: there are no labels, or a class has no point of positive weight.
     """
     if samples.labels is None:
-        raise without_classes(samples)
+        raise needs_classes(samples)
     clouds = []
     for class_name, (rows, weights) in zip(samples.label_names, _rows_of(samples), strict=True):
         name = f"{class_name!r} of {samples.name}"

@@ -56,7 +56,7 @@ from otdd_flash.labels.pair_cache import PairCache
 from otdd_flash.labels.pairs import PairDistances, all_pairs, symmetric_table
 from otdd_flash.labels.table import ClassDistances, JointClassDistances, class_names, joint_table
 from otdd_flash.plugins import blamed_on
-from otdd_flash.samples import LabeledSamples, check_squares, without_classes
+from otdd_flash.samples import LabeledSamples, check_squares, needs_classes
 from otdd_flash.shown import display, listing
 from otdd_flash.solver.term import DEFAULT_RELATIVE
 
@@ -131,7 +131,11 @@ def settled_metric(
         InputError: epsilon is 0.
     """
     if isinstance(metric, Tree) and metric.add is not None:
-        return replace(metric, add=settled_metric(metric.measured, epsilon, datasets, streaming))
+        settled = settled_metric(metric.measured, epsilon, datasets, streaming)
+        with warnings.catch_warnings():
+            # The notice of its power came where the tree was made.
+            warnings.simplefilter("ignore", DataNotice)
+            return replace(metric, add=settled)
     if not isinstance(metric, Sinkhorn) or metric.epsilon is not None:
         return metric
     if epsilon == 0:
@@ -248,7 +252,7 @@ def measure_classes(
     else:
         for samples in (source, target):
             if samples.labels is None:
-                raise without_classes(samples)
+                raise needs_classes(samples)
     if isinstance(metric, Given):
         return metric.read().named_for(class_names(source), class_names(target))
     if statistics is not None:
@@ -263,7 +267,7 @@ def measure_classes(
 def _matched(whole: LabeledSamples, samples: LabeledSamples) -> LabeledSamples:
     """Restrict `whole` to the classes of `samples`, in their order."""
     if whole.labels is None:
-        raise without_classes(whole)
+        raise needs_classes(whole)
     names = whole.label_names
     if names == samples.label_names:
         return whole

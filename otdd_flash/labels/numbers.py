@@ -1,9 +1,9 @@
 """Numbers in place of classes: each row's targets, and the scale by which they are divided.
 
 `labels="continuous"` compares rows by lambda_y ||(t_i - s_j) / scale||^2. `with_numbers` finds the
-targets and one scale of all datasets, and puts it into the ground cost, which
-`operators.label_costs` reads. `otdd`, `pairwise`, `flows.run`, `sampling.comparison` and
-`study.study` call it for every metric, before anything is measured.
+targets and one scale of all datasets, and puts it into the metric. `otdd`, `pairwise`, `flows.run`,
+`sampling.comparison` and `study.study` call it for every metric, before anything is measured, and
+give the scale (`scale_of`) to their `Comparison`, whose labels `operators.label_costs` embeds.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.ground import GroundCost
-from otdd_flash.errors import InputError
+from otdd_flash.errors import InputError, placed
 from otdd_flash.label_sets import named_numbers
 from otdd_flash.labels.metrics import Continuous
 from otdd_flash.labels.metrics.base import LabelMetric
@@ -25,15 +24,13 @@ from otdd_flash.shown import display
 
 def with_numbers(
     metric: LabelMetric,
-    cost: GroundCost,
     datasets: Sequence[LabeledSamples],
     statistics: Sequence[LabeledSamples] | None = None,
-) -> tuple[LabelMetric, GroundCost, list[LabeledSamples]]:
-    """Return metric, ground cost and datasets, for `continuous` with numbers and their scale.
+) -> tuple[LabelMetric, list[LabeledSamples]]:
+    """Return metric and datasets, for `continuous` with their scale and with numbers.
 
     Args:
         metric: any metric; with others than `continuous` all is returned as it is.
-        cost: the ground cost.
         datasets: those that are compared. Classes whose names are numbers stand for these.
         statistics: datasets whose scale is taken instead, of which `datasets` are parts.
 
@@ -42,7 +39,7 @@ def with_numbers(
             a scale is not one positive number a column.
     """
     if not isinstance(metric, Continuous):
-        return metric, cost, list(datasets)
+        return metric, list(datasets)
     found = [_numbered(samples) for samples in datasets]
     wide = {targets_of(samples).shape[1] for samples in found}
     if len(wide) > 1:
@@ -57,7 +54,15 @@ def with_numbers(
     assert isinstance(scale, tuple)
     if len(scale) != count:
         raise InputError(f"labels.scale has {len(scale)} numbers for {count} columns of targets")
-    return Continuous(scale), replace(cost, target_scale=scale), found
+    return Continuous(scale), found
+
+
+def scale_of(metric: LabelMetric | None) -> tuple[float, ...] | None:
+    """Return the scale (q,) of numbers that `with_numbers` has put into a metric; else None."""
+    if not isinstance(metric, Continuous):
+        return None
+    assert isinstance(metric.scale, tuple)
+    return metric.scale
 
 
 def refuse_table(metric: LabelMetric, class_distances: object) -> None:
@@ -81,7 +86,9 @@ def _numbered(samples: LabeledSamples) -> LabeledSamples:
     said = "no labels" if samples.labels is None else "several labels a row"
     if samples.labels is not None and samples.label_sets is None:
         said = f"classes that are none, such as {display(repr(samples.class_names[-1]))}"
-        if (values := named_numbers(samples.class_names)) is not None:
+        with placed(samples.name):
+            values = named_numbers(samples.class_names)
+        if values is not None:
             targets = torch.from_numpy(values).to(samples.labels.device)[samples.labels]
             return replace(samples, labels=None, targets=targets)
     raise InputError(

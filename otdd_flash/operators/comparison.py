@@ -39,12 +39,12 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostSize, build_operator, operator_bytes
 from otdd_flash.operators.label_costs import (
     MOST_SETS,
-    LabelColumns,
+    LabelEmbedding,
     by_labels,
-    columns_of_sets,
-    columns_of_targets,
+    embedding_of_sets,
+    embedding_of_targets,
     has_sets,
-    no_columns,
+    no_embedding,
     set_table,
     set_table_error,
 )
@@ -61,6 +61,8 @@ STREAMED_SHARE, HELD_SHARE = 0.6, 0.5
 
 # Least epsilon over the largest cost that float64 can solve.
 WITHIN_DOUBLE = 1e-12
+
+DOUBLE_BYTES = 8
 
 # The largest effect on the marginals that the rounding of costs in float64 may have: as large as
 # the default tolerance.
@@ -85,9 +87,11 @@ class Comparison:
             None if all are on the device.
         debias: whether the divergence has self terms, or is the cross term alone.
         epsilon: regularisation, in units of the cost.
-        columns: the label cost, where `transformed` points have it as columns; else None.
+        embedding: the label cost, where `transformed` points have it as columns; else None.
         label_error: bound on the error of the label cost by its sums over labels.
         constraints: what the marginals of plans owe.
+        target_scale: what each of q numbers of a row is divided by, whose squared distance stands
+            in place of W; None: rows have classes.
     """
 
     given: tuple[LabeledSamples, ...]
@@ -99,9 +103,10 @@ class Comparison:
     streaming: Streaming | None = None
     debias: bool = True
     epsilon: float = 0.0
-    columns: LabelColumns | None = None
+    embedding: LabelEmbedding | None = None
     label_error: float = 0.0
     constraints: Constraints = EXACT
+    target_scale: tuple[float, ...] | None = None
 
     @classmethod
     def prepare(
@@ -114,6 +119,7 @@ class Comparison:
         pairs: Iterable[Pair] | None = None,
         transformed: bool = False,
         resident: bool = False,
+        target_scale: tuple[float, ...] | None = None,
     ) -> Comparison:
         """Check device and memory, then move and transform the datasets.
 
@@ -127,6 +133,7 @@ class Comparison:
             transformed: whether points are transformed for the ground cost already.
             resident: whether all points are needed on the device. Otherwise those that do not fit
                 stay where they are and are streamed.
+            target_scale: of numbers, see `labels.numbers.scale_of`.
 
         Raises:
             InputError: there is no such device, the backend cannot run on it or in the precision,
@@ -150,7 +157,17 @@ class Comparison:
             with within_memory(size, needed, device, compute.dtype):
                 given, points = _moved(datasets, ground, device, transformed=transformed)
         classes = _class_table(None, points, device)
-        return cls(given, points, ground, compute, needed, classes, streaming, debias)
+        return cls(
+            given,
+            points,
+            ground,
+            compute,
+            needed,
+            classes,
+            streaming,
+            debias,
+            target_scale=target_scale,
+        )
 
     @classmethod
     def between(
@@ -199,6 +216,7 @@ class Comparison:
             debias=self.debias,
             epsilon=self.epsilon,
             constraints=self.constraints,
+            target_scale=self.target_scale,
         )
 
     def with_classes(self, table: Tensor | None) -> Comparison:
@@ -210,10 +228,11 @@ class Comparison:
         Raises:
             InputError: the table has another size or is not finite.
         """
-        assert self.columns is None, "the points have columns of labels already"
+        assert self.embedding is None, "the points have columns of labels already"
         sides = self.transformed[0], self.transformed[-1]
-        if self.ground.target_scale is not None:
-            return self._with_columns(columns_of_targets(sides, self.ground))
+        if self.target_scale is not None:
+            found = embedding_of_targets(sides, self.ground, self.target_scale)
+            return self._with_embedding(found)
         if table is None or not has_sets(sides):
             return replace(self, classes=_class_table(table, sides, self.device))
         if any(side.labels is None for side in sides):
@@ -225,35 +244,46 @@ class Comparison:
             wide = _class_table(set_table(given, sides), sides, self.device)
             return replace(self, classes=wide, label_error=set_table_error(given, self.ground))
         if self.ground.lambda_y == 0 or not bool(given.any()):
-            return self._with_columns(no_columns(sides, self.ground))
-        return self._with_columns(columns_of_sets(given, sides, self.ground))
+            return self._with_embedding(no_embedding(sides, self.ground))
+        return self._with_embedding(embedding_of_sets(given, sides, self.ground))
 
-    def _with_columns(self, columns: LabelColumns) -> Comparison:
+    def _with_embedding(self, embedding: LabelEmbedding) -> Comparison:
         """Return the comparison of points with columns, as one class.
 
         Raises:
-            InputError: points are streamed, or are compared by no squared distances.
+            InputError: points are streamed, or are compared by no squared distances, or they do not
+                fit in memory with their columns.
         """
         apart = self.streaming is not None or self.ground.ground == "inner"
-        if apart and not columns.empty:
+        if apart and not embedding.empty:
             raise InputError(
                 "numbers, and many sets of labels, are compared as columns of points in memory by "
                 "squared distances; raise memory_budget where these are streamed, and take "
                 "ground=sqeuclidean or cosine in place of inner"
             )
         sides = self.transformed[0], self.transformed[-1]
-        first = columns.appended(sides[0], 0)
-        last = first if sides[0] is sides[1] else columns.appended(sides[1], 1)
+        n, m = map(len, sides)
+        size = CostSize(n, m, embedding.width, 1, symmetric=sides[0] is sides[1])
+        needed = self.needed
+        if not embedding.empty:
+            # They are float64, whatever the points are.
+            wide = DOUBLE_BYTES * size.points * size.dim
+            needed = max(needed, wide + operator_bytes(size, self.compute, self.device))
+            check_memory(size, needed, self.device, self.compute.dtype)
+        with within_memory(size, needed, self.device, self.compute.dtype):
+            first = embedding.appended(sides[0], 0)
+            last = first if sides[0] is sides[1] else embedding.appended(sides[1], 1)
         ground = self.ground
-        if columns.weight == 0:
-            ground = GroundCost(columns.lambda_x, 0.0)
+        if embedding.weight == 0:
+            ground = GroundCost(embedding.lambda_x, 0.0)
         return replace(
             self,
             transformed=(first, last),
             classes=_class_table(None, (first, last), self.device),
-            columns=columns,
-            label_error=columns.error,
+            embedding=embedding,
+            label_error=embedding.error,
             ground=ground,
+            needed=needed,
         )
 
     def by_labels(self, gradient: Tensor) -> Tensor:
@@ -267,9 +297,9 @@ class Comparison:
         There are at most as many. They are on the device, or on the host if datasets are streamed.
         They have no columns of labels, and get those of this comparison.
         """
-        if self.columns is not None:
+        if self.embedding is not None:
             places = (0, len(transformed) - 1)
-            first, last = (self.columns.appended(transformed[k], min(k, 1)) for k in places)
+            first, last = (self.embedding.appended(transformed[k], min(k, 1)) for k in places)
             return replace(self, given=transformed, transformed=(first, last))
         return replace(self, given=transformed, transformed=transformed)
 
@@ -364,14 +394,14 @@ class Comparison:
         """The transformed datasets as they stand on the side of a cost's columns."""
         if not self.signed:
             return self.transformed
-        assert self.columns is not None
-        flipped = {side: self.columns.flipped(side) for side in dict.fromkeys(self.transformed)}
+        assert self.embedding is not None
+        flipped = {side: self.embedding.flipped(side) for side in dict.fromkeys(self.transformed)}
         return tuple(flipped[side] for side in self.transformed)
 
     @property
     def signed(self) -> bool:
         """Whether self terms are of two different clouds, as columns of one change their sign."""
-        return self.columns is not None and self.columns.negative > 0
+        return self.embedding is not None and self.embedding.negative > 0
 
     def points(self, term: str) -> tuple[Points, Points]:
         """Return the transformed points of both sides of a term, as tensors or streamed."""
@@ -453,11 +483,11 @@ class Comparison:
     @cached_property
     def _signed_offset(self) -> Offset:
         """What columns of negative sign add that is of one side."""
-        if self.columns is None or not self.signed:
+        if self.embedding is None or not self.signed:
             return NO_OFFSET
         value, terms = 0.0, 0
         for side in self.transformed:
-            of_rows = self.columns.one_side(side)
+            of_rows = self.embedding.one_side(side)
             assert of_rows is not None
             value += float(side.masses @ of_rows)
             terms += len(side) + side.dim + 8
@@ -498,7 +528,7 @@ class Comparison:
     def mark(self) -> Mark:
         """A mark that changes when datasets or class distances are modified, see `fingerprint`."""
         sides = (mark_of(side) for side in self.given)
-        tables = () if self.columns is None else self.columns.tables
+        tables = () if self.embedding is None else self.embedding.tables
         return (*chain(*sides), *mark_of_tensors(self.classes.full, *tables))
 
     def within_memory(self) -> within_memory:

@@ -50,8 +50,8 @@ NEGLIGIBLE = 16 * DOUBLE_UNIT
 
 
 @dataclass(frozen=True, eq=False)
-class LabelColumns:
-    """Columns that hold the label cost of two datasets.
+class LabelEmbedding:
+    """An embedding of labels: columns whose squared distances are the label cost of two datasets.
 
     Attributes:
         tables: (S, k) float64, the columns of each set of labels, or scaled targets (n, k), of both
@@ -78,6 +78,11 @@ class LabelColumns:
     def empty(self) -> bool:
         """Whether labels cost nothing, and points stay as they are."""
         return self.tables[0].shape[-1] == 0
+
+    @property
+    def width(self) -> int:
+        """Coordinates of a point with its columns."""
+        return self.dim + self.tables[0].shape[-1]
 
     def appended(self, samples: LabeledSamples, side: int) -> LabeledSamples:
         """Return samples of side 0 or 1 with these columns, as one class."""
@@ -197,10 +202,10 @@ def _both_shares(sides: Sequence[LabeledSamples], like: Tensor) -> Tensor:
     return torch.cat((above, torch.nn.functional.pad(of_y, (of_x.shape[1], 0)))).to(like.dtype)
 
 
-def columns_of_sets(
+def embedding_of_sets(
     table: Tensor, sides: Sequence[LabeledSamples], ground: GroundCost
-) -> LabelColumns:
-    """Return the columns of sets of labels at W (V_x + V_y, V_x + V_y)."""
+) -> LabelEmbedding:
+    """Return the embedding of sets of labels at W (V_x + V_y, V_x + V_y)."""
     # A small problem, which a processor solves.
     table = table.detach().to("cpu", torch.float64)
     count = len(table)
@@ -231,24 +236,25 @@ def columns_of_sets(
     off = math.sqrt(max(1, len(values))) * unit * largest
     reach = max(float(part.square().sum(1).max()) for part in tables) ** 0.5
     error += lambda_x * 2 * off * (4 * reach + 4 * off)
-    return LabelColumns(tables, False, negative, weight, sides[0].dim, lambda_x, error)
+    return LabelEmbedding(tables, False, negative, weight, sides[0].dim, lambda_x, error)
 
 
-def no_columns(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelColumns:
-    """Return no columns, for sets of labels that cost nothing."""
+def no_embedding(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelEmbedding:
+    """Return an embedding in no columns, for sets of labels that cost nothing."""
     nothing = torch.zeros(1, 0, dtype=torch.float64)
     lambda_x = ground.squared.lambda_x
-    return LabelColumns((nothing, nothing), False, 0, 1.0, sides[0].dim, lambda_x, 0.0)
+    return LabelEmbedding((nothing, nothing), False, 0, 1.0, sides[0].dim, lambda_x, 0.0)
 
 
-def columns_of_targets(sides: Sequence[LabeledSamples], ground: GroundCost) -> LabelColumns:
-    """Return the columns of numbers, which `ground.target_scale` divides.
+def embedding_of_targets(
+    sides: Sequence[LabeledSamples], ground: GroundCost, divisors: Sequence[float]
+) -> LabelEmbedding:
+    """Return the embedding of numbers, which `divisors` (q,) divide column by column.
 
     One row is taken from all, the mean: differences stay and rounding does not grow with the mean.
     """
-    assert ground.target_scale is not None
     weight, lambda_x, factor = _weights(ground)
-    scale = factor / torch.tensor(ground.target_scale, dtype=torch.float64)
+    scale = factor / torch.tensor(divisors, dtype=torch.float64)
     rows = torch.cat([side.targets.cpu() for side in sides if side.targets is not None])
     # Divided first: sums of the largest numbers would overflow.
     centre = (rows / len(rows)).sum(0)
@@ -258,7 +264,7 @@ def columns_of_targets(sides: Sequence[LabeledSamples], ground: GroundCost) -> L
     # difference d.
     off = 10 * DOUBLE_UNIT * largest
     error = lambda_x * len(scale) * off * (4 * largest + off) * 2
-    return LabelColumns((scale, scale), True, 0, weight, sides[0].dim, lambda_x, error, centre)
+    return LabelEmbedding((scale, scale), True, 0, weight, sides[0].dim, lambda_x, error, centre)
 
 
 def _weights(ground: GroundCost) -> tuple[float, float, float]:

@@ -142,7 +142,7 @@ def write_report(
                 [(row.side, row.name, row.nearest, row.distance) for row in table.nearest()],
             ),
         }
-    if result.cost.target_scale is not None:
+    if result.target_scale is not None:
         writers |= _target_writers(result, directory, sides)
     if coupling.numel() > 1:
         writers |= {
@@ -181,7 +181,8 @@ def _target_writers(result: DistanceResult, directory: Path, sides: tuple[str, s
         writers[path] = partial(
             write_matrix_csv, matrix=masses, row_names=names, column_names=names, corner=corner
         )
-        title = f"Mass moved from numbers of {sides[0]} to those of {sides[1]}"
+        which = f"column {column} of the numbers" if len(changes) > 1 else "numbers"
+        title = f"Mass moved from {which} of {sides[0]} to those of {sides[1]}"
         notes = [f"the mean change of a number is {change:.4g}"]
         draw = partial(_draw_masses, masses, [names, names], sides, title=title, notes=notes)
         writers[path.with_suffix(".png")] = draw

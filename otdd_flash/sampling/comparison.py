@@ -13,6 +13,7 @@ that the whole distance has already reported are not repeated for its parts.
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,7 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
+from otdd_flash.shown import listing
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.schedules.exact import Exact, schedule_of
 from otdd_flash.solver.shortfall import joint_shortfall
@@ -98,7 +100,7 @@ class SubsetComparison:
         labels = self._settings.get("labels", "gaussian")
         metric = metric_of(labels) if given is None else Given(given)
         # One scale for all parts.
-        metric, _, (source, target) = with_numbers(metric, GroundCost(), (source, target))
+        metric, (source, target) = with_numbers(metric, (source, target))
         if isinstance(metric, Continuous):
             self._settings["labels"] = metric
         measured = metric.measured
@@ -236,6 +238,26 @@ def class_labels(samples: LabeledSamples) -> Rows:
 def drawn_classes(samples: LabeledSamples) -> int:
     """Return the number of classes of which rows are drawn."""
     return 1 if samples.label_sets is not None else samples.class_total
+
+
+def notice_rare_labels(samples: LabeledSamples, rows: int) -> None:
+    """Warn of labels that parts of `rows` rows may lack, as rows with several labels are drawn.
+
+    Warns:
+        DataNotice: of some labels a part has fewer than two rows on average.
+    """
+    if samples.label_sets is None:
+        return
+    needed = math.ceil(PER_CLASS * len(samples) / rows)
+    counted = zip(samples.label_names, samples.label_counts(), strict=True)
+    rare = [f"{name} ({count})" for name, count in counted if 0 < count < needed]
+    if rare:
+        warn(
+            f"parts of {rows} of the {len(samples)} rows of {samples.name} may lack labels of few "
+            f"rows, as they are drawn whatever their labels: {listing(rare, 10)}; "
+            f"min_class_size={needed} drops such labels",
+            DataNotice,
+        )
 
 
 def rank_in_class(labels: Rows) -> Rows:

@@ -26,6 +26,7 @@ from otdd_flash.sampling.comparison import (
     SubsetComparison,
     class_labels,
     drawn_classes,
+    notice_rare_labels,
     rank_in_class,
 )
 
@@ -92,10 +93,13 @@ def noise_floor(
 
     Warns:
         NotConvergedWarning: a distance stopped before the tolerance.
+        DataNotice: halves may lack labels of few rows, where rows have several.
     """
     source, target = as_samples(source, "source"), as_samples(target, "target")
     comparison = SubsetComparison(source, target, settings)
     size = half_size(comparison.source, comparison.target)
+    for side in (comparison.source, comparison.target):
+        notice_rare_labels(side, size)
     generator = np.random.default_rng(seed)
     x, other_x = two_halves(comparison.source, size, generator)
     y, other_y = two_halves(comparison.target, size, generator)

@@ -53,7 +53,13 @@ from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.sampling.comparison import SubsetComparison, drawn_classes, least_rows, subsample
+from otdd_flash.sampling.comparison import (
+    SubsetComparison,
+    drawn_classes,
+    least_rows,
+    notice_rare_labels,
+    subsample,
+)
 from otdd_flash.sliced.result import rows_excess
 from otdd_flash.solver.divergence import Divergence
 
@@ -261,6 +267,7 @@ def subsample_sizes(
 
 def _notice_few_per_class(comparison: SubsetComparison, sizes: tuple[int, int]) -> None:
     for samples, rows in zip((comparison.source, comparison.target), sizes, strict=True):
+        notice_rare_labels(samples, rows)
         classes = drawn_classes(samples)
         if rows < FEW_PER_CLASS * classes:
             warn(

@@ -38,7 +38,7 @@ from otdd_flash.samples import (
     LabeledSamples,
     check_same_dimension,
     check_squares,
-    without_classes,
+    needs_classes,
 )
 from otdd_flash.sliced.result import SlicedResult
 
@@ -159,7 +159,7 @@ class Projected:
 
     def __init__(self, samples: LabeledSamples) -> None:
         if samples.labels is None:
-            raise without_classes(samples)
+            raise needs_classes(samples)
         if samples.label_sets is not None:
             raise InputError(
                 f"{samples.name} has several labels a row, and sliced distances are of one class a "

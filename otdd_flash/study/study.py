@@ -54,6 +54,7 @@ from otdd_flash.files.tensor_file import other_version
 from otdd_flash.labels import (
     LabelMetric,
     Labels,
+    NoLabels,
     PairFunction,
     metric_of,
     notice_single_samples,
@@ -64,6 +65,7 @@ from otdd_flash.labels.numbers import with_numbers
 from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.comparison import check_comparable
 from otdd_flash.plugins import blamed_on
+from otdd_flash.samples import needs_classes
 from otdd_flash.sampling.subsampling import LEVEL, check_count
 from otdd_flash.solver.penalties import refuse_unbalanced
 from otdd_flash.solver.schedules.base import Schedule
@@ -258,7 +260,7 @@ class Study:
             InputError: the folder holds something else, or a study with other settings.
         """
         part, folder = Shard.parse(shard), Path(folder)
-        tasks, metric, cost = self._numbered(self._tasks())
+        (tasks, metric), cost = self._numbered(self._tasks()), self.cost or GroundCost()
         metric = self._metric(tasks, metric, cost)
         with _alone(folder):
             known = _read(folder)
@@ -306,27 +308,31 @@ class Study:
             build_head(build_body(transfer, dim, 0), dim, 2, 0)
         return tasks
 
-    def _numbered(
-        self, tasks: tuple[Task, ...]
-    ) -> tuple[tuple[Task, ...], LabelMetric, GroundCost]:
-        """Return tasks, metric and ground cost, of numbers with one scale.
+    def _numbered(self, tasks: tuple[Task, ...]) -> tuple[tuple[Task, ...], LabelMetric]:
+        """Return tasks and metric, of numbers with one scale.
 
         Raises:
-            InputError: a measure has no meaning for several labels a row, or numbers.
+            InputError: a measure has no meaning for several labels a row, or numbers, or the metric
+                has no distances between labels of a task.
         """
         trained = [task.train for task in tasks]
-        metric, cost, found = with_numbers(
-            metric_of(self.labels), self.cost or GroundCost(), trained
-        )
+        metric, found = with_numbers(metric_of(self.labels), trained)
         if any(one.label_sets is not None or one.targets is not None for one in found):
             unable = [name for name in self.measures or () if MEASURES[name].one_class]
             if unable:
+                are = "are measures" if len(unable) > 1 else "is a measure"
                 raise InputError(
-                    f"{', '.join(unable)} are measures of one class a row, and tasks have several "
-                    "labels a row or numbers; leave them out of measures"
+                    f"{', '.join(unable)} {are} of one class a row, and tasks have several "
+                    f"labels a row or numbers; leave {', '.join(unable)} out of measures"
                 )
+        if "otdd" in (self.measures or ()) and not isinstance(metric, NoLabels):
+            for one in found:
+                if one.labels is None:
+                    raise needs_classes(one)
+            # For its errors.
+            metric.by_names([*dict.fromkeys(name for one in found for name in one.label_names)])
         pairs = zip(tasks, found, strict=True)
-        return tuple(replace(task, train=one) for task, one in pairs), metric, cost
+        return tuple(replace(task, train=one) for task, one in pairs), metric
 
     def _metric(self, tasks: Sequence[Task], metric: LabelMetric, cost: GroundCost) -> LabelMetric:
         """Return the metric between classes; a function includes its value for one pair."""

@@ -141,6 +141,16 @@ def test_flows(flow_command, read, label, labels, undrawn):
     keys = both(label=label)
     assert flow_command(*keys, f"labels={labels}", "epsilon=0.3").complaints == []
     assert read("run/result.json")["steps"] == 2
+    objective = pd.read_csv("run/metrics.csv")["objective"]
+    assert objective.iloc[-1] < objective.iloc[0]
+    # Rows move and keep what they are labelled by.
+    adapted, table = np.load("run/adapted.npz"), pd.read_csv("one.csv")
+    assert not np.allclose(adapted["x"], table[["a", "b"]])
+    if labels == "continuous":
+        np.testing.assert_array_equal(adapted["targets"][:, 0], table["price"])
+    else:
+        np.testing.assert_array_equal(adapted["y"], table[["cat", "dog"]])
+        assert adapted["class_names"].tolist() == ["cat", "dog"]
 
 
 def test_whole_numbers_are_drawn_whatever_they_are(command, read, undrawn):

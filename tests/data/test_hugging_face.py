@@ -234,6 +234,7 @@ def test_integers_that_float64_rounds_are_refused(tmp_path):
         (
             ("jsonl", '{"x": [%d, 0.5], "label": 0}', f"got {ODD} at row 0"),
             ("csv", "x,label\n%d.0,0\n0.5,1\n", f"got {ODD} at row 0"),
+            ("csv", "x,label\n0.5,%d\n0.5,1.0\n", f"got {ODD} at row 0"),
             ("jsonl", '{"x": [1, 2], "label": 0}\n{"x": [1], "label": 1}', "different numbers of"),
         )
     ):

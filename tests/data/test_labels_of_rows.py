@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,7 @@ from otdd_flash.data import LabeledDataset, load, with_pseudo_labels
 from otdd_flash.data.writing import write_hugging_face, write_npz
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors import embed, pixels
+from otdd_flash.label_sets import LabelSets
 from otdd_flash.samples import LabeledSamples
 
 TAGS = [["cat"], ["dog", "cat"], [], ["dog"], ["bird", "dog"]]
@@ -155,6 +157,60 @@ def test_items_of_a_users_dataset():
     assert read[-1].label_names == ("bird", "cat", "dog")
 
 
+def items(labels, classes=None):
+    class Items(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(labels)
+
+        def __getitem__(self, row):
+            return torch.from_numpy(X[row]), labels[row]
+
+    given = Items()
+    if classes is not None:
+        given.classes = classes
+    return given
+
+
+@pytest.mark.parametrize("form", [list, np.array, torch.tensor])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[0], [1, 2], [2], [0, 1], [1]],
+        [[0, 1], [1, 2], [2, 0], [0, 1], [1, 2]],
+        # Two of three labels, as an indicator has a column for each name.
+        [[0, 1], [1, 0], [0, 1], [0, 1], [1, 0]],
+        [[0, 1, 2], [2, 1, 0], [0, 1, 2], [1, 1, 1], [0, 0, 1]],
+        [[0], [2], [1], [0], [2]],
+    ],
+)
+def test_items_with_indices_of_names(form, rows):
+    found = otdd.embed(items([form(row) for row in rows], ["bird", "cat", "dog"]))
+    names = [
+        {name for name, part in zip(found.label_names, row, strict=True) if part}
+        for row in found.shares.tolist()
+    ]
+    assert names == [{("bird", "cat", "dog")[label] for label in row} for row in rows]
+
+
+def test_items_of_named_indicators_and_of_named_labels():
+    hot = otdd.embed(items([np.array(row) for row in HOT], ["bird", "cat", "dog"]))
+    assert hot.label_names == ("bird", "cat", "dog")
+    assert hot.shares.tolist() == PARTS
+    numbers = otdd.embed(items([np.array([0.5, row]) for row in range(5)], ["price", "rooms"]))
+    assert numbers.targets[:, 1].tolist() == [0, 1, 2, 3, 4]
+    texts = [["cat"], ["dog", "cat"], ["dog"], ["dog"], ["bird", "dog"]]
+    for form in (list, np.array):
+        assert otdd.embed(items(list(map(form, texts)), ["dog", "cat"])).label_names == (
+            "bird",
+            "cat",
+            "dog",
+        )
+    with pytest.raises(InputError, match="must be indices of 2 names, from 0, got 5 at row 1"):
+        otdd.embed(items([np.array(row) for row in ([0], [1, 5], [1], [0], [0])], ["a", "b"]))
+    with pytest.raises(InputError, match="1 label is missing, at row 1"):
+        otdd.embed(items([np.array(row, int) for row in ([0], [], [1], [0], [0])], ["a", "b"]))
+
+
 @pytest.mark.parametrize("form", ["npz", "folder"])
 def test_what_was_written_is_read_back(form, tmp_path):
     kept = INDICATOR[[0, 1, 3, 4]]
@@ -168,7 +224,8 @@ def test_what_was_written_is_read_back(form, tmp_path):
         else:
             pytest.importorskip("datasets")
             write_hugging_face(samples, path)
-            read = embed(load("huggingface", path=str(path), input="features", label="label"))
+            label = "label" if samples.targets is None else "targets"
+            read = embed(load("huggingface", path=str(path), input="features", label=label))
         assert read.label_names == samples.label_names
         assert torch.equal(read.shares, samples.shares)
         if samples.targets is not None:
@@ -283,6 +340,57 @@ def test_numbers_of_npz_files_stay_numbers(targets, tmp_path):
         read = embed(load("arrays", path=tmp_path / "a.npz", **options))
         assert read.labels is None
         assert torch.equal(read.targets, samples.targets)
+    pytest.importorskip("datasets")
+    write_hugging_face(samples, tmp_path / "folder")
+    for options in ({}, {"label": "targets"}):
+        read = embed(load("huggingface", path=str(tmp_path / "folder"), **options))
+        assert read.labels is None
+        assert read.dim == 2
+        assert torch.equal(read.targets, samples.targets)
+
+
+def test_numbers_of_a_folder_are_chosen_by_their_name(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = {"x": X, "targets": PRICES}
+    with pytest.warns(DataNotice, match=r"numbers are its column 'targets', by its name; .* x;"):
+        found = otdd.embed(datasets.Dataset.from_dict(table))
+    assert found.targets.ravel().tolist() == PRICES.tolist()
+    # Whole numbers may be labels under a name of the user's, and a column of labels comes first.
+    whole = datasets.Dataset.from_dict({"x": X, "targets": [0, 1, 0, 1, 1]})
+    assert LabeledSamples.of(otdd.embed(whole, label="targets")).class_names == ("0", "1")
+    both = otdd.embed(datasets.Dataset.from_dict({**table, "label": [0, 1, 0, 1, 1]}), input="x")
+    assert both.class_names == ("0", "1")
+    for prices in ([1.5, None, 2.5, 1.5, 1], [[1.5], None, [2.5], [1.5], [1]]):
+        gaps = datasets.Dataset.from_dict({"x": X, "targets": prices})
+        with pytest.raises(InputError, match="1 label is missing, at row 1"):
+            otdd.embed(gaps)
+        gaps.save_to_disk(str(tmp_path / "gaps"))
+        options = {"path": str(tmp_path / "gaps"), "drop_unlabelled": True}
+        with pytest.warns(DataNotice, match="1 of 5 rows have no label"):
+            assert embed(load("huggingface", **options)).targets.tolist() == [
+                [1.5],
+                [2.5],
+                [1.5],
+                [1],
+            ]
+    np.savez(tmp_path / "gaps.npz", x=X, targets=[1.5, np.nan, 2, 1, 1])
+    with pytest.raises(InputError, match="1 label is missing, at row 1; drop_unlabelled=true"):
+        load("arrays", path=tmp_path / "gaps.npz")
+    assert len(load("arrays", path=tmp_path / "gaps.npz", drop_unlabelled=True)) == 4
+
+
+def test_one_label_in_all_is_read_back(tmp_path):
+    pytest.importorskip("datasets")
+    alone = LabelSets(("cat",), torch.ones(1, 1, dtype=torch.bool))
+    samples = LabeledSamples(X, torch.zeros(5), alone.set_names, label_sets=alone)
+    write_npz(samples, tmp_path / "a.npz")
+    write_hugging_face(samples, tmp_path / "folder")
+    for read in (
+        load("arrays", path=tmp_path / "a.npz"),
+        load("huggingface", path=str(tmp_path / "folder"), input="features"),
+    ):
+        assert read.class_names == ("cat",)
+        assert read.labels.tolist() == [0] * 5
 
 
 def test_what_targets_of_npz_files_cannot_be_is_said(tmp_path):
@@ -365,3 +473,104 @@ def test_columns_of_class_labels_in_lists_are_named(ragged):
     column = datasets.Dataset.from_dict({"tags": tags}, features=datasets.Features({"tags": kind}))
     with pytest.raises(InputError, match="1 row has no label, at row 3; leave those rows"):
         LabeledSamples.from_arrays(X, column["tags"])
+
+
+def test_separators_that_cut_nothing(tmp_path):
+    lists = tmp_path / "lists.parquet"
+    table(tags=[tags or ["cat"] for tags in TAGS]).to_parquet(lists)
+    with pytest.raises(InputError, match=r"'tags' of .* holds lists, .*; leave label_sep"):
+        load("arrays", path=lists, label="tags", label_separator="|")
+    path = tmp_path / "tagged.csv"
+    table(tags=["cat;dog", "cat", "dog", "cat", "dog"]).to_csv(path, index=False)
+    with pytest.warns(DataNotice, match=r"tagged.csv: no text has label_separator='\|', such as"):
+        load("arrays", path=path, label="tags", label_separator="|")
+
+
+@pytest.mark.parametrize("options", [{}, {"label_separator": ","}])
+def test_texts_that_look_like_lists_are_told(options, tmp_path):
+    path = tmp_path / "tagged.csv"
+    table(tags=["['cat', 'dog']", "['cat']", "['dog']", "[]", "['dog']"]).to_csv(path, index=False)
+    with pytest.warns(
+        DataNotice, match=r"column 'tags' .* texts such as .* are read as they stand"
+    ):
+        load("arrays", path=path, label="tags", **options)
+    table(tags=["[cat]", "dog", "[cat]", "dog", "dog"]).to_csv(path, index=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DataNotice)
+        load("arrays", path=path, label="tags", features=["a", "b"])
+
+
+def test_a_column_of_labels_is_named_once(tmp_path):
+    path = tmp_path / "hot.csv"
+    table(cat=[0, 1, 1, 0, 1], dog=[1, 1, 0, 1, 1]).to_csv(path, index=False)
+    with pytest.raises(InputError, match=r"label=\['cat', 'cat'\] names a column twice"):
+        load("arrays", path=path, label=["cat", "cat"])
+
+
+def test_lists_of_floats_are_numbers_whatever_they_are():
+    rows = [[0.0, 1.0], [2.0, 3.0], [1.0, 1.0], [0.0, 0.0], [4.0, 2.0]]
+    datasets = pytest.importorskip("datasets")
+    columns = datasets.Dataset.from_dict({"x": X, "score": rows})
+    frame = pd.DataFrame(rows)
+    for found in (
+        LabeledSamples.from_arrays(X, rows),
+        LabeledSamples.from_arrays(X, frame),
+        otdd.embed(columns, input="x", label="score"),
+    ):
+        assert found.targets.tolist() == rows
+    # Of classes they were integers, and stay so.
+    assert LabeledSamples.from_arrays(X, [0.0, 1, 1.0, 0, 2]).class_names == ("0", "1", "2")
+    gaps = datasets.Dataset.from_dict({"x": X, "score": [*rows[:4], None]})
+    with pytest.raises(InputError, match="1 label is missing, at row 4"):
+        otdd.embed(gaps, input="x", label="score")
+
+
+def test_numbers_that_fill_lists_up_are_no_labels():
+    with pytest.raises(InputError, match="got -1 at rows 1, 4; leave out numbers that fill"):
+        LabeledSamples.from_arrays(X, [[0, 1], [2, -1], [1, 2], [0, 2], [0, -1]])
+
+
+def test_which_lists_of_class_labels_are_chosen():
+    datasets = pytest.importorskip("datasets")
+    kind = datasets.ClassLabel(names=["bird", "cat", "dog"])
+    features = {
+        "x": datasets.Sequence(datasets.Value("float32"), length=2),
+        "species": kind,
+        "tags": datasets.Sequence(kind),
+    }
+    rows = {"x": X, "species": [0, 1, 2, 0, 1], "tags": [[0, 1]] * 4 + [[2]]}
+
+    def read(*names, **options):
+        kinds = datasets.Features({name: features[name] for name in names})
+        columns = {name: rows[name] for name in names}
+        return otdd.embed(datasets.Dataset.from_dict(columns, features=kinds), **options)
+
+    assert read("x", "species", "tags").class_names == ("bird", "cat", "dog")
+    assert read("x", "tags").label_sets is not None
+    # The tags of the words of a text.
+    features["tokens"] = datasets.Sequence(datasets.Value("string"))
+    rows["tokens"] = [["a", "b"]] * 4 + [["c"]]
+    with pytest.warns(DataNotice, match="no column that looks like labels"):
+        assert read("x", "tokens", "tags", input="x").labels is None
+    assert read("x", "tokens", "tags", input="x", label="tags").label_sets is not None
+
+
+def test_content_decides_fingerprints():
+    one, other = (LabeledSamples(X, None, (), targets=[zero] * 5) for zero in (0.0, -0.0))
+    assert one.fingerprint == other.fingerprint
+    several = LabeledSamples(X, HOT, ("bird", "cat", "dog"))
+    rows = torch.tensor([0, 1, 3])
+    taken = several.take(rows)
+    again = LabeledSamples(X[rows], np.array(HOT)[rows], ("bird", "cat", "dog"))
+    assert taken.fingerprint == again.fingerprint
+    assert torch.equal(taken.shares, again.shares)
+
+
+def test_names_of_sets_do_not_depend_on_the_order_of_labels():
+    turned = LabeledSamples(X, np.array(HOT)[:, [2, 0, 1]], ("dog", "bird", "cat"))
+    several = LabeledSamples(X, HOT, ("bird", "cat", "dog"))
+    names = [[one.class_names[label] for label in one.labels] for one in (turned, several)]
+    assert names[0] == names[1]
+    assert "cat+dog" in names[0]
+    plus = LabelSets(("a", "b", "a+b"), torch.tensor([[1, 1, 0], [0, 0, 1], [1, 0, 1]]).bool())
+    assert plus.set_names == ("a+b", r"a\+b", r"a+a\+b")

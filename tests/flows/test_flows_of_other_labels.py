@@ -182,3 +182,19 @@ def test_an_entropic_map_refuses_them():
         found = otdd.gradient_flow(source, target, flow, **SETTINGS, labels=labels)
         with pytest.raises(InputError, match="rows have numbers or several labels"):
             found.map("entropic")
+
+
+@pytest.mark.parametrize("kind", ["nearest", "residual"])
+def test_maps_match_sets_whatever_the_order_of_labels(kind):
+    source = tagged(20, 0)
+    found = moved(source, tagged(15, 1), "features")
+    turned = LabeledSamples(
+        source.features, (source.shares > 0)[:, [2, 0, 1]], ("c", "a", "b"), name="turned"
+    )
+    options = {"epochs": 1, "hidden": 4} if kind == "residual" else {}
+    flow_map = found.map(kind, **options)
+    assert torch.equal(flow_map(turned).features, flow_map(source).features)
+    alone = LabeledSamples(source.features[:3], torch.zeros(3), ("a+b",), name="alone")
+    if kind == "nearest":
+        with pytest.raises(InputError, match=r"has classes that the flow did not move: a\\\+b"):
+            flow_map(alone)

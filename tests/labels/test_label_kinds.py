@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import ot
+import pandas as pd
 import pytest
 import sklearn.datasets
 import torch
 
 import otdd_flash as otdd
+from otdd_flash import memory
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.label_sets import LabelSets
 from otdd_flash.labels import measure_classes, metric_of
 from otdd_flash.operators import blocked
 from otdd_flash.operators import comparison as comparisons
@@ -20,7 +25,7 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.label_costs import (
     MOST_SETS,
     by_labels,
-    columns_of_sets,
+    embedding_of_sets,
     set_table,
     set_table_error,
 )
@@ -131,15 +136,45 @@ def test_one_label_a_row_is_a_class(way):
     labels = torch.arange(40) % 5
     points = SOURCE.features
     classes = LabeledSamples(points, labels, tuple("abcde"))
-    one_hot = LabeledSamples(points, torch.nn.functional.one_hot(labels), tuple("abcde"))
+    alone = LabelSets(tuple("abcde"), torch.eye(5, dtype=torch.bool))
+    sets = LabeledSamples(points, labels, alone.set_names, label_sets=alone)
     other = LabeledSamples(TARGET.features, torch.arange(30) % 3, tuple("xyz"))
     found = [
         otdd.dataset_distance(side, other, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT)
-        for side in (classes, one_hot)
+        for side in (classes, sets)
     ]
     assert found[0].value == pytest.approx(found[1].value, abs=1e-9)
     assert torch.equal(found[0].class_distances.full, found[1].class_distances.full)
-    assert one_hot.label_names == classes.class_names
+    assert sets.label_names == classes.class_names
+
+
+def test_an_indicator_of_one_label_a_row_is_of_classes():
+    labels = torch.arange(40) % 5
+    names = tuple("abcde")
+    classes = LabeledSamples(SOURCE.features, labels, names)
+    hot = torch.nn.functional.one_hot(labels)
+    other = LabeledSamples(TARGET.features, torch.arange(30) % 3, tuple("xyz"))
+    for given in (
+        LabeledSamples(SOURCE.features, hot, names),
+        LabeledSamples.from_arrays(SOURCE.features, [[names[label]] for label in labels]),
+        LabeledSamples.from_arrays(SOURCE.features, pd.DataFrame(hot.numpy(), columns=list(names))),
+        otdd.embed((SOURCE.features.numpy(), pd.DataFrame(hot.numpy() > 0, columns=list(names)))),
+    ):
+        assert given.label_sets is None
+        assert given.fingerprint == classes.fingerprint
+    sides = [(side, other) for side in (classes, LabeledSamples(SOURCE.features, hot, names))]
+    settings = {"epsilon": EPSILON, "compute": DOUBLE, "solver": TIGHT}
+    slopes = [otdd.dataset_distance(*pair, **settings).contributions() for pair in sides]
+    assert slopes[0].through_classes
+    assert slopes[1].through_classes
+    assert torch.equal(slopes[0].values, slopes[1].values)
+    assert torch.equal(*(otdd.sliced_distances(list(pair)).values for pair in sides))
+    floors = [otdd.noise_floor(*pair, **settings) for pair in sides]
+    assert floors[0] == floors[1]
+    # Rows that have one label when others are left out are of classes too.
+    kept = SOURCE.keep_labels([0])
+    assert kept.label_sets is None
+    assert kept.class_names == ("a",)
 
 
 def test_the_order_of_labels_changes_nothing(way):
@@ -233,7 +268,7 @@ def test_columns_are_the_table_and_their_error_is_bounded():
         (no_euclidean().full, False),
     ):
         ground = otdd.GroundCost()
-        found = columns_of_sets(table, (SOURCE, TARGET), ground)
+        found = embedding_of_sets(table, (SOURCE, TARGET), ground)
         assert (found.negative == 0) == euclidean
         z = torch.cat(found.tables)
         signs = torch.ones(z.shape[1], dtype=torch.float64)
@@ -246,7 +281,7 @@ def test_columns_are_the_table_and_their_error_is_bounded():
 def test_bounds_pay_for_the_rounding_of_label_costs(way):
     compared = Comparison.between(SOURCE, TARGET, EPSILON, no_euclidean().full, compute=DOUBLE)
     assert compared.cost_error == compared.label_error > 0
-    assert (compared.columns is None) == (way == "sets")
+    assert (compared.embedding is None) == (way == "sets")
 
 
 def test_rows_without_labels_are_refused_by_number():
@@ -414,6 +449,24 @@ def test_subsamples_and_halves_of_rows_with_several_labels():
     assert floor.size == 15
 
 
+@pytest.mark.parametrize("drawn", [otdd.noise_floor, otdd.subsample_interval])
+def test_parts_that_may_lack_a_label_are_told(drawn):
+    hot = torch.cat((SOURCE.shares > 0, torch.zeros(40, 1).bool()), 1)
+    hot[:3, 5] = True
+    side = LabeledSamples(SOURCE.features, hot, (*"abcde", "rare"), name="tagged 1")
+    given = {"epsilon": EPSILON}
+    if drawn is otdd.subsample_interval:
+        given |= {"value": otdd.dataset_distance(side, TARGET, **given).value, "count": 40}
+    said = (
+        r"parts of 1\d of the 40 rows of tagged 1 may lack labels .*: rare \(3\); min_class_size="
+    )
+    with pytest.warns(DataNotice, match=said):
+        drawn(side, TARGET, **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DataNotice)
+        drawn(SOURCE, TARGET, **given)
+
+
 def test_a_sliced_distance_refuses_several_labels():
     with pytest.raises(InputError, match="tagged 1 has several labels a row"):
         otdd.sliced_distances([SOURCE, TARGET])
@@ -522,12 +575,13 @@ def test_a_gradient_by_sets_is_pulled_back_to_labels():
     torch.testing.assert_close(by_labels(given, sides), expected)
 
 
-def test_sets_of_one_name_are_told_apart():
+def test_a_label_called_like_a_set_is_told_apart():
     names, rows = ("a", "b", "a+b"), torch.tensor([[1, 1, 0], [1, 0, 0], [0, 1, 0]])
     x = torch.eye(3)
     one = LabeledSamples(x, rows, names)
-    other = LabeledSamples(x, torch.tensor([[0, 0, 1], [1, 0, 0], [0, 1, 0]]), names)
-    assert set(one.class_names) == set(other.class_names)
+    other = LabeledSamples(x, torch.tensor([[0, 0, 1], [1, 1, 1], [0, 1, 0]]), names)
+    assert set(one.class_names) == {"a", "b", "a+b"}
+    assert set(other.class_names) == {r"a\+b", "b", r"a+a\+b+b"}
     assert one.fingerprint != other.fingerprint
     assert otdd.dataset_distance(one, other, labels="means", epsilon=0.1).value > 0
 
@@ -562,7 +616,7 @@ def test_what_tables_of_sets_are_made_of_is_checked(table, sides, message):
 @pytest.mark.parametrize("ground", ["sqeuclidean", "inner"])
 def test_many_sets_that_cost_nothing_need_no_columns(settings, ground, monkeypatch):
     monkeypatch.setattr(comparisons, "MOST_SETS", 0)
-    monkeypatch.setattr(comparisons, "columns_of_sets", None)
+    monkeypatch.setattr(comparisons, "embedding_of_sets", None)
     if ground == "inner" and settings["labels"] != "none":
         settings = {"class_distances": no_euclidean(), "lambda_y": 0.0}
     rest = {"ground": ground, "epsilon": EPSILON, "compute": DOUBLE, "solver": TIGHT}
@@ -578,13 +632,33 @@ def test_columns_are_appended_once():
         LabeledSamples(side.features, None, (), targets=torch.arange(float(len(side))))
         for side in (SOURCE, TARGET)
     ]
-    ground = otdd.GroundCost(target_scale=(2.0,))
-    found = Comparison.prepare(sides, ground, DOUBLE).with_classes(None)
+    found = Comparison.prepare(sides, otdd.GroundCost(), DOUBLE, target_scale=(2.0,))
+    found = found.with_classes(None)
     assert [side.dim for side in found.transformed] == [4, 4]
     assert [side.dim for side in found.unweighted(0, 1).transformed] == [4, 4]
     assert [side.dim for side in found.with_points(*sides).transformed] == [4, 4]
     with pytest.raises(AssertionError, match="have columns of labels already"):
         found.with_classes(None)
+
+
+@pytest.mark.parametrize("kind", ["sets", "numbers"])
+def test_columns_that_do_not_fit_are_refused_before_they_are_made(kind, monkeypatch):
+    monkeypatch.setattr(comparisons, "MOST_SETS", 0)
+    sides, table, added = [SOURCE, TARGET], table_of(SOURCE, TARGET, "means"), 3
+    scale = None
+    if kind == "numbers":
+        sides = [
+            LabeledSamples(side.features, None, (), targets=torch.rand(len(side), 3))
+            for side in sides
+        ]
+        table, scale = None, (1.0, 1.0, 1.0)
+    found = Comparison.prepare(sides, otdd.GroundCost(), DOUBLE, target_scale=scale)
+    monkeypatch.setattr(memory, "ASSUMED_FREE", 0)
+    # The points with their columns alone, in float64.
+    monkeypatch.setattr(memory, "free_memory", lambda device: 8 * 70 * (3 + added))
+    monkeypatch.setattr(comparisons.LabelEmbedding, "appended", None)
+    with pytest.raises(InputError, match=r"^not enough memory on cpu for .* dimension 6: at least"):
+        found.with_classes(table)
 
 
 @pytest.mark.parametrize("more", [0, 1])
@@ -598,7 +672,7 @@ def test_sets_up_to_a_number_are_classes(more):
     table = 1 - torch.eye(labels + 2, dtype=torch.float64)
     for sides in ((many, few), (few, many)):
         found = Comparison.prepare(sides, otdd.GroundCost(), DOUBLE).with_classes(table)
-        assert (found.columns is None) == (more == 0)
+        assert (found.embedding is None) == (more == 0)
         assert sum(side.class_total for side in found.transformed) == (2 if more else count + 2)
 
 
@@ -610,3 +684,37 @@ def test_labels_that_are_not_compared_meet_rows_without_any():
     for pair in ((source, sides[1]), (sides[0], target)):
         found = otdd.dataset_distance(*pair, **given)
         assert found.value == pytest.approx(expected.value, rel=1e-6)
+
+
+def test_labels_of_sets_are_replaced_by_an_indicator_or_with_their_sets():
+    hot = SOURCE.shares.flip(0) > 0
+    for names in (SOURCE.class_names, tuple("abcde")):
+        found = replace(SOURCE, labels=hot, class_names=names)
+        assert found.label_names == tuple("abcde")
+        assert torch.equal(found.shares > 0, hot)
+    found = replace(SOURCE, labels=hot[:, :2] | ~hot[:, :2].any(1)[:, None], class_names=("p", "q"))
+    assert found.label_names == ("p", "q")
+    plain = replace(SOURCE, labels=torch.arange(40) % 2, class_names=("p", "q"), label_sets=None)
+    assert plain.class_names == ("p", "q")
+    message = r"class_names must be those of label_sets, .* got \('p', 'q'\); .*label_sets=None"
+    with pytest.raises(InputError, match=message):
+        replace(SOURCE, labels=torch.arange(40) % 2, class_names=("p", "q"))
+    with pytest.raises(InputError, match="class_names must be those of label_sets"):
+        replace(SOURCE, label_sets=SOURCE.label_sets.take([0]))
+    with pytest.raises(InputError, match="label_sets must be LabelSets, got 'x'"):
+        replace(SOURCE, label_sets="x")
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        (torch.zeros(2, 2, dtype=torch.bool), "each set has a label, and number 0 has none"),
+        (torch.eye(2), r"members must be \(S, 2\) of bool, .* got .* \(2, 2\) torch.float32"),
+        (torch.ones(2, 3, dtype=torch.bool), r"members must be \(S, 2\) of bool"),
+        (torch.ones(2, dtype=torch.bool), r"members must be \(S, 2\) of bool"),
+        (np.eye(2, dtype=bool), r"members must be \(S, 2\) of bool, .* got ndarray"),
+    ],
+)
+def test_members_of_sets_are_checked(members, message):
+    with pytest.raises(InputError, match=message):
+        LabelSets(("a", "b"), members)

@@ -8,6 +8,8 @@ import sklearn.datasets
 import torch
 
 import otdd_flash as otdd
+import otdd_flash.result as result_module
+from otdd_flash import target_changes
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
@@ -53,7 +55,7 @@ def test_numbers_are_columns_of_features(epsilon, debias):
     assert found.value == pytest.approx(expected.value, abs=1e-9)
     assert found.bounds[0] <= expected.bounds[1]
     assert expected.bounds[0] <= found.bounds[1]
-    assert found.cost.target_scale == pytest.approx((scale,))
+    assert found.target_scale == pytest.approx((scale,))
     assert found.mean_cost == pytest.approx(expected.mean_cost)
     assert found.method == "continuous"
 
@@ -159,7 +161,10 @@ def test_numbers_need_squared_distances():
         otdd.dataset_distance(diabetes(ONE), diabetes(OTHER), labels="continuous", ground="inner")
 
 
-@pytest.mark.parametrize("scale", ["wide", (0.0,), (), 0, True, (1.0, float("nan"))])
+@pytest.mark.parametrize(
+    "scale",
+    ["wide", (0.0,), (), 0, True, (1.0, float("nan")), ["a"], [None], [True], [[1]], [10**400]],
+)
 def test_a_scale_is_checked(scale):
     with pytest.raises(InputError, match="scale must be pooled, null, or a positive number"):
         otdd.labels.Continuous(scale)
@@ -184,7 +189,7 @@ def test_contributions_of_rows_with_numbers():
         compute=DOUBLE,
         solver=TIGHT,
     )
-    scale = found.cost.target_scale[0]
+    scale = found.target_scale[0]
     expected = otdd.dataset_distance(
         by_hand(ONE, scale),
         by_hand(OTHER, scale),
@@ -202,11 +207,40 @@ def test_relaxed_marginals_of_numbers():
     settings = {"epsilon": 0.3, "unbalanced": 0.5, "compute": DOUBLE, "solver": TIGHT}
     sides = diabetes(ONE), diabetes(OTHER)
     found = otdd.dataset_distance(*sides, labels="continuous", **settings)
-    scale = found.cost.target_scale[0]
+    scale = found.target_scale[0]
     hand = by_hand(ONE, scale), by_hand(OTHER, scale)
     expected = otdd.dataset_distance(*hand, labels="none", **settings)
     assert found.value == pytest.approx(expected.value, abs=1e-8)
     assert found.unmatched().moved == pytest.approx(expected.unmatched().moved, abs=1e-6)
+
+
+@pytest.mark.parametrize("entries", [None, 1])
+def test_changes_of_numbers_are_found_in_blocks_and_once(entries, monkeypatch):
+    """Of few groups at a time, so that a million rows take no more memory."""
+    if entries is not None:
+        monkeypatch.setattr(target_changes, "ENTRIES", entries)
+    found = otdd.dataset_distance(
+        diabetes(ONE), diabetes(OTHER), labels="continuous", epsilon=0.3, compute=DOUBLE
+    )
+    plan = found.apply_plan(torch.eye(50)).double()
+    gaps = torch.from_numpy(np.abs(PROGRESS[ONE][:, None] - PROGRESS[OTHER]))
+    change = found.target_changes()
+    assert change.tolist() == pytest.approx([float((plan * gaps).sum() / plan.sum())], rel=1e-6)
+    monkeypatch.setattr(result_module, "mean_changes", None)
+    assert found.target_changes() is not change
+    assert torch.equal(found.target_changes(), change)
+    assert found.to_dict()["target_changes"] == change.tolist()
+
+
+def test_histograms_of_relaxed_marginals_sum_to_the_mass_that_moves():
+    sides = diabetes(ONE), diabetes(OTHER)
+    settings = {"labels": "continuous", "epsilon": 0.3, "compute": DOUBLE, "solver": TIGHT}
+    found = otdd.dataset_distance(*sides, unbalanced=0.05, **settings)
+    moved = found.unmatched().moved
+    assert 0 < moved < 0.9
+    assert float(found.target_histogram().masses.sum()) == pytest.approx(moved, rel=1e-6)
+    exact = otdd.dataset_distance(*sides, **settings)
+    assert float(exact.target_histogram().masses.sum()) == pytest.approx(1, abs=1e-12)
 
 
 def test_numbers_have_no_distances_between_classes():
@@ -261,4 +295,52 @@ def test_numbers_of_any_size(unit):
 
 
 def test_one_number_is_the_scale_of_one_column():
-    assert otdd.labels.Continuous(50) == otdd.labels.Continuous((50.0,))
+    for scale in (50, np.float32(50), np.int64(50), [50], np.array([50]), torch.tensor(50.0)):
+        assert otdd.labels.Continuous(scale) == otdd.labels.Continuous((50.0,))
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("form", [np.asarray, list, torch.tensor])
+def test_whole_floats_beyond_exact_integers_are_numbers(kind, form):
+    """No classes, as integers may have become one; prices come so."""
+    unit = 2 / float(np.finfo(kind).eps)
+    given = (unit * np.array([1, 2, 3, 4])).astype(kind)
+    x, numbers = np.eye(4), [0.5, 1.5, 2.5]
+    found = LabeledSamples.from_arrays(x, form(given))
+    assert found.labels is None
+    assert found.targets.ravel().tolist() == given.astype(np.float64).tolist()
+    assert torch.equal(otdd.embed((x, given)).targets, found.targets)
+    other = (np.eye(4)[:3], np.array(numbers) * unit)
+    settings = {"epsilon": 0.1, "labels": "continuous"}
+    expected = otdd.dataset_distance(
+        LabeledSamples(x, None, (), targets=given.astype(np.float64)), other, **settings
+    )
+    assert otdd.dataset_distance((x, form(given)), other, **settings).value == expected.value
+    with pytest.raises(InputError, match=r"has numbers and no classes; .*, or give classes as int"):
+        otdd.dataset_distance((x, form(given)), (x, [0, 0, 1, 1]))
+
+
+def test_numbers_in_half_precision():
+    values = torch.tensor([0.5, 300, 1000], dtype=torch.bfloat16)
+    found = LabeledSamples.from_arrays(np.eye(3), values)
+    assert found.targets.ravel().tolist() == values.tolist()
+    with pytest.raises(InputError, match="give them as integers, or numbers in a wider type"):
+        LabeledSamples.from_arrays(np.eye(3), values[1:])
+
+
+@pytest.mark.parametrize("base", [2**60, 2**70])
+def test_integers_that_float64_rounds_are_no_numbers(base):
+    x, labels = np.eye(3), [base + 1, base + 2, base + 1]
+    with pytest.raises(
+        InputError, match=rf"^source: targets must be numbers that float64 .* got {base + 1}; round"
+    ):
+        otdd.dataset_distance((x, labels), (x, [1.5, 2, 3]), labels="continuous")
+    # Those that it holds are.
+    held = LabeledSamples.from_arrays(x, [base, base + 2**20, base])
+    assert otdd.dataset_distance(held, (x, [1.5, 2, 3]), labels="continuous", epsilon=0.1).value > 0
+
+
+@pytest.mark.parametrize("text", ["1_0", " 1", "1 ", "nan", "inf", "0x1"])
+def test_text_that_python_alone_reads_as_numbers_is_text(text):
+    with pytest.raises(InputError, match="source has classes that are none, such as"):
+        otdd.dataset_distance((np.eye(2), [text, text]), (np.eye(2), [1.5, 2]), labels="continuous")

@@ -47,3 +47,23 @@ def test_measures_of_one_class_a_row_are_refused(tmp_path):
     tasks = {name: (one, task(9)) for name, one in {**tasks, "four": task(4)}.items()}
     with pytest.raises(InputError, match="networks learn one class a row; set transfer=null"):
         otdd.Study(tasks, measures=["otdd"]).run(tmp_path / "study")
+    with pytest.raises(InputError, match=r"^sliced is a measure of one class a row, and"):
+        otdd.Study(tasks, measures=["sliced"], transfer=None).run(tmp_path / "study")
+
+
+def test_labels_that_the_metric_cannot_compare_are_refused_before_any_unit(tmp_path):
+    folder = tmp_path / "study"
+    tasks = {f"task {k}": task(k, numbers=True) for k in range(3)}
+    for labels in ("gaussian", otdd.labels.Tree({"a": "r", "b": "r", "c": "r"})):
+        with pytest.raises(InputError, match=r"^task 0 has numbers and no classes; labels=cont"):
+            otdd.Study(tasks, **SETTINGS, labels=labels).run(folder)
+        with pytest.raises(InputError, match=r"^task 0 has numbers and no classes; labels=cont"):
+            otdd.Study({**tasks, "sets": task(4)}, **SETTINGS, labels=labels).run(folder)
+    several = {f"task {k}": task(k) for k in range(3)}
+    with pytest.raises(InputError, match=r"^class 'c' is not in the tree of labels=tree"):
+        otdd.Study(several, **SETTINGS, labels=otdd.labels.Tree({"a": "r", "b": "r"})).run(folder)
+    assert not folder.exists() or not [*folder.iterdir()]
+    # Measures of features alone compare them all the same.
+    features = {**SETTINGS, "measures": ["frechet"]}
+    assert not otdd.Study(tasks, **features).run(folder).failures
+    assert not otdd.Study(tasks, **SETTINGS, labels="none").run(tmp_path / "plain").failures

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
@@ -218,17 +219,22 @@ class Continuous(NoLabels):
         scale = self.scale
         if scale is None or scale == POOLED:
             return
-        if isinstance(scale, int | float) and not isinstance(scale, bool):
-            scale = (scale,)
-        if isinstance(scale, list | tuple) and scale:
-            numbers = tuple(map(float, scale))
-            if all(math.isfinite(each) and each > 0 for each in numbers):
-                object.__setattr__(self, "scale", numbers)
-                return
+        # Arrays and tensors.
+        given = scale.tolist() if hasattr(scale, "tolist") else scale
+        each = given if isinstance(given, list | tuple) else [given]
+        if each and all(map(_is_positive, each)):
+            object.__setattr__(self, "scale", tuple(map(float, each)))
+            return
         raise InputError(
             f"labels.scale must be {POOLED}, null, or a positive number for each column of "
             f"numbers, got {shown(scale)}"
         )
+
+
+def _is_positive(number: Any) -> bool:
+    """Return whether an object is a positive number within the range of float64."""
+    real = isinstance(number, numbers.Real) and not isinstance(number, bool)
+    return real and 0 < number <= sys.float_info.max
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import gaussian_table
 from otdd_flash.labels.measuring import class_block
+from otdd_flash.labels.numbers import scale_of
 from otdd_flash.labels.table import class_names
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.result import DistanceResult
@@ -185,6 +186,7 @@ class Term(PairUnit):
             settings.cost,
             settings.compute,
             method=settings.labels.name,
+            target_scale=comparison.target_scale,
             seconds={},
             comparison=comparison,
             constraints=constraints,
@@ -310,7 +312,13 @@ def compared(setup: Setup, store: Store) -> Comparison:
 
     def prepare() -> Comparison:
         datasets = [task.train for task in setup.tasks]
-        return Comparison.prepare(datasets, settings.cost, settings.compute, resident=True)
+        return Comparison.prepare(
+            datasets,
+            settings.cost,
+            settings.compute,
+            resident=True,
+            target_scale=scale_of(settings.labels),
+        )
 
     return store.cached("comparison", prepare)
 
