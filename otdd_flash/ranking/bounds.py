@@ -1,0 +1,411 @@
+"""Bounds of OT_epsilon between a query and a member of an index, from cheap to dear.
+
+Moments prove
+
+    OT_epsilon >= OT_0 >= lambda_x (||m_x - m_y||^2 + B(S_x, S_y)) + lambda_y T,
+
+as KL(P | a b^T) >= 0 and the least sum is no less than the sum of the least. B is the
+Bures-Wasserstein distance of the covariances (Gelbrich 1990, On a formula for the L2 Wasserstein
+metric between measures on Euclidean and Hilbert spaces). T is a dual value of the transport of
+class masses under lower bounds of W, ||m_i - m_j||^2 + (sqrt tr S_i - sqrt tr S_j)^2, feasible for
+these costs and so below the least cost of that transport.
+
+`Terms` solves terms within growing budgets: the first two iterations are those of a sample's
+potentials, extended to all rows by one softmin (`solver.solve`), and any potentials prove a bound.
+Later budgets go on from the potentials of those before. Problems of small size are solved side by
+side, to the end. `index` and `race` call this module; every interval comes from a certificate.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from otdd_flash.cost.compute import ComputeOptions, uses_triton
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.points import DOUBLE_UNIT
+from otdd_flash.distributed.ranks import Ranks, restored, saved
+from otdd_flash.errors import EpsilonOutOfRange
+from otdd_flash.formulas.marginals import Constraints
+from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
+from otdd_flash.labels.gaussian import class_moments, fidelities
+from otdd_flash.labels.measuring import measure_pairs
+from otdd_flash.labels.metrics import Exact as ExactMetric
+from otdd_flash.labels.metrics import Gaussian, Means, NoLabels, UpperBound
+from otdd_flash.labels.metrics.base import LabelMetric
+from otdd_flash.labels.pairs import symmetric_table
+from otdd_flash.operators.comparison import Comparison
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.divergence import solve_divergence
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.exact import Exact
+from otdd_flash.solver.small.pooled_solve import Batch
+from otdd_flash.solver.small.route import is_small, solve_terms
+from otdd_flash.solver.solving import solve
+from otdd_flash.solver.term import TransportTerm, UnreachableTolerance
+
+T = TypeVar("T")
+
+# Updates of both potentials after which a term is certified for the first times; then it is solved
+# to the default tolerance, and from then on to marginal errors smaller by this factor.
+BUDGETS, SMALLER = (2, 8, 32), 0.1
+# Iterations that go on from known potentials, after which a descent from large epsilons begins.
+MOST_CONTINUED = 500
+# Features up to which singular values of products of covariance factors are computed.
+MOST_FEATURES = 256
+# Classes of all problems that are solved side by side, of which they share one table.
+MOST_CLASSES = 2048
+
+
+class Moments(NamedTuple):
+    """What is known of a dataset's rows, float64, after the transform of the ground cost.
+
+    Attributes:
+        mean: (d,).
+        factor: F (r, d) with F^T F the covariance, dividing by n; (0, d) of many features.
+        trace: () of the covariance.
+        class_means: (V, d).
+        class_traces: (V,) of the covariances as the metric of classes takes them.
+        class_masses: (V,).
+    """
+
+    mean: Tensor
+    factor: Tensor
+    trace: Tensor
+    class_means: Tensor
+    class_traces: Tensor
+    class_masses: Tensor
+
+
+def moments_of(samples: LabeledSamples, metric: LabelMetric) -> Moments:
+    """Compute the moments of transformed samples without empty classes."""
+    masses, points = samples.masses, samples.features
+    there = masses > 0
+    cloud = ClassCloud(samples.name, points[there], masses[there])
+    (whole,) = class_moments([cloud], unbiased=False)
+    labels = samples.labels
+    if labels is None:
+        labels = torch.zeros(len(samples), dtype=torch.int64, device=points.device)
+    points, count = points.double(), samples.class_total
+    of_class = masses.new_zeros(count).index_add_(0, labels, masses)
+    shares = masses / of_class[labels]
+    means = points.new_zeros(count, points.shape[1]).index_add_(0, labels, shares[:, None] * points)
+    squares = (points - means[labels]).square().sum(1)
+    traces = masses.new_zeros(count).index_add_(0, labels, shares * squares)
+    if getattr(metric, "unbiased", False):
+        # As `covariance_factor`: reliability weights, and 0 of a single sample.
+        alone = masses.new_zeros(count).index_add_(0, labels, shares.square())
+        traces = torch.where(alone < 1, traces / (1 - alone), 0)
+    factor = whole.factor if points.shape[1] <= MOST_FEATURES else whole.factor[:0]
+    return Moments(whole.mean, factor, whole.trace, means, traces, of_class)
+
+
+def lowest_by_moments(
+    query: Moments, members: Sequence[Moments], cost: GroundCost, metric: LabelMetric
+) -> Tensor:
+    """Compute lower bounds of OT_0 between a query and K members, (K,) float64 on the host.
+
+    For `inner` they are of the costs between points after its transform, as all terms are.
+    """
+    means, traces = (
+        torch.stack([getattr(one, key) for one in members]) for key in ("mean", "trace")
+    )
+    if len(query.factor):
+        pairs = torch.tensor([(0, place + 1) for place in range(len(members))])
+        factors = [query.factor, *(one.factor for one in members)]
+        fidelity = fidelities(factors, pairs.to(query.mean.device))
+    else:
+        fidelity = (query.trace * traces).sqrt()
+    gaps = (means - query.mean).square().sum(1)
+    # Sums of n products, and singular values, are off by this share of the sizes at the most.
+    slack = 64 * (len(query.mean) + 2**14) * DOUBLE_UNIT
+    sizes = traces + query.trace + query.mean.square().sum() + means.square().sum(1)
+    points = (gaps + query.trace + traces - 2 * fidelity - slack * sizes).clamp_min(0)
+    squared = cost.squared
+    found = squared.lambda_x * points.cpu()
+    if cost.lambda_y > 0 and isinstance(metric, Gaussian | Means | UpperBound | ExactMetric):
+        spread = isinstance(metric, Gaussian)
+        classes = torch.stack([_class_transport(query, one, slack, spread) for one in members])
+        found += cost.lambda_y * classes.cpu()
+    return found - cost.error(len(query.mean))
+
+
+def _class_transport(query: Moments, member: Moments, slack: float, spread: bool) -> Tensor:
+    """Return a lower bound () of the transport of class masses, from two dual solutions."""
+    x, y = query.class_means, member.class_means
+    table = (x[:, None] - y).square().sum(2)
+    sizes = x.square().sum(1)[:, None] + y.square().sum(1)
+    if spread:
+        table += (query.class_traces.sqrt()[:, None] - member.class_traces.sqrt()).square()
+        sizes = sizes + query.class_traces[:, None] + member.class_traces
+    table = (table - slack * sizes).clamp_min(0)
+    f, g = table.amin(1), table.amin(0)
+    p, q = query.class_masses, member.class_masses
+    first = p @ f + q @ (table - f[:, None]).amin(0)
+    second = q @ g + p @ (table - g).amin(1)
+    return torch.maximum(first, second) * (1 - slack)
+
+
+def class_blocks(
+    sides: Sequence[LabeledSamples],
+    wanted: Sequence[tuple[int, int]],
+    metric: LabelMetric,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> list[Tensor]:
+    """Measure W (V_i, V_j) between the classes of some pairs of datasets, each pair once.
+
+    Raises:
+        InputError: labels are missing, or a class is too small or too large for the method.
+    """
+    if isinstance(metric, NoLabels):
+        return [torch.zeros(sides[i].class_total, sides[j].class_total) for i, j in wanted]
+    clouds, offsets = pool(sides)
+    distinct, index = merge_identical(clouds)
+    own = [index[first:last] for first, last in zip(offsets, offsets[1:], strict=False)]
+    pairs = {
+        (max(c, k), min(c, k)) for i, j in wanted for c in own[i] for k in own[j] if c != k
+    }
+    listed = torch.tensor(sorted(pairs), dtype=torch.int64).reshape(-1, 2)
+    found = measure_pairs(distinct, listed, metric, cache_dir=cache_dir)
+    table = symmetric_table(found.values.cpu(), listed, len(distinct))
+    return [table[own[i]][:, own[j]] for i, j in wanted]
+
+
+class Problem(NamedTuple):
+    """A term to solve: between a query and a member, or of one dataset with itself.
+
+    Attributes:
+        x: transformed samples.
+        y: likewise; x itself for a self term.
+        block: W (V_x, V_y).
+        before: the term as it was solved last, or None.
+        level: how often it has been solved.
+    """
+
+    x: LabeledSamples
+    y: LabeledSamples
+    block: Tensor
+    before: TransportTerm | None = None
+    level: int = 0
+
+    @property
+    def own(self) -> bool:
+        return self.x is self.y
+
+
+class Raised(NamedTuple):
+    """A term after another budget, and whether nothing narrows its interval further."""
+
+    term: TransportTerm
+    last: bool
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Solves terms at one cost and epsilon, each call within the next budget of each term.
+
+    Attributes:
+        cost: the ground cost, of points that it has transformed.
+        epsilon: in units of the cost; 0 is exact transport.
+        constraints: what marginals owe.
+        compute: options of the passes, without a group.
+    """
+
+    cost: GroundCost
+    epsilon: float
+    constraints: Constraints
+    compute: ComputeOptions
+
+    def raised(self, problems: Sequence[Problem]) -> list[Raised]:
+        """Solve every problem within its next budget.
+
+        Raises:
+            InputError: rounding alone exceeds the tolerance at this epsilon and precision.
+        """
+        found: dict[int, Raised] = {}
+        new = [place for place, one in enumerate(problems) if one.before is None]
+        for group in self._side_by_side(problems, new):
+            some = [problems[place] for place in group]
+            for place, term in zip(group, self._solve_together(some), strict=True):
+                if term is not None:
+                    found[place] = Raised(term, False)
+        for place, one in enumerate(problems):
+            if place not in found:
+                found[place] = self._alone(one)
+        return [found[place] for place in range(len(problems))]
+
+    def takes_many(self, problem: Problem) -> bool:
+        """Return whether problems of this size are solved side by side."""
+        if self.epsilon == 0:
+            return False
+        return is_small(self._comparison(problem, debias=False), Converged())
+
+    def _comparison(self, problem: Problem, *, debias: bool) -> Comparison:
+        sides, block = (problem.x, problem.y), problem.block
+        found = Comparison.prepare(
+            sides, self.cost, self.compute, debias=debias, transformed=True, resident=True
+        )
+        x, y = block.shape
+        full = block.new_zeros(x + y, x + y)
+        full[:x, x:], full[x:, :x] = block, block.T
+        if problem.own:
+            full[:x, :x] = full[x:, x:] = block
+        return found.with_classes(full).at(self.epsilon).with_constraints(self.constraints)
+
+    def _alone(self, problem: Problem) -> Raised:
+        """Solve one problem within its next budget."""
+        compared = self._comparison(problem, debias=problem.own)
+        before, level = problem.before, problem.level
+        if self.epsilon == 0:
+            # Once to the width of its default, then as far as rounding allows.
+            options = Exact() if before is None else Exact(bound_width=0.0)
+            return Raised(solve(replace(compared, debias=False), options).xy, before is not None)
+        if problem.own and before is None:
+            return Raised(solve(compared, Converged()).xy, False)
+        compared, start = replace(compared, debias=False), {}
+        if before is not None:
+            start = {"xy": before.g}
+        if not problem.own and level < len(BUDGETS):
+            options = Converged(max_iterations=BUDGETS[level])
+        elif before is None or not before.converged:
+            options = Converged()
+        else:
+            options = Converged(tolerance=SMALLER * before.marginal_error)
+        try:
+            first = replace(options, max_iterations=min(options.max_iterations, MOST_CONTINUED))
+            found = solve_divergence(compared, first if start else options, start=start)
+            if start and not found.converged and level >= len(BUDGETS):
+                found = solve_divergence(compared, options)
+        except (UnreachableTolerance, EpsilonOutOfRange):
+            if before is None or not before.converged:
+                raise
+            return Raised(before, True)
+        term = found.widened(compared.cost_error).xy
+        if before is not None:
+            # Both intervals hold: the narrower ends of both do as well.
+            ends = zip(before.bounds, term.bounds, (max, min), strict=True)
+            low, high = (better(one, other) for one, other, better in ends)
+            passes = before.passes + term.passes
+            term = replace(term, bounds=(low, max(low, high)), passes=passes)
+        asked = options.tolerance is not None or level > len(BUDGETS) + 1
+        return Raised(term, asked and (not found.converged or found.stopped_by == "rounding"))
+
+    def _side_by_side(self, problems: Sequence[Problem], new: Sequence[int]) -> list[list[int]]:
+        """Group new problems that are small enough by kind, and so that few points are added."""
+        small = [place for place in new if self.takes_many(problems[place])]
+        small.sort(key=lambda place: (problems[place].own, len(problems[place].y)))
+        groups: list[list[int]] = []
+        classes = 0
+        for place in small:
+            last = problems[groups[-1][-1]] if groups else None
+            one = problems[place]
+            classes += sum(one.block.shape)
+            alike = last is not None and last.own == one.own and (one.own or last.x is one.x)
+            if not alike or classes > MOST_CLASSES or len(one.y) > 1.25 * len(last.y):  # type: ignore[union-attr]
+                groups.append([])
+                classes = sum(one.block.shape)
+            groups[-1].append(place)
+        return groups
+
+    def _solve_together(self, problems: Sequence[Problem]) -> list[TransportTerm | None]:
+        """Solve new problems of one kind side by side; None where one needs another solve."""
+        own = problems[0].own
+        if own:
+            # Two self terms are those of one divergence, whose cross term is not read.
+            pairs = [(one.x, two.x) for one, two in zip(problems[::2], problems[1::2], strict=False)]
+            if len(problems) % 2:
+                pairs.append((problems[-1].x, problems[-1].x))
+            sides = [one.x for one in problems]
+        else:
+            pairs = [(one.x, one.y) for one in problems]
+            sides = [problems[0].x, *(one.y for one in problems)]
+        place, total = {}, 0
+        for side in sides:
+            place[side] = total
+            total += side.class_total
+        table = torch.zeros(2 * total, 2 * total, dtype=torch.float64)
+        for one in problems:
+            rows = slice(place[one.x], place[one.x] + one.x.class_total)
+            columns = slice(place[one.y], place[one.y] + one.y.class_total)
+            for k in (0, total) if own else (0,):
+                across = k if own else total
+                table[rows.start + k : rows.stop + k, columns.start + across : columns.stop + across] = one.block
+        packed = [_padded([pair[k] for pair in pairs], place) for k in (0, 1)]
+        points, masses, labels = zip(*packed, strict=True)
+        weights = self.cost.squared.lambda_x, self.cost.lambda_y
+        known = None if not bool(table.any()) else table
+        batch = Batch(points, masses, labels, (total, total), known, weights)
+        in_triton = uses_triton(self.compute, points[0].device)
+        given = {"debias": own, "in_triton": in_triton, "constraints": self.constraints}
+        solved = solve_terms(batch, self.epsilon, Converged(), **given)
+        names = ("xx", "yy") if own else ("xy",)
+        terms = [None if one is None else one[name] for one in solved for name in names]
+        error = self.cost.error(points[0].shape[2])
+        return [
+            None if term is None else _cut(term, len(one.x), len(one.y)).widened(error)
+            for one, term in zip(problems, terms, strict=False)
+        ]
+
+
+def _cut(term: TransportTerm, n: int, m: int) -> TransportTerm:
+    """Leave out the potentials of points that were added."""
+    return replace(term, f=term.f[:n].clone(), g=term.g[:m].clone())
+
+
+def _padded(
+    sides: Sequence[LabeledSamples], place: dict[LabeledSamples, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Stack points (B, n, d), masses and labels (B, n), with points of mass 0 to equal sizes."""
+    most, first = max(map(len, sides)), sides[0].features
+    points = first.new_zeros(len(sides), most, first.shape[1])
+    masses = torch.zeros(len(sides), most, dtype=torch.float64, device=first.device)
+    labels = torch.zeros(len(sides), most, dtype=torch.int64, device=first.device)
+    for k, side in enumerate(sides):
+        points[k, : len(side)] = side.features
+        # Near the others, so that nothing overflows.
+        points[k, len(side) :] = side.features[0]
+        masses[k, : len(side)] = side.masses
+        labels[k] = place[side]
+        if side.labels is not None:
+            labels[k, : len(side)] += side.labels
+    return points, masses, labels
+
+
+def narrowed(terms: Terms, problem: Problem, raised: Raised, width: float) -> TransportTerm:
+    """Solve a self term on until its interval is `width` wide, or no narrower by rounding."""
+    while not raised.last and _width(raised.term) > width and problem.level < len(BUDGETS) + 3:
+        level = max(problem.level, len(BUDGETS)) + 1
+        problem = problem._replace(before=raised.term, level=level)
+        (raised,) = terms.raised([problem])
+    return raised.term
+
+
+def _width(term: TransportTerm) -> float:
+    low, high = term.bounds
+    return high - low if math.isfinite(high - low) else math.inf
+
+
+def spread(
+    group: object, work: Callable[[Any, list[Any]], list[T]], shared: Any, items: Sequence[Any]
+) -> list[T]:
+    """Return work(shared, items), with the items dealt to ranks if there are any."""
+    if not isinstance(group, Ranks) or len(items) < 2:
+        return work(shared, list(items))
+    return group.order(_work_of_rank, work, saved((shared, list(items))))
+
+
+def _work_of_rank(ranks: Ranks, work: Callable[[Any, list[Any]], list[T]], content: bytes) -> list[T]:
+    """Do this rank's part of the work and gather all; run by every rank."""
+    shared, items = restored(content)
+    own = range(ranks.rank, len(items), ranks.size)
+    mine = ranks.together(lambda: work(shared, [items[place] for place in own]))
+    found: dict[int, T] = {}
+    for rank, content in enumerate(ranks.all_gathered_objects(saved(mine))):
+        found |= dict(zip(range(rank, len(items), ranks.size), restored(content), strict=True))
+    return [found[place] for place in range(len(items))]

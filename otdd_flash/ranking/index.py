@@ -1,0 +1,667 @@
+"""An index of datasets: epsilon and settings fixed once, and of every member its self term.
+
+`index` builds or extends one, in memory or in a folder; `ranking.race` reads it. Values compare
+because a query takes epsilon, cost and method of class distances as they were when the index was
+built. A folder holds `index.json`, written before any member is solved, and two files for each
+member, named after its fingerprint: its numbers, and its rows, which are read when a query cannot
+do without. Every file appears whole or not at all, so that a killed build goes on where it was; one
+that is damaged is found by its checksum, and that member is computed again.
+
+Keys of `Settings.to_dict` and of members' files are the format: indices of earlier versions stay
+readable, or `INDEX_FORMAT` rises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.data.given import as_samples
+from otdd_flash.data.registry import SOURCES, load
+from otdd_flash.devices import resolve_device
+from otdd_flash.eager import computes
+from otdd_flash.errors import DataNotice, InputError, placed, warn
+from otdd_flash.files.atomic import write_json
+from otdd_flash.files.tensor_file import (
+    CHECKSUM,
+    DamagedFileError,
+    check_format,
+    checksum,
+    read_tensors,
+    write_tensors,
+)
+from otdd_flash.labels import drop_small_classes, metric_of, notice_single_samples, settled_metric
+from otdd_flash.labels.metrics import METRICS, Given, Labels, PairFunction, metric_named
+from otdd_flash.labels.metrics.base import LabelMetric
+from otdd_flash.operators.comparison import Comparison
+from otdd_flash.ranking.bounds import (
+    Moments,
+    Problem,
+    Terms,
+    class_blocks,
+    moments_of,
+    narrowed,
+    spread,
+)
+from otdd_flash.result import versions
+from otdd_flash.samples import LabeledSamples, check_squares
+from otdd_flash.shown import display, listing
+from otdd_flash.solver.penalties import penalties_of, refuse_unbalanced, resolve_constraints
+from otdd_flash.solver.schedules.exact import schedule_of
+from otdd_flash.solver.term import TransportTerm, resolve_epsilon
+
+INDEX_FILE, INDEX_FORMAT = "index.json", 1
+# Members that are read, solved and written together.
+TOGETHER = 64
+# Members, drawn at random, of which neighbours in that order give the mean cost.
+MEAN_OF = 16
+# The width of a self term's interval, over its value.
+SELF_WIDTH = 1e-6
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all values of an index depend on.
+
+    Attributes:
+        epsilon: in units of the cost; 0 is exact transport.
+        mean_cost: the mean over sampled pairs of members, from which a relative epsilon came.
+        cost: the ground cost.
+        metric: how class distances are measured, with an epsilon of its own if it takes one.
+        unbalanced: rho, the price of mass that is not matched; None where marginals are exact.
+        min_class_size: classes with fewer samples were dropped.
+        precision: of the passes.
+    """
+
+    epsilon: float
+    mean_cost: float
+    cost: GroundCost
+    metric: LabelMetric
+    unbalanced: float | None
+    min_class_size: int | None
+    precision: str
+
+    def terms(self, compute: ComputeOptions) -> Terms:
+        """Return what solves terms at these settings, in one process."""
+        constraints = resolve_constraints(self.unbalanced, None, lambda: 1.0)
+        return Terms(self.cost, self.epsilon, constraints, compute.alone)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings in JSON's types."""
+        content = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        labels = {"method": self.metric.name, **self.metric.to_dict()}
+        return {**content, "cost": asdict(self.cost), "metric": labels}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Settings:
+        """Restore the settings of `to_dict`."""
+        labels = dict(content["metric"])
+        metric = metric_named(labels.pop("method"), labels)
+        return cls(**{**content, "cost": GroundCost(**content["cost"]), "metric": metric})
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A member of an index.
+
+    Attributes:
+        name: in the library.
+        fingerprint: of its rows, without small classes.
+        rows: their number.
+        class_names: its classes, none without labels.
+        value: the dual value of its self term.
+        bounds: solver bounds of its self term.
+        passes: that the self term took, in units of n^2.
+        moments: of its transformed rows.
+    """
+
+    name: str
+    fingerprint: str
+    rows: int
+    class_names: tuple[str, ...]
+    value: float
+    bounds: tuple[float, float]
+    passes: float
+    moments: Moments
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Index:
+    """Datasets with their self terms, ready to be ranked by `otdd.nearest`.
+
+    Attributes:
+        settings: what all values depend on.
+        entries: the members, in the order of the library, each content once.
+        compute: where and how passes run.
+        folder: where it is stored; None in memory.
+        held: rows of members by fingerprint that are in memory.
+        duplicates: names of members whose content another, earlier one has, with that one's.
+    """
+
+    settings: Settings
+    entries: tuple[Entry, ...]
+    compute: ComputeOptions
+    folder: Path | None
+    held: Mapping[str, LabeledSamples]
+    duplicates: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        return f"Index({len(self)} datasets, epsilon={self.settings.epsilon:.6g})"
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the members."""
+        return tuple(entry.name for entry in self.entries)
+
+    @property
+    def dim(self) -> int:
+        """The number of features."""
+        return len(self.entries[0].moments.mean)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where terms are solved."""
+        return resolve_device(self.compute.device)
+
+    def rows(self, entry: Entry) -> LabeledSamples:
+        """Return the rows of a member as they were given.
+
+        Raises:
+            InputError: its file is missing or damaged.
+        """
+        if entry.fingerprint in self.held:
+            return self.held[entry.fingerprint]
+        assert self.folder is not None
+        found = _read_rows(self.folder, entry.fingerprint, entry.name)
+        if found is None:
+            raise InputError(
+                f"the rows of {entry.name} in {self.folder} are missing or damaged; build the "
+                "index again with that dataset: otdd.index(library, folder)"
+            )
+        return found
+
+    def transformed(self, samples: LabeledSamples) -> LabeledSamples:
+        """Return samples on the device, transformed for the ground cost."""
+        return _transformed(samples, self.settings.cost, self.compute)
+
+    @classmethod
+    @takes()
+    def load(cls, folder: str | Path, compute: Compute | None = None) -> Index:
+        """Read the folder of an index; members whose files are damaged are computed again.
+
+        Args:
+            folder: as `otdd.index` wrote it.
+            compute: where and how passes run, or only the device.
+
+        Raises:
+            InputError: there is no index, or a later version wrote it.
+
+        Warns:
+            DataNotice: a member has no whole file of rows, and is left out.
+        """
+        return index({}, folder, compute=compute)
+
+
+# `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes out.
+@computes
+@takes()
+def index(
+    library: Mapping[str, Any],
+    folder: str | Path | None = None,
+    *,
+    epsilon: NotNegative | None = None,
+    epsilon_relative: NotNegative | None = None,
+    labels: Labels = "gaussian",
+    min_class_size: Count | None = None,
+    lambda_x: NotNegative = 0.5,
+    lambda_y: NotNegative = 0.5,
+    ground: Ground = "sqeuclidean",
+    unbalanced: Positive | None = None,
+    unbalanced_relative: Positive | None = None,
+    rebuild: bool = False,
+    skip: bool = False,
+    compute: Compute | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Index:
+    """Solve the self terms of many datasets once, so that queries pay for cross terms alone.
+
+    Args:
+        library: datasets of one dimension by name: samples, arrays (features, labels), any datasets
+            of vectors that `otdd.embed` takes, names of datasets for `otdd.load`, or files that its
+            reader `arrays` takes. With a folder those that it lacks are added; {} reads it.
+        folder: where to store the index; what it holds already is not computed again. None: in
+            memory.
+        epsilon: entropic regularisation, in units of the cost, for good.
+        epsilon_relative: the same as a multiple of the mean cost over sampled pairs of members.
+            Neither given means 0.01 of that mean; 0 is the unregularised cost.
+        labels: how distances between classes are measured, as for `dataset_distance`; in a folder a
+            named method.
+        min_class_size: drop classes with fewer samples, with a notice.
+        lambda_x: weight of the squared distance between features, or of the `ground` cost.
+        lambda_y: weight of the squared distance between classes.
+        ground: the cost between features, as for `dataset_distance`.
+        unbalanced: rho, the price of mass that is not matched, in units of the cost.
+        unbalanced_relative: the same as a multiple of that mean cost.
+        rebuild: compute everything again where the folder's settings are others; without, they are
+            refused.
+        skip: leave out datasets that cannot be members, with a notice, instead of refusing them.
+        compute: where and how passes run, or only the device.
+        cache_dir: folder of a database of measured class distances.
+        progress: called as progress(members done, their total).
+
+    Returns:
+        The index.
+
+    Raises:
+        InputError: the request cannot be met; the message says what to change.
+
+    Warns:
+        DataNotice: members of one content, members left out, damaged files.
+    """
+    cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
+    metric = metric_of(labels)
+    options, epsilon, epsilon_relative = schedule_of(None, epsilon, epsilon_relative)
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=True, ground=ground)
+    cost.check_labels(metric.name)
+    if isinstance(metric, Given) or (folder is not None and isinstance(metric, PairFunction)):
+        raise InputError(
+            f"an index measures class distances of queries to come; labels={metric.name} cannot "
+            "be stored for that: take a named method, such as gaussian"
+        )
+    where = None if folder is None else Path(folder)
+    stored = None if where is None else _read_index(where)
+    if not library and stored is None:
+        raise InputError(
+            "the library is empty: give datasets by name, {name: dataset}"
+            + ("" if where is None else f", as there is no index in {where}")
+        )
+    reader = _Reader(library, min_class_size, cost, metric, compute, skip)
+    built = None
+    if stored is not None and (not library or not rebuild):
+        built = Settings.from_dict(stored["settings"])
+        if library:
+            given = epsilon if epsilon_relative is None else epsilon_relative * built.mean_cost
+            _refuse_other(built, given, reader, unbalanced, where)
+        reader = reader.at(built)
+    if built is None:
+        built = reader.settled(epsilon, epsilon_relative, unbalanced, unbalanced_relative)
+        stored = None
+    return _build(reader, built, where, stored, cache_dir, progress)
+
+
+def _refuse_other(
+    built: Settings, epsilon: float | None, reader: _Reader, unbalanced: float | None, where: Any
+) -> None:
+    """Raise an `InputError` if an index was built with other settings than are asked for now."""
+    asked = {
+        "epsilon": built.epsilon if epsilon is None else epsilon,
+        "unbalanced": built.unbalanced if unbalanced is None else unbalanced,
+        "min_class_size": reader.min_class_size,
+        "precision": reader.compute.precision,
+        **asdict(reader.cost),
+        "labels": reader.metric.name,
+    }
+    known = {**built.to_dict(), **asdict(built.cost), "labels": built.metric.name}
+    for name, value in asked.items():
+        if value != known[name]:
+            raise InputError(
+                f"the index in {where} was built with {name}={known[name]}, not {value}, and "
+                f"values at different settings do not compare; leave {name} out, take another "
+                "folder, or set rebuild=true to compute all self terms again"
+            )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads members of a library as samples, checked, one at a time."""
+
+    library: Mapping[str, Any]
+    min_class_size: int | None
+    cost: GroundCost
+    metric: LabelMetric
+    compute: ComputeOptions
+    skip: bool
+
+    def at(self, built: Settings) -> _Reader:
+        """Return a reader with the settings of an index, in its precision."""
+        compute = replace(self.compute, precision=built.precision)
+        known = (self.library, built.min_class_size, built.cost, built.metric, compute, self.skip)
+        return _Reader(*known)
+
+    def settled(
+        self,
+        epsilon: float | None,
+        relative: float | None,
+        unbalanced: float | None,
+        unbalanced_relative: float | None,
+    ) -> Settings:
+        """Settle what is relative by the mean cost over sampled pairs of members."""
+        order = np.random.default_rng(0).permutation(len(self.library))[:MEAN_OF]
+        names = [list(self.library)[place] for place in sorted(order)]
+        given = [one for _, one in self.read(names, None)]
+        if not given:
+            raise InputError("no dataset of the library can be a member of the index")
+        some = [_transformed(one, self.cost, self.compute) for one in given]
+        metric = settled_metric(self.metric, epsilon, some)
+        drawn = list(pairwise(range(len(some)))) or [(0, 0)]
+        blocks = class_blocks(some, drawn, metric)
+        means = [
+            self.cost.lambda_y * float(_masses(some[i]) @ block.double() @ _masses(some[j]))
+            + self._feature_cost(some[i], some[j])
+            for (i, j), block in zip(drawn, blocks, strict=True)
+        ]
+        mean = sum(means) / len(means)
+        *_, used = resolve_epsilon(epsilon, relative, lambda: mean)
+        limits = resolve_constraints(unbalanced, unbalanced_relative, lambda: mean)
+        rho = None if limits.exact else (penalties_of(limits) or [None])[0]
+        least = self.min_class_size
+        return Settings(used, mean, self.cost, metric, rho, least, self.compute.precision)
+
+    def _feature_cost(self, x: LabeledSamples, y: LabeledSamples) -> float:
+        cost = replace(self.cost, lambda_y=0.0) if self.cost.lambda_x else None
+        if cost is None:
+            return 0.0
+        compared = Comparison.prepare((x, y), cost, self.compute.alone, transformed=True)
+        return compared.mean_cost()
+
+    def read(
+        self, names: Sequence[str], dim: int | None
+    ) -> Iterator[tuple[str, LabeledSamples]]:
+        """Yield members by name, of one dimension, without small classes.
+
+        Raises:
+            InputError: one cannot be a member, unless such are skipped.
+        """
+        for name in names:
+            try:
+                found = self._one(name)
+                if dim is not None and found.dim != dim:
+                    raise InputError(
+                        f"{name} has {found.dim} features, and other members have {dim}; leave it "
+                        "out, embed all alike, or set skip=true"
+                    )
+            except InputError as error:
+                if not self.skip:
+                    raise
+                warn(f"{error}: it is left out of the index", DataNotice)
+                continue
+            dim = found.dim
+            yield name, found
+
+    def _one(self, name: str) -> LabeledSamples:
+        given = self.library[name]
+        if isinstance(given, str | os.PathLike):
+            text = os.fspath(given)
+            given = load(text) if text in SOURCES else load("arrays", path=text)
+        with placed(f"library[{name!r}]"):
+            found = in_memory(as_samples(given, name))
+            check_squares(found)
+            kept = drop_small_classes(replace(found, name=name), self.min_class_size)
+            if self.metric.name != "none" and kept.labels is None:
+                raise InputError("it has no labels; set labels=none, or label it")
+            self.cost.transform(kept)
+        notice_single_samples([kept], self.metric)
+        return kept
+
+
+def in_memory(samples: LabeledSamples) -> LabeledSamples:
+    """Return the samples with features in host memory, not in files."""
+    return replace(samples.to("cpu"), features=samples.points_of(slice(None)).to("cpu"))
+
+
+def _masses(samples: LabeledSamples) -> Tensor:
+    """Return the masses of the classes (V,), on the host."""
+    labels = samples.labels
+    if labels is None:
+        return torch.ones(1, dtype=torch.float64)
+    found = torch.zeros(samples.class_total, dtype=torch.float64, device=labels.device)
+    return found.index_add_(0, labels, samples.masses).cpu()
+
+
+def _transformed(
+    samples: LabeledSamples, cost: GroundCost, compute: ComputeOptions
+) -> LabeledSamples:
+    return cost.transform(samples.to(resolve_device(compute.device)))
+
+
+def _build(
+    reader: _Reader,
+    built: Settings,
+    where: Path | None,
+    stored: dict[str, Any] | None,
+    cache_dir: str | os.PathLike[str] | None,
+    progress: Progress | None,
+) -> Index:
+    """Compute the entries that are not stored, chunk by chunk, each written when it is solved."""
+    members: dict[str, str] = {} if stored is None else dict(stored["members"])
+    mark = _mark(built)
+    if where is not None and stored is None:
+        _write_index(where, built, members)
+    entries: dict[str, Entry] = {}
+    held: dict[str, LabeledSamples] = {}
+    for name, key in members.items():
+        if name not in reader.library and key not in entries:
+            found = _restored(where, key, name, mark)
+            if found is not None:
+                entries[key] = found
+    # Of members that are not given again the rows in the folder are enough.
+    lost = {n: k for n, k in members.items() if n not in reader.library and k not in entries}
+    waiting = _again(where, lost)
+    names, done = [*lost, *reader.library], len(entries)
+    total = done + len(names)
+    dim = next((len(entry.moments.mean) for entry in entries.values()), None)
+
+    def given() -> Iterator[tuple[str, LabeledSamples]]:
+        yield from waiting
+        yield from reader.read(list(reader.library), dim)
+
+    source = given()
+    while chunk := list(islice(source, TOGETHER)):
+        new: dict[str, tuple[str, LabeledSamples]] = {}
+        for name, samples in chunk:
+            key = samples.fingerprint
+            members[name] = key
+            if where is None:
+                held.setdefault(key, samples)
+            if key in entries or key in new:
+                continue
+            known = _restored(where, key, name, mark)
+            if known is not None and _read_rows(where, key, name) is not None:
+                entries[key] = known
+            else:
+                new[key] = name, samples
+        for key, entry in zip(new, _solved(reader, built, new, cache_dir), strict=True):
+            entries[key] = entry
+            if where is not None:
+                _write_entry(where, entry, new[key][1], mark)
+        done += len(chunk)
+        if where is not None:
+            _write_index(where, built, members)
+        if progress is not None:
+            progress(done, total)
+    return _indexed(reader, built, where, members, entries, held)
+
+
+def _indexed(
+    reader: _Reader,
+    built: Settings,
+    where: Path | None,
+    members: Mapping[str, str],
+    entries: Mapping[str, Entry],
+    held: Mapping[str, LabeledSamples],
+) -> Index:
+    """Return the index, with a notice of members of one content."""
+    first: dict[str, str] = {}
+    duplicates: dict[str, str] = {}
+    for name, key in members.items():
+        if key in entries and first.setdefault(key, name) != name:
+            duplicates[name] = first[key]
+    if duplicates:
+        pairs = listing([f"{one} is {other}" for one, other in duplicates.items()], 8)
+        warn(f"members of equal content are ranked once: {pairs}", DataNotice)
+    if not entries:
+        raise InputError("no dataset of the library can be a member of the index")
+    kept = tuple(replace(entries[key], name=name) for key, name in first.items())
+    return Index(built, kept, reader.compute, where, held, duplicates)
+
+
+def _solved(
+    reader: _Reader,
+    built: Settings,
+    new: Mapping[str, tuple[str, LabeledSamples]],
+    cache_dir: str | os.PathLike[str] | None,
+) -> list[Entry]:
+    """Measure classes and solve the self terms of new members, dealt to ranks if there are any."""
+    sides = [_transformed(samples, built.cost, reader.compute) for _, samples in new.values()]
+    blocks = class_blocks(sides, [(k, k) for k in range(len(sides))], built.metric, cache_dir)
+    problems = [Problem(side, side, block) for side, block in zip(sides, blocks, strict=True)]
+    terms = spread(reader.compute.group, self_terms, built.terms(reader.compute), problems)
+    return [
+        Entry(
+            name,
+            key,
+            len(side),
+            side.class_names,
+            term.value,
+            term.bounds,
+            term.passes,
+            Moments(*(part.cpu() for part in moments_of(side, built.metric))),
+        )
+        for (key, (name, _)), side, term in zip(new.items(), sides, terms, strict=True)
+    ]
+
+
+def self_terms(terms: Terms, problems: list[Problem]) -> list[TransportTerm]:
+    """Solve self terms until their intervals are narrow."""
+    # Sent to another rank, both sides are copies of their own.
+    problems = [one._replace(y=one.x) for one in problems]
+    return [
+        narrowed(terms, one, found, SELF_WIDTH * abs(found.term.value))
+        for one, found in zip(problems, terms.raised(problems), strict=True)
+    ]
+
+
+def _mark(built: Settings) -> str:
+    """Return a digest of the settings, by which entries of others are told apart."""
+    return hashlib.sha256(json.dumps(built.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def _write_index(where: Path, built: Settings, members: Mapping[str, str]) -> None:
+    content = {
+        "index": INDEX_FORMAT,
+        "settings": built.to_dict(),
+        "members": dict(members),
+        "versions": versions(),
+    }
+    texts = {"index": json.dumps(content, sort_keys=True)}
+    write_json(where / INDEX_FILE, {**content, CHECKSUM: checksum({}, texts)})
+
+
+def _read_index(where: Path) -> dict[str, Any] | None:
+    """Return the content of index.json, or None if there is none.
+
+    Raises:
+        InputError: it is damaged, or of a later version.
+    """
+    path = where / INDEX_FILE
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        mark = content.pop(CHECKSUM)
+        if mark != checksum({}, {"index": json.dumps(content, sort_keys=True)}):
+            raise DamagedFileError("its checksum does not match")
+        check_format(path, {**content["versions"], "format": content["index"]})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, DamagedFileError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"{path} is damaged ({error}); remove it, and build the index again: what is whole of "
+            "its members is not computed again at the same settings"
+        ) from error
+    return content
+
+
+def _write_entry(where: Path, entry: Entry, samples: LabeledSamples, mark: str) -> None:
+    parts = {name: getattr(samples, name) for name in ("features", "labels", "weights")}
+    rows = {name: part for name, part in parts.items() if part is not None}
+    names = json.dumps(samples.class_names)
+    write_tensors(where / f"{entry.fingerprint}.rows.safetensors", rows, {"class_names": names})
+    low, high = entry.bounds
+    summary = {
+        "rows": entry.rows,
+        "class_names": entry.class_names,
+        "value": entry.value,
+        "bounds": [low, high],
+        "passes": entry.passes,
+    }
+    texts = {"summary": json.dumps(summary), "settings": mark}
+    write_tensors(where / f"{entry.fingerprint}.safetensors", entry.moments._asdict(), texts)
+
+
+def _restored(where: Path | None, key: str, name: str, mark: str) -> Entry | None:
+    """Return a stored entry, or None if it is missing, damaged or of other settings."""
+    if where is None:
+        return None
+    path = where / f"{key}.safetensors"
+    try:
+        stored = read_tensors(path)
+        if stored.texts["settings"] != mark:
+            return None
+        content = json.loads(stored.texts["summary"])
+        content["class_names"] = tuple(content["class_names"])
+        content["bounds"] = tuple(content["bounds"])
+        return Entry(name, key, moments=Moments(**stored.tensors), **content)
+    except FileNotFoundError:
+        return None
+    except (OSError, DamagedFileError, LookupError, ValueError, TypeError) as error:
+        warn(f"the entry of {name} in {where} is damaged ({error}): solving it again", DataNotice)
+        return None
+
+
+def _read_rows(where: Path | None, key: str, name: str) -> LabeledSamples | None:
+    """Return the stored rows of a member, or None if they are missing or damaged."""
+    if where is None:
+        return None
+    try:
+        stored = read_tensors(where / f"{key}.rows.safetensors")
+        names = tuple(json.loads(stored.texts["class_names"]))
+        parts = (stored.tensors.get(part) for part in ("labels", "weights"))
+        labels, weights = parts
+        found = LabeledSamples(stored.tensors["features"], labels, names, weights, name=name)
+    except FileNotFoundError:
+        return None
+    except (OSError, DamagedFileError, LookupError, ValueError) as error:
+        warn(f"the rows of {name} in {where} are damaged ({error})", DataNotice)
+        return None
+    return found if found.fingerprint == key else None
+
+
+def _again(
+    where: Path | None, lost: Mapping[str, str]
+) -> Iterator[tuple[str, LabeledSamples]]:
+    """Yield the rows of members whose entries are damaged, and that are not given again."""
+    for name, key in lost.items():
+        found = _read_rows(where, key, name)
+        if found is None:
+            warn(f"{display(name)} is left out: give it again to otdd.index", DataNotice)
+            continue
+        yield name, found

@@ -1,0 +1,560 @@
+"""The race for the first places: which members of an index are nearest to a query, proven.
+
+    S(query, member) = OT(query, member) - OT(query, query) / 2 - OT(member, member) / 2
+
+Every member has an interval of its value, at first from moments. The member of the least lower
+bound among those whose place is open gets the next budget (`bounds.Terms`), as in A*: no member
+whose lower bound is above the k-th value is ever solved. A member is among the first k if at most
+k - 1 others may be nearer by more than `tie`, and out if k others are no farther than its lower
+bound and `tie`. So equal values, which no effort separates, end the race as well.
+
+`nearest` is the public function, and `Ranking` what it returns; `report.nearest` shows it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
+
+from otdd_flash.arguments import Count, NotNegative, Positive, Progress, Seed, takes
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.data.given import Samples, as_samples
+from otdd_flash.eager import computes
+from otdd_flash.errors import DataNotice, InputError, warn
+from otdd_flash.files.atomic import json_content
+from otdd_flash.labels import drop_small_classes, notice_single_samples
+from otdd_flash.ranking.bounds import (
+    Problem,
+    Raised,
+    Terms,
+    class_blocks,
+    lowest_by_moments,
+    moments_of,
+    spread,
+)
+from otdd_flash.ranking.index import Entry, Index, in_memory, index, self_terms
+from otdd_flash.raw_labels import frame_of
+from otdd_flash.result import versions
+from otdd_flash.samples import LabeledSamples, check_squares
+from otdd_flash.sampling import subsample_interval
+from otdd_flash.shown import display, listing
+from otdd_flash.solver.term import TransportTerm
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+    from torch import Tensor
+
+# Members whose next budgets are spent before bounds are compared again, where many are solved side
+# by side, and how many each rank is dealt.
+SIDE_BY_SIDE, DEALT = 32, 2
+
+
+class Ranked(NamedTuple):
+    """A member of a ranking.
+
+    Attributes:
+        name: in the library.
+        value: S_epsilon, in units of the cost; NaN where only bounds are known.
+        lower: its lower solver bound.
+        upper: its upper solver bound, infinite where nothing was solved.
+        proven: whether it is one of the first k, or with `ordered` at this very place, whatever the
+            values are within their bounds, up to `tie`.
+        tied: names of members that may be as near, up to `tie`, on either side of the k-th place.
+    """
+
+    name: str
+    value: float
+    lower: float
+    upper: float
+    proven: bool
+    tied: tuple[str, ...]
+
+
+class Cost(NamedTuple):
+    """What a ranking took.
+
+    Attributes:
+        members: in the race.
+        touched: of which a cross term was solved, at least within the first budget.
+        finished: of which it was solved to the end.
+        passes: evaluations of cross terms' costs, in units of n m.
+        full_passes: of all cross terms, by the mean of those that were solved to the end.
+        seconds: of wall time.
+    """
+
+    members: int
+    touched: int
+    finished: int
+    passes: float
+    full_passes: float
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Ranking:
+    """The nearest members of an index to a query.
+
+    Attributes:
+        query: its name.
+        rows: the first k, the nearest first.
+        others: all other members, by their lower bounds.
+        certified: whether all rows are proven.
+        stopped_by: `proven`, `max_seconds`, or `rounding`, which keeps intervals from narrowing.
+        cost: what it took.
+        details: epsilon, tie, settings of the index, sampling intervals of the rows if asked for.
+    """
+
+    query: str
+    rows: tuple[Ranked, ...]
+    others: tuple[Ranked, ...]
+    certified: bool
+    stopped_by: str
+    cost: Cost
+    details: Mapping[str, Any] = field(kw_only=True)
+
+    def __repr__(self) -> str:
+        proven = sum(row.proven for row in self.rows)
+        return (
+            f"Ranking({display(self.query)}: {listing([row.name for row in self.rows], 8)}; "
+            f"{proven} of {len(self.rows)} proven)"
+        )
+
+    def __str__(self) -> str:
+        """Return a line for each place and sentences on what is open."""
+        lines = [
+            f"{place}. {display(row.name)} {row.value:.6g} [{row.lower:.6g}, {row.upper:.6g}]"
+            f"{'' if row.proven else ' not proven'}"
+            for place, row in enumerate(self.rows, 1)
+        ]
+        return "\n".join([*lines, *self.sentences()])
+
+    def sentences(self) -> tuple[str, ...]:
+        """Say what is proven, what is tied, what was spent, and what sampling leaves open."""
+        cost, count = self.cost, len(self.rows)
+        share = cost.passes / cost.full_passes if cost.full_passes else 0.0
+        said = [
+            f"all {count} places are proven"
+            if self.certified
+            else f"{sum(row.proven for row in self.rows)} of {count} places are proven, the solve "
+            f"stopped by {self.stopped_by}",
+            f"{cost.touched} of {cost.members} cross terms were begun and {cost.finished} solved "
+            f"to the end, {share:.1%} of the passes of solving all",
+        ]
+        ties = [
+            f"{display(row.name)} and {listing(row.tied, 4)} are as near, up to "
+            f"{self.details['tie']:g}"
+            for row in self.rows
+            if row.tied
+        ]
+        return (*said, *ties, *_of_sampling(self.details.get("sampling")))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of result.json, in JSON's own types; infinite numbers are None."""
+        content = {
+            "query": self.query,
+            "rows": [row._asdict() for row in self.rows],
+            "others": [row._asdict() for row in self.others],
+            "certified": self.certified,
+            "stopped_by": self.stopped_by,
+            "cost": self.cost._asdict(),
+            "sentences": self.sentences(),
+            **self.details,
+        }
+        return json_content(content)
+
+    def to_frame(self) -> DataFrame:
+        """Return a pandas table of all members, the first k first; columns are those of `rows`."""
+        return frame_of([*self.rows, *self.others], get_type_hints(Ranked) | {"tied": object})
+
+    def plot(self) -> Figure:
+        """Draw the intervals of the first members as bars, the report's ranking.png."""
+        from otdd_flash.report.nearest import plot_ranking
+
+        return plot_ranking(self)
+
+
+def _of_sampling(intervals: Sequence[Mapping[str, float]] | None) -> list[str]:
+    """Say which neighbouring places the rows that were drawn do not separate."""
+    return [
+        f"places {place} and {place + 1} differ by less than their sampling error"
+        for place, (one, other) in enumerate(zip(intervals or (), (intervals or ())[1:]), 1)
+        if one["upper"] >= other["lower"]
+    ]
+
+
+# `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes out.
+@computes
+@takes()
+def nearest(
+    query: Samples,
+    library: Any,
+    k: Count = 5,
+    *,
+    epsilon: NotNegative | None = None,
+    rebuild: bool = False,
+    ordered: bool = False,
+    tie: NotNegative = 1e-4,
+    max_seconds: Positive | None = None,
+    subsample: Count | None = None,
+    seed: Seed = 0,
+    compute: Compute | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Ranking:
+    """Find the k members of an index that are nearest to a query, and prove it.
+
+    Values are those of `dataset_distance` at the index's settings, with intervals. A member with
+    the query's fingerprint comes first, at 0.
+
+    Args:
+        query: samples of the members' dimension, as `dataset_distance` takes them.
+        library: an index of `otdd.index`, the folder of one, or datasets by name, of which one is
+            built in memory.
+        k: how many.
+        epsilon: refused if the index has another one, unless `rebuild`.
+        rebuild: with another epsilon, solve the self terms of all members again, in memory.
+        ordered: prove the order of the first k as well.
+        tie: values that differ by no more are equal, in units of the cost.
+        max_seconds: stop after so long, with what is proven then; a budget that has begun ends.
+        subsample: K, to estimate sampling intervals of the first k from so many subsamples each.
+        seed: of these draws.
+        compute: where and how passes run, or only the device; by default as for the index.
+        cache_dir: folder of a database of measured class distances.
+        progress: called as progress(members whose place is settled, all members).
+
+    Raises:
+        InputError: the request cannot be met; the message says what to change.
+
+    Warns:
+        DataNotice: the library has fewer than k members.
+    """
+    started = time.perf_counter()
+    known = _index_of(library, epsilon, rebuild, compute, cache_dir)
+    if k > len(known):
+        warn(f"k={k} is above the {len(known)} members of the index: all are ranked", DataNotice)
+        k = len(known)
+    race = _Race(known, _query(query, known), k, tie, ordered, cache_dir)
+    stopped_by = race.run(started, max_seconds, progress)
+    rows, others = race.ranked()
+    details: dict[str, Any] = {
+        "epsilon": known.settings.epsilon,
+        "k": k,
+        "ordered": ordered,
+        "tie": tie,
+        "settings": known.settings.to_dict(),
+        "duplicates": dict(known.duplicates),
+        "device": str(known.device),
+        "versions": versions(),
+    }
+    if subsample is not None:
+        details["sampling"] = race.sampling(rows, subsample, seed)
+    certified = all(row.proven for row in rows)
+    cost = race.cost(time.perf_counter() - started)
+    return Ranking(race.query.name, rows, others, certified, stopped_by, cost, details=details)
+
+
+def _index_of(
+    library: Any,
+    epsilon: float | None,
+    rebuild: bool,
+    compute: Compute | None,
+    cache_dir: str | os.PathLike[str] | None,
+) -> Index:
+    if isinstance(library, str | os.PathLike):
+        library = Index.load(Path(library), compute)
+    if isinstance(library, Mapping):
+        return index(library, epsilon=epsilon, compute=compute, cache_dir=cache_dir)
+    if not isinstance(library, Index):
+        raise InputError(
+            "library must be an index of otdd.index, its folder, or datasets by name, got "
+            f"{type(library).__name__}"
+        )
+    found = library
+    if compute is not None:
+        chosen = ComputeOptions.of(compute)
+        if chosen.precision != found.settings.precision:
+            raise InputError(
+                f"the index was built with precision={found.settings.precision}, got "
+                f"{chosen.precision}; leave it out, or build another index"
+            )
+        found = Index(**{**vars_of(found), "compute": chosen})
+    own = found.settings.epsilon
+    if epsilon is None or epsilon == own:
+        return found
+    if not rebuild:
+        raise InputError(
+            f"the index was built with epsilon={own:g}, not {epsilon:g}, and values at different "
+            "epsilons do not compare; leave epsilon out, or set rebuild=true to solve the self "
+            "terms of all members again"
+        )
+    settings = found.settings
+    rho = settings.unbalanced
+    return index(
+        {entry.name: found.rows(entry) for entry in found.entries},
+        epsilon=epsilon,
+        labels=settings.metric,
+        min_class_size=settings.min_class_size,
+        unbalanced=rho,
+        compute=found.compute,
+        cache_dir=cache_dir,
+        **asdict(settings.cost),
+    )
+
+
+def vars_of(one: Index) -> dict[str, Any]:
+    """Return the fields of an index by name."""
+    return {name: getattr(one, name) for name in Index.__dataclass_fields__}
+
+
+def _query(given: Samples, known: Index) -> LabeledSamples:
+    """Return the query as members are: in memory, checked, without small classes."""
+    found = in_memory(as_samples(given, "query"))
+    check_squares(found)
+    if found.dim != known.dim:
+        raise InputError(
+            f"the query has {found.dim} features, and the members of the index have {known.dim}; "
+            "embed all by the same extractor"
+        )
+    settings = known.settings
+    if settings.metric.name != "none" and found.labels is None:
+        raise InputError(
+            f"the query {found.name} has no labels, which labels={settings.metric.name} of the "
+            "index needs; label it, or build the index with labels=none"
+        )
+    found = drop_small_classes(found, settings.min_class_size)
+    notice_single_samples([found], settings.metric)
+    return found
+
+
+@dataclass(eq=False)
+class _Candidate:
+    """A member in the race, with the interval that is proven so far."""
+
+    entry: Entry
+    lower: float
+    upper: float = math.inf
+    value: float = math.nan
+    term: TransportTerm | None = None
+    block: Tensor | None = None
+    level: int = 0
+    last: bool = False
+
+    @property
+    def width(self) -> float:
+        return self.upper - self.lower
+
+
+class _Race:
+    """The candidates of one query, and what has been proven of them.
+
+    Args:
+        known: the index.
+        query: as members are.
+        k: how many places.
+        tie: values that differ by no more are equal.
+        ordered: whether the order of the places is wanted.
+        cache_dir: of class distances.
+    """
+
+    def __init__(
+        self,
+        known: Index,
+        query: LabeledSamples,
+        k: int,
+        tie: float,
+        ordered: bool,
+        cache_dir: str | os.PathLike[str] | None,
+    ) -> None:
+        self.known, self.query, self.k, self.tie, self.ordered = known, query, k, tie, ordered
+        self._cache_dir = cache_dir
+        self._terms: Terms = known.settings.terms(known.compute)
+        self._x = known.transformed(query)
+        self._own = self._self_term()
+        self.candidates = self._begun()
+
+    def _self_term(self) -> tuple[float, tuple[float, float]]:
+        """Solve the query's self term; a member of its fingerprint has it already."""
+        for entry in self.known.entries:
+            if entry.fingerprint == self.query.fingerprint:
+                return entry.value, entry.bounds
+        (block,) = class_blocks([self._x], [(0, 0)], self.known.settings.metric, self._cache_dir)
+        (term,) = self_terms(self._terms, [Problem(self._x, self._x, block)])
+        return term.value, term.bounds
+
+    def _begun(self) -> list[_Candidate]:
+        """Return the candidates in the order of what moments prove."""
+        settings, entries = self.known.settings, self.known.entries
+        moments = moments_of(self._x, settings.metric)
+        members = [
+            type(entry.moments)(*(part.to(self._x.features.device) for part in entry.moments))
+            for entry in entries
+        ]
+        found = lowest_by_moments(moments, members, settings.cost, settings.metric)
+        candidates = []
+        for entry, lower in zip(entries, found.tolist(), strict=True):
+            one = _Candidate(entry, lower - (self._own[1][1] + entry.bounds[1]) / 2)
+            if entry.fingerprint == self.query.fingerprint:
+                one.lower = one.upper = one.value = 0.0
+                one.last = True
+            candidates.append(one)
+        candidates.sort(key=lambda one: (not one.last, one.lower))
+        if settings.unbalanced is not None:
+            # Mass that is not matched may cost less: the order is a guess, and nothing is proven.
+            for one in candidates:
+                one.lower = one.lower if one.last else -math.inf
+        return candidates
+
+    def run(self, started: float, seconds: float | None, progress: Progress | None) -> str:
+        """Spend budgets until the places are proven; return what ended the race."""
+        while opened := self._open():
+            if seconds is not None and time.perf_counter() - started >= seconds:
+                return "max_seconds"
+            if progress is not None:
+                progress(len(self.candidates) - len(opened), len(self.candidates))
+            able = [one for one in opened if not one.last]
+            if not able:
+                return "rounding"
+            self._raise(self._chosen(able))
+        if progress is not None:
+            progress(len(self.candidates), len(self.candidates))
+        return "proven"
+
+    def _chosen(self, able: list[_Candidate]) -> list[_Candidate]:
+        """Return the candidates of least lower bounds that get the next budget together."""
+        able.sort(key=lambda one: one.lower)
+        ranks, count = getattr(self.known.compute.group, "size", 1), 1
+        first = able[0]
+        if first.term is None and self._terms.takes_many(self._problem(first)):
+            count = SIDE_BY_SIDE
+            able = [one for one in able if one.term is None]
+        return able[: count * ranks * (DEALT if ranks > 1 else 1)]
+
+    def _problem(self, one: _Candidate) -> Problem:
+        rows = self.known.transformed(self.known.rows(one.entry))
+        if one.block is None:
+            # Measured for those alone that the race comes to.
+            settings = self.known.settings
+            (one.block,) = class_blocks([self._x, rows], [(0, 1)], settings.metric, self._cache_dir)
+        return Problem(self._x, rows, one.block, one.term, one.level)
+
+    def _raise(self, chosen: Sequence[_Candidate]) -> None:
+        problems = [self._problem(one) for one in chosen]
+        found = spread(self.known.compute.group, _cross_terms, self._terms, problems)
+        value, (low, high) = self._own
+        for one, (term, last) in zip(chosen, found, strict=True):
+            one.term, one.level, one.last = term, one.level + 1, last
+            lower, upper = term.bounds
+            own = one.entry.bounds
+            one.lower = max(one.lower, lower - (high + own[1]) / 2)
+            one.upper = min(one.upper, upper - (low + own[0]) / 2)
+            one.value = term.value - (value + one.entry.value) / 2
+            one.last |= one.width <= self.tie / 2
+
+    def _open(self) -> list[_Candidate]:
+        """Return the candidates whose place is open, none if all that was asked is proven."""
+        proven = self._proven()
+        if all(proven[: self.k]):
+            return []
+        kth = sorted(one.upper for one in self.candidates)[self.k - 1]
+        rest = zip(self._by_place(), proven, strict=True)
+        return [one for one, known in rest if not known and one.lower + self.tie < kth]
+
+    def _by_place(self) -> list[_Candidate]:
+        """Return the candidates, those first that are nearest by what is known."""
+        return sorted(self.candidates, key=lambda one: (one.upper, one.lower))
+
+    def _proven(self) -> list[bool]:
+        """Return of each candidate by place whether it is proven to be there, or among the k."""
+        placed = self._by_place()
+        lowers = sorted(one.lower for one in placed)
+        found = []
+        for place, one in enumerate(placed):
+            # Others that may be nearer by more than a tie.
+            reach = one.upper - self.tie
+            nearer = _below(lowers, reach) - (one.lower < reach)
+            if not self.ordered:
+                found.append(nearer < self.k)
+                continue
+            before, after = placed[:place], placed[place + 1 :]
+            held = all(other.upper - self.tie <= one.lower for other in before)
+            found.append(held and all(reach <= other.lower for other in after))
+        return found
+
+    def ranked(self) -> tuple[tuple[Ranked, ...], tuple[Ranked, ...]]:
+        """Return the first k and all others as rows."""
+        placed, proven = self._by_place(), self._proven()
+        first = self._within(placed, proven)
+        rest = [one for one in placed if one not in first]
+        known = {id(one): found for one, found in zip(placed, proven, strict=True)}
+        edge = max((one.upper for one in first), default=math.inf)
+
+        def row(one: _Candidate, others: Sequence[_Candidate], proven: bool) -> Ranked:
+            tied = tuple(
+                other.entry.name
+                for other in others
+                if math.isfinite(other.upper)
+                and abs(other.value - one.value) <= self.tie + (other.width + one.width) / 2
+                and other.lower <= edge
+            )
+            return Ranked(one.entry.name, one.value, one.lower, one.upper, proven, tied)
+
+        rows = tuple(row(one, rest, known[id(one)]) for one in first)
+        rest.sort(key=lambda one: one.lower)
+        return rows, tuple(row(one, (), False) for one in rest)
+
+    def _within(self, placed: list[_Candidate], proven: list[bool]) -> list[_Candidate]:
+        """Return the first k: those that are proven to be, then the nearest by their values."""
+        if self.ordered:
+            return placed[: self.k]
+        sure = [one for one, known in zip(placed, proven, strict=True) if known]
+        open_ = [one for one, known in zip(placed, proven, strict=True) if not known]
+        open_.sort(key=lambda one: one.lower if math.isnan(one.value) else one.value)
+        first = (sure + open_)[: self.k]
+        return sorted(first, key=lambda one: one.lower if math.isnan(one.value) else one.value)
+
+    def cost(self, seconds: float) -> Cost:
+        """Return what the race took."""
+        terms = [one.term for one in self.candidates if one.term is not None]
+        ended = [term.passes for term in terms if term.converged]
+        mean = sum(ended) / len(ended) if ended else math.nan
+        passes, members = float(sum(term.passes for term in terms)), len(self.candidates)
+        return Cost(members, len(terms), len(ended), passes, mean * members, seconds)
+
+    def sampling(self, rows: Sequence[Ranked], count: int, seed: int) -> list[dict[str, Any]]:
+        """Estimate the sampling intervals of the rows, by subsamples of query and member."""
+        settings, entries = self.known.settings, {e.name: e for e in self.known.entries}
+        found = []
+        for row in rows:
+            if math.isnan(row.value):
+                continue
+            interval = subsample_interval(
+                self.query,
+                self.known.rows(entries[row.name]),
+                row.value,
+                count=count,
+                seed=seed,
+                epsilon=settings.epsilon,
+                labels=settings.metric,
+                min_class_size=settings.min_class_size,
+                compute=self.known.compute,
+                **asdict(settings.cost),
+            )
+            found.append({"name": row.name, "lower": interval.lower, "upper": interval.upper})
+        return found
+
+
+def _below(numbers: Sequence[float], limit: float) -> int:
+    """Return how many sorted numbers are below a limit."""
+    return bisect_left(numbers, limit)
+
+
+def _cross_terms(terms: Terms, problems: list[Problem]) -> list[Raised]:
+    """Solve cross terms within their next budgets."""
+    return terms.raised(problems)
