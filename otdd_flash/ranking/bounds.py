@@ -18,10 +18,10 @@ side, to the end. `index` and `race` call this module; every interval comes from
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -42,7 +42,7 @@ from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.pairs import symmetric_table
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.divergence import solve_divergence
+from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact
 from otdd_flash.solver.small.pooled_solve import Batch
@@ -57,6 +57,8 @@ T = TypeVar("T")
 BUDGETS, SMALLER = (2, 8, 32), 0.1
 # Iterations that go on from known potentials, after which a descent from large epsilons begins.
 MOST_CONTINUED = 500
+# The width of a self term's interval, over its value, and how often a smaller error is tried.
+SELF_WIDTH, MOST_NARROWED = 1e-6, 3
 # Features up to which singular values of products of covariance factors are computed.
 MOST_FEATURES = 256
 # Classes of all problems that are solved side by side, of which they share one table.
@@ -81,6 +83,10 @@ class Moments(NamedTuple):
     class_means: Tensor
     class_traces: Tensor
     class_masses: Tensor
+
+    def to(self, device: torch.device | str) -> Moments:
+        """Return the moments on a device."""
+        return Moments(*(part.to(device) for part in self))
 
 
 def moments_of(samples: LabeledSamples, metric: LabelMetric) -> Moments:
@@ -167,10 +173,8 @@ def class_blocks(
         return [torch.zeros(sides[i].class_total, sides[j].class_total) for i, j in wanted]
     clouds, offsets = pool(sides)
     distinct, index = merge_identical(clouds)
-    own = [index[first:last] for first, last in zip(offsets, offsets[1:], strict=False)]
-    pairs = {
-        (max(c, k), min(c, k)) for i, j in wanted for c in own[i] for k in own[j] if c != k
-    }
+    own = [index[first:last] for first, last in pairwise(offsets)]
+    pairs = {(max(c, k), min(c, k)) for i, j in wanted for c in own[i] for k in own[j] if c != k}
     listed = torch.tensor(sorted(pairs), dtype=torch.int64).reshape(-1, 2)
     found = measure_pairs(distinct, listed, metric, cache_dir=cache_dir)
     table = symmetric_table(found.values.cpu(), listed, len(distinct))
@@ -244,12 +248,13 @@ class Terms:
         """Return whether problems of this size are solved side by side."""
         if self.epsilon == 0:
             return False
-        return is_small(self._comparison(problem, debias=False), Converged())
+        return is_small(self._comparison(problem), Converged())
 
-    def _comparison(self, problem: Problem, *, debias: bool) -> Comparison:
+    def _comparison(self, problem: Problem) -> Comparison:
+        """Return the comparison of both sides, of a self term with all of its terms."""
         sides, block = (problem.x, problem.y), problem.block
         found = Comparison.prepare(
-            sides, self.cost, self.compute, debias=debias, transformed=True, resident=True
+            sides, self.cost, self.compute, debias=problem.own, transformed=True, resident=True
         )
         x, y = block.shape
         full = block.new_zeros(x + y, x + y)
@@ -260,41 +265,46 @@ class Terms:
 
     def _alone(self, problem: Problem) -> Raised:
         """Solve one problem within its next budget."""
-        compared = self._comparison(problem, debias=problem.own)
-        before, level = problem.before, problem.level
+        before, compared = problem.before, self._comparison(problem)
         if self.epsilon == 0:
             # Once to the width of its default, then as far as rounding allows.
-            options = Exact() if before is None else Exact(bound_width=0.0)
-            return Raised(solve(replace(compared, debias=False), options).xy, before is not None)
-        if problem.own and before is None:
-            return Raised(solve(compared, Converged()).xy, False)
-        compared, start = replace(compared, debias=False), {}
-        if before is not None:
-            start = {"xy": before.g}
-        if not problem.own and level < len(BUDGETS):
-            options = Converged(max_iterations=BUDGETS[level])
-        elif before is None or not before.converged:
-            options = Converged()
+            exact = Exact() if before is None else Exact(bound_width=0.0)
+            return Raised(solve(compared, exact).xy, before is not None)
+        if before is None or not before.converged:
+            tolerance = None
         else:
-            options = Converged(tolerance=SMALLER * before.marginal_error)
+            tolerance = SMALLER * before.marginal_error
+        options, budgeted = Converged(tolerance=tolerance), False
+        if not problem.own and tolerance is None and problem.level < len(BUDGETS):
+            options, budgeted = Converged(max_iterations=BUDGETS[problem.level]), True
         try:
-            first = replace(options, max_iterations=min(options.max_iterations, MOST_CONTINUED))
-            found = solve_divergence(compared, first if start else options, start=start)
-            if start and not found.converged and level >= len(BUDGETS):
-                found = solve_divergence(compared, options)
+            found = self._solved(compared, options, before, own=problem.own)
         except (UnreachableTolerance, EpsilonOutOfRange):
-            if before is None or not before.converged:
+            if before is None or tolerance is None:
                 raise
             return Raised(before, True)
         term = found.widened(compared.cost_error).xy
         if before is not None:
-            # Both intervals hold: the narrower ends of both do as well.
-            ends = zip(before.bounds, term.bounds, (max, min), strict=True)
-            low, high = (better(one, other) for one, other, better in ends)
+            # Both intervals hold, and so does what they share.
+            (low, high), (lower, upper) = before.bounds, term.bounds
+            low, high = max(low, lower), min(high, upper)
             passes = before.passes + term.passes
             term = replace(term, bounds=(low, max(low, high)), passes=passes)
-        asked = options.tolerance is not None or level > len(BUDGETS) + 1
-        return Raised(term, asked and (not found.converged or found.stopped_by == "rounding"))
+        ended = not found.converged or found.stopped_by == "rounding"
+        return Raised(term, ended and not budgeted and before is not None)
+
+    def _solved(
+        self, compared: Comparison, options: Converged, before: TransportTerm | None, *, own: bool
+    ) -> Divergence:
+        """Solve a term, from known potentials if there are any."""
+        solve_it, name = (solve_identical, "xx") if own else (solve_divergence, "xy")
+        if before is not None:
+            most = min(options.max_iterations, MOST_CONTINUED)
+            start = {name: before.g}
+            found = solve_it(compared, replace(options, max_iterations=most), start=start)
+            if found.converged or most == options.max_iterations:
+                return found
+        return solve_it(compared, options)
 
     def _side_by_side(self, problems: Sequence[Problem], new: Sequence[int]) -> list[list[int]]:
         """Group new problems that are small enough by kind, and so that few points are added."""
@@ -318,7 +328,9 @@ class Terms:
         own = problems[0].own
         if own:
             # Two self terms are those of one divergence, whose cross term is not read.
-            pairs = [(one.x, two.x) for one, two in zip(problems[::2], problems[1::2], strict=False)]
+            pairs = [
+                (one.x, two.x) for one, two in zip(problems[::2], problems[1::2], strict=False)
+            ]
             if len(problems) % 2:
                 pairs.append((problems[-1].x, problems[-1].x))
             sides = [one.x for one in problems]
@@ -335,15 +347,23 @@ class Terms:
             columns = slice(place[one.y], place[one.y] + one.y.class_total)
             for k in (0, total) if own else (0,):
                 across = k if own else total
-                table[rows.start + k : rows.stop + k, columns.start + across : columns.stop + across] = one.block
+                table[
+                    rows.start + k : rows.stop + k, columns.start + across : columns.stop + across
+                ] = one.block
         packed = [_padded([pair[k] for pair in pairs], place) for k in (0, 1)]
         points, masses, labels = zip(*packed, strict=True)
         weights = self.cost.squared.lambda_x, self.cost.lambda_y
         known = None if not bool(table.any()) else table
         batch = Batch(points, masses, labels, (total, total), known, weights)
         in_triton = uses_triton(self.compute, points[0].device)
-        given = {"debias": own, "in_triton": in_triton, "constraints": self.constraints}
-        solved = solve_terms(batch, self.epsilon, Converged(), **given)
+        solved = solve_terms(
+            batch,
+            self.epsilon,
+            Converged(),
+            debias=own,
+            in_triton=in_triton,
+            constraints=self.constraints,
+        )
         names = ("xx", "yy") if own else ("xy",)
         terms = [None if one is None else one[name] for one in solved for name in names]
         error = self.cost.error(points[0].shape[2])
@@ -377,18 +397,34 @@ def _padded(
     return points, masses, labels
 
 
-def narrowed(terms: Terms, problem: Problem, raised: Raised, width: float) -> TransportTerm:
-    """Solve a self term on until its interval is `width` wide, or no narrower by rounding."""
-    while not raised.last and _width(raised.term) > width and problem.level < len(BUDGETS) + 3:
-        level = max(problem.level, len(BUDGETS)) + 1
-        problem = problem._replace(before=raised.term, level=level)
-        (raised,) = terms.raised([problem])
-    return raised.term
+class SelfTerm(NamedTuple):
+    """What values need of OT_epsilon of a dataset with itself."""
+
+    value: float
+    bounds: tuple[float, float]
+    passes: float
 
 
-def _width(term: TransportTerm) -> float:
-    low, high = term.bounds
-    return high - low if math.isfinite(high - low) else math.inf
+def self_terms(terms: Terms, problems: list[Problem]) -> list[SelfTerm]:
+    """Solve self terms until their intervals are narrow, or no narrower by rounding."""
+    if terms.epsilon == 0:
+        # Costs are not negative, and nothing has to move.
+        return [SelfTerm(0.0, (0.0, 0.0), 0.0)] * len(problems)
+    # Sent to another rank, both sides are copies of their own.
+    problems = [one._replace(y=one.x) for one in problems]
+    found = []
+    for one, (term, last) in zip(problems, terms.raised(problems), strict=True):
+        for _ in range(MOST_NARROWED):
+            if last or term.bounds[1] - term.bounds[0] <= SELF_WIDTH * abs(term.value):
+                break
+            ((term, last),) = terms.raised([one._replace(before=term)])
+        found.append(SelfTerm(term.value, term.bounds, term.passes))
+    return found
+
+
+def cross_terms(terms: Terms, problems: list[Problem]) -> list[Raised]:
+    """Solve cross terms within their next budgets."""
+    return terms.raised(problems)
 
 
 def spread(
@@ -400,7 +436,9 @@ def spread(
     return group.order(_work_of_rank, work, saved((shared, list(items))))
 
 
-def _work_of_rank(ranks: Ranks, work: Callable[[Any, list[Any]], list[T]], content: bytes) -> list[T]:
+def _work_of_rank(
+    ranks: Ranks, work: Callable[[Any, list[Any]], list[T]], content: bytes
+) -> list[T]:
     """Do this rank's part of the work and gather all; run by every rank."""
     shared, items = restored(content)
     own = range(ranks.rank, len(items), ranks.size)

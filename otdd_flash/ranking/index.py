@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,32 +45,31 @@ from otdd_flash.files.tensor_file import (
     write_tensors,
 )
 from otdd_flash.labels import drop_small_classes, metric_of, notice_single_samples, settled_metric
-from otdd_flash.labels.metrics import METRICS, Given, Labels, PairFunction, metric_named
+from otdd_flash.labels.metrics import Given, Labels, PairFunction, metric_named
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.ranking.bounds import (
     Moments,
     Problem,
+    SelfTerm,
     Terms,
     class_blocks,
     moments_of,
-    narrowed,
+    self_terms,
     spread,
 )
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples, check_squares
-from otdd_flash.shown import display, listing
+from otdd_flash.shown import listing
 from otdd_flash.solver.penalties import penalties_of, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.exact import schedule_of
-from otdd_flash.solver.term import TransportTerm, resolve_epsilon
+from otdd_flash.solver.term import resolve_epsilon
 
 INDEX_FILE, INDEX_FORMAT = "index.json", 1
 # Members that are read, solved and written together.
 TOGETHER = 64
 # Members, drawn at random, of which neighbours in that order give the mean cost.
 MEAN_OF = 16
-# The width of a self term's interval, over its value.
-SELF_WIDTH = 1e-6
 
 
 @dataclass(frozen=True)
@@ -123,9 +122,7 @@ class Entry:
         fingerprint: of its rows, without small classes.
         rows: their number.
         class_names: its classes, none without labels.
-        value: the dual value of its self term.
-        bounds: solver bounds of its self term.
-        passes: that the self term took, in units of n^2.
+        term: its self term.
         moments: of its transformed rows.
     """
 
@@ -133,9 +130,7 @@ class Entry:
     fingerprint: str
     rows: int
     class_names: tuple[str, ...]
-    value: float
-    bounds: tuple[float, float]
-    passes: float
+    term: SelfTerm
     moments: Moments
 
 
@@ -189,13 +184,7 @@ class Index:
         if entry.fingerprint in self.held:
             return self.held[entry.fingerprint]
         assert self.folder is not None
-        found = _read_rows(self.folder, entry.fingerprint, entry.name)
-        if found is None:
-            raise InputError(
-                f"the rows of {entry.name} in {self.folder} are missing or damaged; build the "
-                "index again with that dataset: otdd.index(library, folder)"
-            )
-        return found
+        return _StoredRows(self.folder, entry.fingerprint, entry.name).read()
 
     def transformed(self, samples: LabeledSamples) -> LabeledSamples:
         """Return samples on the device, transformed for the ground cost."""
@@ -294,17 +283,19 @@ def index(
             + ("" if where is None else f", as there is no index in {where}")
         )
     reader = _Reader(library, min_class_size, cost, metric, compute, skip)
-    built = None
-    if stored is not None and (not library or not rebuild):
+    kept = {} if stored is None else stored["members"]
+    # Of members that are not given again the rows in the folder are enough.
+    whole = {name: _StoredRows(where, key, name) for name, key in kept.items()} | {**library}
+    if stored is not None and not rebuild:
         built = Settings.from_dict(stored["settings"])
         if library:
             given = epsilon if epsilon_relative is None else epsilon_relative * built.mean_cost
             _refuse_other(built, given, reader, unbalanced, where)
-        reader = reader.at(built)
-    if built is None:
+        reader = reader.at(built, whole)
+    else:
+        reader = replace(reader, library=whole)
         built = reader.settled(epsilon, epsilon_relative, unbalanced, unbalanced_relative)
-        stored = None
-    return _build(reader, built, where, stored, cache_dir, progress)
+    return _build(reader, built, where, cache_dir, progress)
 
 
 def _refuse_other(
@@ -340,10 +331,10 @@ class _Reader:
     compute: ComputeOptions
     skip: bool
 
-    def at(self, built: Settings) -> _Reader:
+    def at(self, built: Settings, library: Mapping[str, Any]) -> _Reader:
         """Return a reader with the settings of an index, in its precision."""
         compute = replace(self.compute, precision=built.precision)
-        known = (self.library, built.min_class_size, built.cost, built.metric, compute, self.skip)
+        known = (library, built.min_class_size, built.cost, built.metric, compute, self.skip)
         return _Reader(*known)
 
     def settled(
@@ -382,9 +373,7 @@ class _Reader:
         compared = Comparison.prepare((x, y), cost, self.compute.alone, transformed=True)
         return compared.mean_cost()
 
-    def read(
-        self, names: Sequence[str], dim: int | None
-    ) -> Iterator[tuple[str, LabeledSamples]]:
+    def read(self, names: Sequence[str], dim: int | None) -> Iterator[tuple[str, LabeledSamples]]:
         """Yield members by name, of one dimension, without small classes.
 
         Raises:
@@ -399,7 +388,7 @@ class _Reader:
                         "out, embed all alike, or set skip=true"
                     )
             except InputError as error:
-                if not self.skip:
+                if not (self.skip or isinstance(self.library[name], _StoredRows)):
                     raise
                 warn(f"{error}: it is left out of the index", DataNotice)
                 continue
@@ -408,6 +397,8 @@ class _Reader:
 
     def _one(self, name: str) -> LabeledSamples:
         given = self.library[name]
+        if isinstance(given, _StoredRows):
+            return given.read()
         if isinstance(given, str | os.PathLike):
             text = os.fspath(given)
             given = load(text) if text in SOURCES else load("arrays", path=text)
@@ -420,6 +411,28 @@ class _Reader:
             self.cost.transform(kept)
         notice_single_samples([kept], self.metric)
         return kept
+
+
+class _StoredRows(NamedTuple):
+    """The rows of a member in the folder of an index."""
+
+    where: Path | None
+    key: str
+    name: str
+
+    def read(self) -> LabeledSamples:
+        """Read them.
+
+        Raises:
+            InputError: the file is missing or damaged.
+        """
+        found = _read_rows(self.where, self.key, self.name)
+        if found is None:
+            raise InputError(
+                f"the rows of {self.name} in {self.where} are missing or damaged; give that "
+                "dataset to otdd.index again"
+            )
+        return found
 
 
 def in_memory(samples: LabeledSamples) -> LabeledSamples:
@@ -446,39 +459,25 @@ def _build(
     reader: _Reader,
     built: Settings,
     where: Path | None,
-    stored: dict[str, Any] | None,
     cache_dir: str | os.PathLike[str] | None,
     progress: Progress | None,
 ) -> Index:
     """Compute the entries that are not stored, chunk by chunk, each written when it is solved."""
-    members: dict[str, str] = {} if stored is None else dict(stored["members"])
-    mark = _mark(built)
-    if where is not None and stored is None:
+    mark, entries, held = _mark(built), dict[str, Entry](), dict[str, LabeledSamples]()
+    stored = {n: one.key for n, one in reader.library.items() if isinstance(one, _StoredRows)}
+    members = dict(stored)
+    for name, key in stored.items():
+        if key not in entries and (found := _restored(where, key, name, mark)) is not None:
+            entries[key] = found
+    if where is not None:
         _write_index(where, built, members)
-    entries: dict[str, Entry] = {}
-    held: dict[str, LabeledSamples] = {}
-    for name, key in members.items():
-        if name not in reader.library and key not in entries:
-            found = _restored(where, key, name, mark)
-            if found is not None:
-                entries[key] = found
-    # Of members that are not given again the rows in the folder are enough.
-    lost = {n: k for n, k in members.items() if n not in reader.library and k not in entries}
-    waiting = _again(where, lost)
-    names, done = [*lost, *reader.library], len(entries)
-    total = done + len(names)
+    names = [name for name in reader.library if stored.get(name) not in entries]
     dim = next((len(entry.moments.mean) for entry in entries.values()), None)
-
-    def given() -> Iterator[tuple[str, LabeledSamples]]:
-        yield from waiting
-        yield from reader.read(list(reader.library), dim)
-
-    source = given()
+    source, total = reader.read(names, dim), len(reader.library)
     while chunk := list(islice(source, TOGETHER)):
         new: dict[str, tuple[str, LabeledSamples]] = {}
         for name, samples in chunk:
-            key = samples.fingerprint
-            members[name] = key
+            key = members[name] = samples.fingerprint
             if where is None:
                 held.setdefault(key, samples)
             if key in entries or key in new:
@@ -492,11 +491,10 @@ def _build(
             entries[key] = entry
             if where is not None:
                 _write_entry(where, entry, new[key][1], mark)
-        done += len(chunk)
         if where is not None:
             _write_index(where, built, members)
         if progress is not None:
-            progress(done, total)
+            progress(sum(key in entries for key in members.values()), total)
     return _indexed(reader, built, where, members, entries, held)
 
 
@@ -540,22 +538,10 @@ def _solved(
             key,
             len(side),
             side.class_names,
-            term.value,
-            term.bounds,
-            term.passes,
-            Moments(*(part.cpu() for part in moments_of(side, built.metric))),
+            term,
+            moments_of(side, built.metric).to("cpu"),
         )
         for (key, (name, _)), side, term in zip(new.items(), sides, terms, strict=True)
-    ]
-
-
-def self_terms(terms: Terms, problems: list[Problem]) -> list[TransportTerm]:
-    """Solve self terms until their intervals are narrow."""
-    # Sent to another rank, both sides are copies of their own.
-    problems = [one._replace(y=one.x) for one in problems]
-    return [
-        narrowed(terms, one, found, SELF_WIDTH * abs(found.term.value))
-        for one, found in zip(problems, terms.raised(problems), strict=True)
     ]
 
 
@@ -605,14 +591,7 @@ def _write_entry(where: Path, entry: Entry, samples: LabeledSamples, mark: str) 
     rows = {name: part for name, part in parts.items() if part is not None}
     names = json.dumps(samples.class_names)
     write_tensors(where / f"{entry.fingerprint}.rows.safetensors", rows, {"class_names": names})
-    low, high = entry.bounds
-    summary = {
-        "rows": entry.rows,
-        "class_names": entry.class_names,
-        "value": entry.value,
-        "bounds": [low, high],
-        "passes": entry.passes,
-    }
+    summary = {"rows": entry.rows, "class_names": entry.class_names, **entry.term._asdict()}
     texts = {"summary": json.dumps(summary), "settings": mark}
     write_tensors(where / f"{entry.fingerprint}.safetensors", entry.moments._asdict(), texts)
 
@@ -627,9 +606,9 @@ def _restored(where: Path | None, key: str, name: str, mark: str) -> Entry | Non
         if stored.texts["settings"] != mark:
             return None
         content = json.loads(stored.texts["summary"])
-        content["class_names"] = tuple(content["class_names"])
-        content["bounds"] = tuple(content["bounds"])
-        return Entry(name, key, moments=Moments(**stored.tensors), **content)
+        term = SelfTerm(content["value"], tuple(content["bounds"]), content["passes"])
+        classes = tuple(content["class_names"])
+        return Entry(name, key, content["rows"], classes, term, Moments(**stored.tensors))
     except FileNotFoundError:
         return None
     except (OSError, DamagedFileError, LookupError, ValueError, TypeError) as error:
@@ -653,15 +632,3 @@ def _read_rows(where: Path | None, key: str, name: str) -> LabeledSamples | None
         warn(f"the rows of {name} in {where} are damaged ({error})", DataNotice)
         return None
     return found if found.fingerprint == key else None
-
-
-def _again(
-    where: Path | None, lost: Mapping[str, str]
-) -> Iterator[tuple[str, LabeledSamples]]:
-    """Yield the rows of members whose entries are damaged, and that are not given again."""
-    for name, key in lost.items():
-        found = _read_rows(where, key, name)
-        if found is None:
-            warn(f"{display(name)} is left out: give it again to otdd.index", DataNotice)
-            continue
-        yield name, found

@@ -17,8 +17,9 @@ import math
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
@@ -31,14 +32,16 @@ from otdd_flash.files.atomic import json_content
 from otdd_flash.labels import drop_small_classes, notice_single_samples
 from otdd_flash.ranking.bounds import (
     Problem,
-    Raised,
+    SelfTerm,
     Terms,
     class_blocks,
+    cross_terms,
     lowest_by_moments,
     moments_of,
+    self_terms,
     spread,
 )
-from otdd_flash.ranking.index import Entry, Index, in_memory, index, self_terms
+from otdd_flash.ranking.index import Entry, Index, in_memory, index
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples, check_squares
@@ -52,8 +55,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Members whose next budgets are spent before bounds are compared again, where many are solved side
-# by side, and how many each rank is dealt.
-SIDE_BY_SIDE, DEALT = 32, 2
+# by side.
+SIDE_BY_SIDE = 32
 
 
 class Ranked(NamedTuple):
@@ -66,7 +69,7 @@ class Ranked(NamedTuple):
         upper: its upper solver bound, infinite where nothing was solved.
         proven: whether it is one of the first k, or with `ordered` at this very place, whatever the
             values are within their bounds, up to `tie`.
-        tied: names of members that may be as near, up to `tie`, on either side of the k-th place.
+        tied: names of members whose values are proven to differ from it by at most `tie`.
     """
 
     name: str
@@ -184,7 +187,7 @@ def _of_sampling(intervals: Sequence[Mapping[str, float]] | None) -> list[str]:
     """Say which neighbouring places the rows that were drawn do not separate."""
     return [
         f"places {place} and {place + 1} differ by less than their sampling error"
-        for place, (one, other) in enumerate(zip(intervals or (), (intervals or ())[1:]), 1)
+        for place, (one, other) in enumerate(pairwise(intervals or ()), 1)
         if one["upper"] >= other["lower"]
     ]
 
@@ -284,7 +287,7 @@ def _index_of(
                 f"the index was built with precision={found.settings.precision}, got "
                 f"{chosen.precision}; leave it out, or build another index"
             )
-        found = Index(**{**vars_of(found), "compute": chosen})
+        found = replace(found, compute=chosen)
     own = found.settings.epsilon
     if epsilon is None or epsilon == own:
         return found
@@ -306,11 +309,6 @@ def _index_of(
         cache_dir=cache_dir,
         **asdict(settings.cost),
     )
-
-
-def vars_of(one: Index) -> dict[str, Any]:
-    """Return the fields of an index by name."""
-    return {name: getattr(one, name) for name in Index.__dataclass_fields__}
 
 
 def _query(given: Samples, known: Index) -> LabeledSamples:
@@ -347,8 +345,9 @@ class _Candidate:
     last: bool = False
 
     @property
-    def width(self) -> float:
-        return self.upper - self.lower
+    def guess(self) -> float:
+        """The value, or where nothing was solved its lower bound."""
+        return self.lower if math.isnan(self.value) else self.value
 
 
 class _Race:
@@ -372,172 +371,176 @@ class _Race:
         ordered: bool,
         cache_dir: str | os.PathLike[str] | None,
     ) -> None:
-        self.known, self.query, self.k, self.tie, self.ordered = known, query, k, tie, ordered
+        self.known, self.query, self.tie, self.ordered = known, query, tie, ordered
         self._cache_dir = cache_dir
         self._terms: Terms = known.settings.terms(known.compute)
         self._x = known.transformed(query)
+        self._same = [one for one in known.entries if one.fingerprint == query.fingerprint]
+        # The query itself is nearest, without a race.
+        self.k = k - len(self._same)
         self._own = self._self_term()
         self.candidates = self._begun()
 
-    def _self_term(self) -> tuple[float, tuple[float, float]]:
+    def _self_term(self) -> SelfTerm:
         """Solve the query's self term; a member of its fingerprint has it already."""
-        for entry in self.known.entries:
-            if entry.fingerprint == self.query.fingerprint:
-                return entry.value, entry.bounds
+        for entry in self._same:
+            return entry.term
         (block,) = class_blocks([self._x], [(0, 0)], self.known.settings.metric, self._cache_dir)
         (term,) = self_terms(self._terms, [Problem(self._x, self._x, block)])
-        return term.value, term.bounds
+        return term
 
     def _begun(self) -> list[_Candidate]:
         """Return the candidates in the order of what moments prove."""
-        settings, entries = self.known.settings, self.known.entries
+        settings, device = self.known.settings, self._x.features.device
+        entries = [one for one in self.known.entries if one not in self._same]
+        if not entries:
+            return []
         moments = moments_of(self._x, settings.metric)
-        members = [
-            type(entry.moments)(*(part.to(self._x.features.device) for part in entry.moments))
-            for entry in entries
-        ]
+        members = [one.moments.to(device) for one in entries]
         found = lowest_by_moments(moments, members, settings.cost, settings.metric)
-        candidates = []
-        for entry, lower in zip(entries, found.tolist(), strict=True):
-            one = _Candidate(entry, lower - (self._own[1][1] + entry.bounds[1]) / 2)
-            if entry.fingerprint == self.query.fingerprint:
-                one.lower = one.upper = one.value = 0.0
-                one.last = True
-            candidates.append(one)
-        candidates.sort(key=lambda one: (not one.last, one.lower))
+        candidates = [
+            _Candidate(one, lower - (self._own.bounds[1] + one.term.bounds[1]) / 2)
+            for one, lower in zip(entries, found.tolist(), strict=True)
+        ]
+        candidates.sort(key=lambda one: one.lower)
         if settings.unbalanced is not None:
             # Mass that is not matched may cost less: the order is a guess, and nothing is proven.
             for one in candidates:
-                one.lower = one.lower if one.last else -math.inf
+                one.lower = -math.inf
         return candidates
 
     def run(self, started: float, seconds: float | None, progress: Progress | None) -> str:
         """Spend budgets until the places are proven; return what ended the race."""
-        while opened := self._open():
+        total = len(self.candidates)
+        while not all(self._proven()[: self.k]):
+            opened = self._open()
+            if progress is not None:
+                progress(total - len(opened), total)
             if seconds is not None and time.perf_counter() - started >= seconds:
                 return "max_seconds"
-            if progress is not None:
-                progress(len(self.candidates) - len(opened), len(self.candidates))
             able = [one for one in opened if not one.last]
             if not able:
                 return "rounding"
             self._raise(self._chosen(able))
         if progress is not None:
-            progress(len(self.candidates), len(self.candidates))
+            progress(total, total)
         return "proven"
 
     def _chosen(self, able: list[_Candidate]) -> list[_Candidate]:
         """Return the candidates of least lower bounds that get the next budget together."""
         able.sort(key=lambda one: one.lower)
         ranks, count = getattr(self.known.compute.group, "size", 1), 1
-        first = able[0]
-        if first.term is None and self._terms.takes_many(self._problem(first)):
-            count = SIDE_BY_SIDE
-            able = [one for one in able if one.term is None]
-        return able[: count * ranks * (DEALT if ranks > 1 else 1)]
+        if able[0].term is None and self._terms.takes_many(*self._problems(able[:1])):
+            count, able = SIDE_BY_SIDE, [one for one in able if one.term is None]
+        return able[: count * ranks]
 
-    def _problem(self, one: _Candidate) -> Problem:
-        rows = self.known.transformed(self.known.rows(one.entry))
-        if one.block is None:
-            # Measured for those alone that the race comes to.
-            settings = self.known.settings
-            (one.block,) = class_blocks([self._x, rows], [(0, 1)], settings.metric, self._cache_dir)
-        return Problem(self._x, rows, one.block, one.term, one.level)
+    def _problems(self, chosen: Sequence[_Candidate]) -> list[Problem]:
+        """Return the cross terms of candidates, whose class distances are measured now."""
+        settings = self.known.settings
+        rows = [self.known.transformed(self.known.rows(one.entry)) for one in chosen]
+        new = [place for place, one in enumerate(chosen) if one.block is None]
+        if new:
+            sides, pairs = [self._x, *rows], [(0, place + 1) for place in new]
+            blocks = class_blocks(sides, pairs, settings.metric, self._cache_dir)
+            for place, measured in zip(new, blocks, strict=True):
+                chosen[place].block = measured
+        return [
+            Problem(self._x, side, block, one.term, one.level)
+            for one, side in zip(chosen, rows, strict=True)
+            if (block := one.block) is not None
+        ]
 
     def _raise(self, chosen: Sequence[_Candidate]) -> None:
-        problems = [self._problem(one) for one in chosen]
-        found = spread(self.known.compute.group, _cross_terms, self._terms, problems)
-        value, (low, high) = self._own
+        """Solve the cross terms of candidates within their next budgets."""
+        problems = self._problems(chosen)
+        found = spread(self.known.compute.group, cross_terms, self._terms, problems)
         for one, (term, last) in zip(chosen, found, strict=True):
-            one.term, one.level, one.last = term, one.level + 1, last
-            lower, upper = term.bounds
-            own = one.entry.bounds
-            one.lower = max(one.lower, lower - (high + own[1]) / 2)
-            one.upper = min(one.upper, upper - (low + own[0]) / 2)
-            one.value = term.value - (value + one.entry.value) / 2
-            one.last |= one.width <= self.tie / 2
+            one.term, one.level = term, one.level + 1
+            others = self._own, one.entry.term
+            # Each end takes the opposite ends of the self terms.
+            one.lower = max(one.lower, term.bounds[0] - sum(two.bounds[1] for two in others) / 2)
+            one.upper = min(one.upper, term.bounds[1] - sum(two.bounds[0] for two in others) / 2)
+            one.value = term.value - sum(two.value for two in others) / 2
+            one.last = last or one.upper - one.lower <= self.tie / 2
 
     def _open(self) -> list[_Candidate]:
-        """Return the candidates whose place is open, none if all that was asked is proven."""
-        proven = self._proven()
-        if all(proven[: self.k]):
-            return []
-        kth = sorted(one.upper for one in self.candidates)[self.k - 1]
-        rest = zip(self._by_place(), proven, strict=True)
-        return [one for one, known in rest if not known and one.lower + self.tie < kth]
+        """Return the candidates that are neither proven nor out."""
+        uppers = [*sorted(one.upper for one in self.candidates), math.inf]
+        kth, following = uppers[self.k - 1], uppers[self.k]
+
+        def is_out(one: _Candidate) -> bool:
+            # Of k others no one is farther, up to a tie.
+            return (following if one.upper <= kth else kth) <= one.lower + self.tie
+
+        placed = zip(self._by_place(), self._proven(), strict=True)
+        return [one for one, proven in placed if not (proven or is_out(one))]
 
     def _by_place(self) -> list[_Candidate]:
-        """Return the candidates, those first that are nearest by what is known."""
+        """Return the candidates, those first that are nearest by what is proven."""
         return sorted(self.candidates, key=lambda one: (one.upper, one.lower))
 
     def _proven(self) -> list[bool]:
         """Return of each candidate by place whether it is proven to be there, or among the k."""
         placed = self._by_place()
-        lowers = sorted(one.lower for one in placed)
-        found = []
-        for place, one in enumerate(placed):
-            # Others that may be nearer by more than a tie.
-            reach = one.upper - self.tie
-            nearer = _below(lowers, reach) - (one.lower < reach)
-            if not self.ordered:
-                found.append(nearer < self.k)
-                continue
-            before, after = placed[:place], placed[place + 1 :]
-            held = all(other.upper - self.tie <= one.lower for other in before)
-            found.append(held and all(reach <= other.lower for other in after))
-        return found
+        if not self.ordered:
+            lowers = sorted(one.lower for one in placed)
+            # Others that may be nearer by more than a tie are fewer than k.
+            reaches = [(one.upper - self.tie, one.lower) for one in placed]
+            return [
+                bisect_left(lowers, reach) - (lower < reach) < self.k for reach, lower in reaches
+            ]
+        before = [-math.inf, *accumulate((one.upper for one in placed), max)]
+        lowest = [*accumulate((one.lower for one in reversed(placed)), min)]
+        after = [*reversed(lowest), math.inf]
+        return [
+            before[place] - self.tie <= one.lower and one.upper - self.tie <= after[place + 1]
+            for place, one in enumerate(placed)
+        ]
 
     def ranked(self) -> tuple[tuple[Ranked, ...], tuple[Ranked, ...]]:
         """Return the first k and all others as rows."""
         placed, proven = self._by_place(), self._proven()
-        first = self._within(placed, proven)
-        rest = [one for one in placed if one not in first]
-        known = {id(one): found for one, found in zip(placed, proven, strict=True)}
-        edge = max((one.upper for one in first), default=math.inf)
-
-        def row(one: _Candidate, others: Sequence[_Candidate], proven: bool) -> Ranked:
-            tied = tuple(
-                other.entry.name
-                for other in others
-                if math.isfinite(other.upper)
-                and abs(other.value - one.value) <= self.tie + (other.width + one.width) / 2
-                and other.lower <= edge
-            )
-            return Ranked(one.entry.name, one.value, one.lower, one.upper, proven, tied)
-
-        rows = tuple(row(one, rest, known[id(one)]) for one in first)
+        known = dict(zip(placed, proven, strict=True))
+        rest = placed
+        if not self.ordered:
+            # Those that are proven come first among the k, however wide their intervals are.
+            rest = sorted(placed, key=lambda one: (not known[one], one.guess))
+        first, rest = rest[: self.k], rest[self.k :]
+        if not self.ordered:
+            first.sort(key=lambda one: one.guess)
+        rows = [Ranked(one.name, 0.0, 0.0, 0.0, True, ()) for one in self._same]
+        rows += [self._row(one, known[one]) for one in first]
         rest.sort(key=lambda one: one.lower)
-        return rows, tuple(row(one, (), False) for one in rest)
+        return tuple(rows), tuple(self._row(one, False) for one in rest)
 
-    def _within(self, placed: list[_Candidate], proven: list[bool]) -> list[_Candidate]:
-        """Return the first k: those that are proven to be, then the nearest by their values."""
-        if self.ordered:
-            return placed[: self.k]
-        sure = [one for one, known in zip(placed, proven, strict=True) if known]
-        open_ = [one for one, known in zip(placed, proven, strict=True) if not known]
-        open_.sort(key=lambda one: one.lower if math.isnan(one.value) else one.value)
-        first = (sure + open_)[: self.k]
-        return sorted(first, key=lambda one: one.lower if math.isnan(one.value) else one.value)
+    def _row(self, one: _Candidate, proven: bool) -> Ranked:
+        """Return a candidate as a row, with those that are proven to be as near up to a tie."""
+        tied = tuple(
+            other.entry.name
+            for other in self.candidates
+            if other is not one
+            and max(one.upper, other.upper) - min(one.lower, other.lower) <= self.tie
+        )
+        return Ranked(one.entry.name, one.value, one.lower, one.upper, proven, tied)
 
     def cost(self, seconds: float) -> Cost:
         """Return what the race took."""
         terms = [one.term for one in self.candidates if one.term is not None]
         ended = [term.passes for term in terms if term.converged]
-        mean = sum(ended) / len(ended) if ended else math.nan
         passes, members = float(sum(term.passes for term in terms)), len(self.candidates)
-        return Cost(members, len(terms), len(ended), passes, mean * members, seconds)
+        full = sum(ended) / len(ended) * members if ended else math.nan
+        return Cost(members, len(terms), len(ended), passes, full, seconds)
 
     def sampling(self, rows: Sequence[Ranked], count: int, seed: int) -> list[dict[str, Any]]:
         """Estimate the sampling intervals of the rows, by subsamples of query and member."""
-        settings, entries = self.known.settings, {e.name: e for e in self.known.entries}
+        settings = self.known.settings
+        entries = {entry.name: entry for entry in self.known.entries}
         found = []
         for row in rows:
-            if math.isnan(row.value):
-                continue
             interval = subsample_interval(
                 self.query,
                 self.known.rows(entries[row.name]),
-                row.value,
+                row.lower if math.isnan(row.value) else row.value,
                 count=count,
                 seed=seed,
                 epsilon=settings.epsilon,
@@ -548,13 +551,3 @@ class _Race:
             )
             found.append({"name": row.name, "lower": interval.lower, "upper": interval.upper})
         return found
-
-
-def _below(numbers: Sequence[float], limit: float) -> int:
-    """Return how many sorted numbers are below a limit."""
-    return bisect_left(numbers, limit)
-
-
-def _cross_terms(terms: Terms, problems: list[Problem]) -> list[Raised]:
-    """Solve cross terms within their next budgets."""
-    return terms.raised(problems)
