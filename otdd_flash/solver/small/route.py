@@ -390,9 +390,7 @@ def solve_terms(
                 read = solve.read()
                 # What is hopeless ends nowhere: it is left to a solve of its own.
                 done = read.done or any(bool(term.error.isnan().any()) for term in read.terms())
-            evidence = [
-                each._replace(f=each.f.clone(), g=each.g.clone()) for each in read.evidence
-            ]
+            evidence = [each._replace(f=each.f.clone(), g=each.g.clone()) for each in read.evidence]
             found += [
                 _terms_of(read, evidence, place, batch.sizes, epsilon, options)
                 for place in range(room.problems)

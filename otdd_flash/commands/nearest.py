@@ -1,0 +1,221 @@
+"""The work of `python -m otdd_flash.nearest`: load query and library, rank, write and print.
+
+For the entry point `otdd_flash.nearest`, `commands.start.run_work` imports this module by name and
+`commands.outcome.run_job` calls `nearest`. Query and members go through one extractor, which an
+index in a folder remembers. ranking.json is written and the table printed before anything is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from otdd_flash.arguments import Count, NotNegative, Positive, check_fields
+from otdd_flash.checks import shown
+from otdd_flash.commands.messages import Terminal
+from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.results import track_ranking
+from otdd_flash.commands.settings import (
+    LabelSettings,
+    ReportSettings,
+    RuntimeSettings,
+    parse,
+    recorded,
+)
+from otdd_flash.commands.sides import blamed, build, clustered, embed_side, without_clustering
+from otdd_flash.data.registry import load
+from otdd_flash.errors import InputError
+from otdd_flash.files.atomic import write_json
+from otdd_flash.ranking import race
+from otdd_flash.ranking.index import INDEX_FILE, Index, index
+from otdd_flash.report.nearest import ranking_table, write_ranking_report
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import hidden
+from otdd_flash.solver.schedules.converged import Converged
+
+RANKING_FILE, EXTRACTOR_FILE = "ranking.json", "extractor.json"
+
+
+@dataclass
+class NearestSettings(RuntimeSettings):
+    """The settings of conf/nearest.yaml."""
+
+    query: Any
+    library: Any
+    index: str | None
+    k: Count
+    ordered: bool
+    tie: NotNegative
+    max_seconds: Positive | None
+    subsample: Count | None
+    rebuild: bool
+    skip: bool
+    labels: LabelSettings
+    lambda_x: float
+    lambda_y: float
+    ground: str
+    epsilon: NotNegative | None
+    epsilon_relative: NotNegative | None
+    unbalanced: Positive | None
+    unbalanced_relative: Positive | None
+    min_class_size: Count | None
+    extractor: dict[str, Any]
+    report: ReportSettings
+
+
+def nearest(config: DictConfig, directory: Path) -> None:
+    """Rank a library for one query and write the files into `directory`."""
+    settings = parse(config, NearestSettings)
+    kept = recorded(settings, config)
+    check_fields(settings)
+    settings.report.check()
+    settings.log.check()
+    if settings.labels.full:
+        raise InputError("labels.full=true has no meaning in a ranking; leave it out")
+    if settings.extractor.get("standardize") or settings.extractor.get("pca") is not None:
+        raise InputError(
+            "extractor.standardize and extractor.pca fit a map to the datasets at hand, and an "
+            "index has to take queries to come; leave them out, or transform the data beforehand"
+        )
+    settings.labels.metric(Converged().asked_tolerance, settings.epsilon)
+    query = _node(settings.query, "query")
+    with Phases() as phases:
+        known = _indexed(settings, phases)
+        with blamed("query"):
+            given = _embedded("query", query, settings, phases)
+        with phases.phase("race", "ranking") as progress:
+            found = race.nearest(
+                given,
+                known,
+                settings.k,
+                ordered=settings.ordered,
+                tie=settings.tie,
+                max_seconds=settings.max_seconds,
+                subsample=settings.subsample,
+                seed=settings.seed,
+                cache_dir=settings.cache_dir,
+                progress=progress,
+            )
+    console, content = Terminal(), settings.report.content
+    more = {"seconds": phases.all_seconds({}), "seed": settings.seed, "config": kept}
+    try:
+        write_json(directory / RANKING_FILE, {**found.to_dict(), **more})
+    finally:
+        # Printed even if the file cannot be written, because the ranking is known.
+        if content == "none":
+            for row in found.rows:
+                console.print(row.name, markup=False)
+        else:
+            console.print(ranking_table(found))
+            for sentence in found.sentences():
+                console.print(sentence, soft_wrap=True, markup=False)
+    report = write_ranking_report(found, directory, content=content)
+    if content != "none":
+        console.print(f"written to {directory}", soft_wrap=True)
+    report += track_ranking(found, settings.log, kept, directory)
+    report.require_complete()
+
+
+def _indexed(settings: NearestSettings, phases: Phases) -> Index:
+    """Return the index in a folder, or that of datasets, which is stored if `index` names one."""
+    compute = settings.compute_options()
+    if isinstance(settings.library, str):
+        folder = Path(settings.library)
+        if not (folder / INDEX_FILE).exists():
+            raise InputError(
+                f"library={folder} is no index; build one with 'library=[{{name: mnist}}, ...]' "
+                f"index={folder}"
+            )
+        _check_extractor(folder, settings.extractor)
+        return Index.load(folder, compute)
+    nodes = settings.library
+    if not isinstance(nodes, list):
+        raise InputError(
+            "library must be a list of datasets such as [{name: mnist}], or the folder of an "
+            f"index, got {shown(nodes)}"
+        )
+    library: dict[str, LabeledSamples] = {}
+    for place, given in enumerate(nodes):
+        node = _node(given, f"library[{place}]")
+        name = hidden(str(node.pop("as", None) or node["name"]))
+        if name in library:
+            raise InputError(f"two datasets of the library are called {name}; give one as: NAME")
+        with blamed(f"library[{place}]"):
+            library[name] = replace(_embedded(name, node, settings, phases), name=name)
+    folder_given = None if settings.index is None else Path(settings.index)
+    if folder_given is not None and (folder_given / INDEX_FILE).exists():
+        _check_extractor(folder_given, settings.extractor)
+    with phases.counting("self terms") as progress:
+        found = index(
+            library,
+            folder_given,
+            epsilon=settings.epsilon,
+            epsilon_relative=settings.epsilon_relative,
+            labels=settings.labels.metric(Converged().asked_tolerance, settings.epsilon),
+            min_class_size=settings.min_class_size,
+            lambda_x=settings.lambda_x,
+            lambda_y=settings.lambda_y,
+            ground=settings.ground,
+            unbalanced=settings.unbalanced,
+            unbalanced_relative=settings.unbalanced_relative,
+            rebuild=settings.rebuild,
+            skip=settings.skip,
+            compute=compute,
+            cache_dir=settings.cache_dir,
+            progress=progress,
+        )
+    if folder_given is not None:
+        write_json(folder_given / EXTRACTOR_FILE, settings.extractor)
+    return found
+
+
+def _check_extractor(folder: Path, node: dict[str, Any]) -> None:
+    """Refuse an index whose members were embedded otherwise than the query."""
+    try:
+        built = json.loads((folder / EXTRACTOR_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # Built from Python, where the user embeds: the number of features is checked.
+        return
+    for key in {*built, *node} - {"batch_size", "num_workers"}:
+        if built.get(key) != node.get(key):
+            raise InputError(
+                f"the index in {folder} was built with extractor.{key}={built.get(key)}, got "
+                f"{node.get(key)}; features by different maps do not compare"
+            )
+
+
+def _node(given: Any, key: str) -> dict[str, Any]:
+    """Return the keys of a dataset, of which its name alone may be given."""
+    if isinstance(given, str):
+        return {"name": given}
+    if not isinstance(given, Mapping) or "name" not in given:
+        raise InputError(
+            f"{key} must be a dataset's name, or its keys such as {{name: mnist}}, got "
+            f"{shown(given)}"
+        )
+    return dict(given)
+
+
+def _embedded(
+    name: str, node: dict[str, Any], settings: NearestSettings, phases: Phases
+) -> LabeledSamples:
+    """Load and embed one dataset."""
+    shared = {
+        "max_samples": settings.max_samples,
+        "seed": settings.seed,
+        "root": settings.data_root,
+        "download": settings.download,
+    }
+    extractor, _ = build(settings.extractor, phases)
+    with phases.phase("load", f"loading {name}"):
+        dataset = load(**{**shared, **without_clustering(node)})
+        dataset = replace(dataset, name=hidden(dataset.name))
+    samples = embed_side(name, dataset, extractor, settings.extractor, settings, phases)
+    seed = int(node.get("seed", settings.seed))
+    (found,) = clustered([samples], node, node.get("k"), seed)
+    return found
