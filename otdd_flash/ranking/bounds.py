@@ -53,7 +53,7 @@ from otdd_flash.solver.term import TransportTerm, UnreachableTolerance
 T = TypeVar("T")
 
 # Updates of both potentials after which a term is certified for the first times; then it is solved
-# to the default tolerance, and from then on to marginal errors smaller by this factor.
+# to the default tolerance, and from then on to intervals narrower by this factor.
 BUDGETS, SMALLER = (2, 8, 32), 0.1
 # Iterations that go on from known potentials, after which a descent from large epsilons begins.
 MOST_CONTINUED = 500
@@ -245,10 +245,14 @@ class Terms:
         return [found[place] for place in range(len(problems))]
 
     def takes_many(self, problem: Problem) -> bool:
-        """Return whether problems of this size are solved side by side."""
-        if self.epsilon == 0:
+        """Return whether new problems of this kind and size are solved side by side, to the end.
+
+        On a processor the first budgets of one after the other take less time, but of self terms,
+        which are solved to the end.
+        """
+        if self.epsilon == 0 or not is_small(self._comparison(problem), Converged()):
             return False
-        return is_small(self._comparison(problem), Converged())
+        return problem.own or uses_triton(self.compute, problem.x.features.device)
 
     def _comparison(self, problem: Problem) -> Comparison:
         """Return the comparison of both sides, of a self term with all of its terms."""
@@ -270,17 +274,22 @@ class Terms:
             # Once to the width of its default, then as far as rounding allows.
             exact = Exact() if before is None else Exact(bound_width=0.0)
             return Raised(solve(compared, exact).xy, before is not None)
-        if before is None or not before.converged:
-            tolerance = None
-        else:
-            tolerance = SMALLER * before.marginal_error
-        options, budgeted = Converged(tolerance=tolerance), False
-        if not problem.own and tolerance is None and problem.level < len(BUDGETS):
+        again = before is not None and before.converged
+        options, budgeted = Converged(), False
+        if before is not None and again:
+            (low, high), options = (
+                before.bounds,
+                Converged(tolerance=SMALLER * before.marginal_error),
+            )
+            # Of self terms the width that a divergence is asked for is 0.
+            if not problem.own and before.value != 0 and high > low:
+                options = Converged(bound_width=SMALLER * (high - low) / abs(before.value))
+        elif not problem.own and problem.level < len(BUDGETS):
             options, budgeted = Converged(max_iterations=BUDGETS[problem.level]), True
         try:
             found = self._solved(compared, options, before, own=problem.own)
         except (UnreachableTolerance, EpsilonOutOfRange):
-            if before is None or tolerance is None:
+            if before is None or not again:
                 raise
             return Raised(before, True)
         term = found.widened(compared.cost_error).xy

@@ -64,12 +64,14 @@ class Ranked(NamedTuple):
 
     Attributes:
         name: in the library.
-        value: S_epsilon, in units of the cost; NaN where only bounds are known.
+        value: S_epsilon, in units of the cost: of the first k to the default tolerance unless time
+            was over, of others as far as their budgets went; NaN where only bounds are known.
         lower: its lower solver bound.
         upper: its upper solver bound, infinite where nothing was solved.
         proven: whether it is one of the first k, or with `ordered` at this very place, whatever the
             values are within their bounds, up to `tie`.
-        tied: names of members whose values are proven to differ from it by at most `tie`.
+        tied: names of members whose values are proven to differ from it by at most `tie`, or that
+            rounding at this precision does not tell from it.
     """
 
     name: str
@@ -151,11 +153,13 @@ class Ranking:
             f"to the end, {share:.1%} of the passes of solving all",
         ]
         ties = [
-            f"{display(row.name)} and {listing(row.tied, 4)} are as near, up to "
-            f"{self.details['tie']:g}"
+            f"{display(row.name)} is as near as {listing(row.tied, 4)}, up to "
+            f"{self.details['tie']:g} or to rounding"
             for row in self.rows
             if row.tied
         ]
+        if self.stopped_by == "rounding":
+            ties.append("an index of precision=double tells more of them apart, or a larger tie")
         return (*said, *ties, *_of_sampling(self.details.get("sampling")))
 
     def to_dict(self) -> dict[str, Any]:
@@ -323,7 +327,7 @@ def _query(given: Samples, known: Index) -> LabeledSamples:
     settings = known.settings
     if settings.metric.name != "none" and found.labels is None:
         raise InputError(
-            f"the query {found.name} has no labels, which labels={settings.metric.name} of the "
+            f"{found.name} has no labels, which labels={settings.metric.name} of the "
             "index needs; label it, or build the index with labels=none"
         )
     found = drop_small_classes(found, settings.min_class_size)
@@ -343,6 +347,11 @@ class _Candidate:
     block: Tensor | None = None
     level: int = 0
     last: bool = False
+
+    @property
+    def solved(self) -> bool:
+        """Whether its cross term was solved to the end."""
+        return self.last or (self.term is not None and self.term.converged)
 
     @property
     def guess(self) -> float:
@@ -410,21 +419,27 @@ class _Race:
         return candidates
 
     def run(self, started: float, seconds: float | None, progress: Progress | None) -> str:
-        """Spend budgets until the places are proven; return what ended the race."""
+        """Spend budgets until the places are proven; return what ended the race.
+
+        Then those of the first k that were not solved to the end are, for their values.
+        """
         total = len(self.candidates)
-        while not all(self._proven()[: self.k]):
-            opened = self._open()
+        while True:
+            proven = all(self._proven()[: self.k])
+            opened = self._unsolved() if proven else self._open()
+            able = [one for one in opened if not one.last]
             if progress is not None:
                 progress(total - len(opened), total)
-            if seconds is not None and time.perf_counter() - started >= seconds:
-                return "max_seconds"
-            able = [one for one in opened if not one.last]
             if not able:
-                return "rounding"
-            self._raise(self._chosen(able))
-        if progress is not None:
-            progress(total, total)
-        return "proven"
+                return "proven" if proven else "rounding"
+            if seconds is not None and time.perf_counter() - started >= seconds:
+                return "proven" if proven else "max_seconds"
+            self._raise(able if proven else self._chosen(able))
+
+    def _unsolved(self) -> list[_Candidate]:
+        """Return those of the first k whose cross terms have not converged."""
+        first = self._by_place()[: self.k]
+        return [one for one in first if not one.solved]
 
     def _chosen(self, able: list[_Candidate]) -> list[_Candidate]:
         """Return the candidates of least lower bounds that get the next budget together."""
@@ -514,19 +529,21 @@ class _Race:
         return tuple(rows), tuple(self._row(one, False) for one in rest)
 
     def _row(self, one: _Candidate, proven: bool) -> Ranked:
-        """Return a candidate as a row, with those that are proven to be as near up to a tie."""
-        tied = tuple(
-            other.entry.name
-            for other in self.candidates
-            if other is not one
-            and max(one.upper, other.upper) - min(one.lower, other.lower) <= self.tie
-        )
+        """Return a candidate as a row, with those that nothing tells from it."""
+
+        def are_tied(other: _Candidate) -> bool:
+            low, high = max(one.lower, other.lower), min(one.upper, other.upper)
+            reach = max(one.upper, other.upper) - min(one.lower, other.lower)
+            return reach <= self.tie or (one.last and other.last and low < high)
+
+        tied = tuple(two.entry.name for two in self.candidates if two is not one and are_tied(two))
         return Ranked(one.entry.name, one.value, one.lower, one.upper, proven, tied)
 
     def cost(self, seconds: float) -> Cost:
         """Return what the race took."""
         terms = [one.term for one in self.candidates if one.term is not None]
-        ended = [term.passes for term in terms if term.converged]
+        solved = (one for one in self.candidates if one.solved)
+        ended = [one.term.passes for one in solved if one.term is not None]
         passes, members = float(sum(term.passes for term in terms)), len(self.candidates)
         full = sum(ended) / len(ended) * members if ended else math.nan
         return Cost(members, len(terms), len(ended), passes, full, seconds)
