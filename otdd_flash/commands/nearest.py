@@ -86,8 +86,7 @@ def nearest(config: DictConfig, directory: Path) -> None:
     query = _node(settings.query, "query")
     with Phases() as phases:
         known = _indexed(settings, phases)
-        with blamed("query"):
-            given = _embedded("query", query, settings, phases)
+        given = _embedded("query", query, settings, phases)
         with phases.phase("race", "ranking") as progress:
             found = race.nearest(
                 given,
@@ -102,7 +101,8 @@ def nearest(config: DictConfig, directory: Path) -> None:
                 progress=progress,
             )
     console, content = Terminal(), settings.report.content
-    more = {"seconds": phases.all_seconds({}), "seed": settings.seed, "config": kept}
+    parts = {name: phases.seconds[name] for name in ("index", "race") if name in phases.seconds}
+    more = {"seconds": phases.all_seconds(parts), "seed": settings.seed, "config": kept}
     try:
         write_json(directory / RANKING_FILE, {**found.to_dict(), **more})
     finally:
@@ -145,12 +145,11 @@ def _indexed(settings: NearestSettings, phases: Phases) -> Index:
         name = hidden(str(node.pop("as", None) or node["name"]))
         if name in library:
             raise InputError(f"two datasets of the library are called {name}; give one as: NAME")
-        with blamed(f"library[{place}]"):
-            library[name] = replace(_embedded(name, node, settings, phases), name=name)
+        library[name] = replace(_embedded(name, node, settings, phases), name=name)
     folder_given = None if settings.index is None else Path(settings.index)
     if folder_given is not None and (folder_given / INDEX_FILE).exists():
         _check_extractor(folder_given, settings.extractor)
-    with phases.counting("self terms") as progress:
+    with phases.phase("index", "self terms") as progress:
         found = index(
             library,
             folder_given,
@@ -212,10 +211,11 @@ def _embedded(
         "download": settings.download,
     }
     extractor, _ = build(settings.extractor, phases)
-    with phases.phase("load", f"loading {name}"):
+    with phases.phase("load", f"loading {name}"), blamed(name):
         dataset = load(**{**shared, **without_clustering(node)})
         dataset = replace(dataset, name=hidden(dataset.name))
     samples = embed_side(name, dataset, extractor, settings.extractor, settings, phases)
     seed = int(node.get("seed", settings.seed))
-    (found,) = clustered([samples], node, node.get("k"), seed)
+    with blamed(name):
+        (found,) = clustered([samples], node, node.get("k"), seed)
     return found
