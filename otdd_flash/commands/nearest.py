@@ -101,7 +101,7 @@ def nearest(config: DictConfig, directory: Path) -> None:
                 progress=progress,
             )
     console, content = Terminal(), settings.report.content
-    parts = {name: phases.seconds[name] for name in ("index", "race") if name in phases.seconds}
+    parts = {name: spent for name, spent in phases.seconds.items() if name in ("index", "race")}
     more = {"seconds": phases.all_seconds(parts), "seed": settings.seed, "config": kept}
     try:
         write_json(directory / RANKING_FILE, {**found.to_dict(), **more})

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import islice, pairwise
@@ -35,7 +36,7 @@ from otdd_flash.data.registry import SOURCES, load
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, placed, warn
-from otdd_flash.files.atomic import write_json
+from otdd_flash.files.atomic import cannot_write, lock, unlock, write_json
 from otdd_flash.files.tensor_file import (
     CHECKSUM,
     DamagedFileError,
@@ -65,7 +66,7 @@ from otdd_flash.solver.penalties import penalties_of, refuse_unbalanced, resolve
 from otdd_flash.solver.schedules.exact import schedule_of
 from otdd_flash.solver.term import resolve_epsilon
 
-INDEX_FILE, INDEX_FORMAT = "index.json", 1
+INDEX_FILE, LOCK_FILE, INDEX_FORMAT = "index.json", ".lock", 1
 # Members that are read, solved and written together.
 TOGETHER = 64
 # Members, drawn at random, of which neighbours in that order give the mean cost.
@@ -469,33 +470,59 @@ def _build(
     for name, key in stored.items():
         if key not in entries and (found := _restored(where, key, name, mark)) is not None:
             entries[key] = found
-    if where is not None:
-        _write_index(where, built, members)
     names = [name for name in reader.library if stored.get(name) not in entries]
     dim = next((len(entry.moments.mean) for entry in entries.values()), None)
     source, total = reader.read(names, dim), len(reader.library)
-    while chunk := list(islice(source, TOGETHER)):
-        new: dict[str, tuple[str, LabeledSamples]] = {}
-        for name, samples in chunk:
-            key = members[name] = samples.fingerprint
-            if where is None:
-                held.setdefault(key, samples)
-            if key in entries or key in new:
-                continue
-            known = _restored(where, key, name, mark)
-            if known is not None and _read_rows(where, key, name) is not None:
-                entries[key] = known
-            else:
-                new[key] = name, samples
-        for key, entry in zip(new, _solved(reader, built, new, cache_dir), strict=True):
-            entries[key] = entry
-            if where is not None:
-                _write_entry(where, entry, new[key][1], mark)
-        if where is not None:
+    with _building(where if names else None):
+        if where is not None and names:
             _write_index(where, built, members)
-        if progress is not None:
-            progress(sum(key in entries for key in members.values()), total)
+        while chunk := list(islice(source, TOGETHER)):
+            new: dict[str, tuple[str, LabeledSamples]] = {}
+            for name, samples in chunk:
+                key = members[name] = samples.fingerprint
+                if where is None:
+                    held.setdefault(key, samples)
+                if key in entries or key in new:
+                    continue
+                known = _restored(where, key, name, mark)
+                if known is not None and _read_rows(where, key, name) is not None:
+                    entries[key] = known
+                else:
+                    new[key] = name, samples
+            for key, entry in zip(new, _solved(reader, built, new, cache_dir), strict=True):
+                entries[key] = entry
+                if where is not None:
+                    _write_entry(where, entry, new[key][1], mark)
+            if where is not None:
+                _write_index(where, built, members)
+            if progress is not None:
+                progress(sum(key in entries for key in members.values()), total)
     return _indexed(reader, built, where, members, entries, held)
+
+
+@contextmanager
+def _building(where: Path | None) -> Iterator[None]:
+    """Keep other processes from building in a folder, and remove what a killed one has left.
+
+    Raises:
+        InputError: another process builds there, or nothing can be written.
+    """
+    if where is None:
+        yield
+        return
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        held = lock(where / LOCK_FILE)
+    except OSError as error:
+        raise cannot_write(where, error) from error
+    if held is None:
+        raise InputError(f"another process is building the index in {where}; wait until it ends")
+    try:
+        for left in where.glob(".*.partial"):
+            left.unlink(missing_ok=True)
+        yield
+    finally:
+        unlock(where / LOCK_FILE, held)
 
 
 def _indexed(
@@ -576,7 +603,9 @@ def _read_index(where: Path) -> dict[str, Any] | None:
         check_format(path, {**content["versions"], "format": content["index"]})
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, DamagedFileError) as error:
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, DamagedFileError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(

@@ -35,7 +35,7 @@ def test_the_files_of_a_run(nearest):
         path.name for path in Path("run").iterdir()
     }
     content = read()
-    assert [row["name"] for row in content["rows"]][0] == "b2"
+    assert content["rows"][0]["name"] == "b2"
     assert content["certified"] is True
     assert content["config"]["k"] == 2
     assert set(content["seconds"]) >= {"load", "extract", "index", "race"}

@@ -17,6 +17,7 @@ from ranking.libraries import library
 
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.files import atomic
 from otdd_flash.ranking import index as module
 
 
@@ -113,8 +114,13 @@ def test_damaged_rows_are_told_and_written_again(given, tmp_path, solved, what):
     assert otdd.nearest(query, whole, len(members)).certified
 
 
-def test_a_damaged_list_of_members_is_told(given, tmp_path):
+def test_a_damaged_list_of_members_is_told(given, tmp_path, solved):
     otdd.index(given[1], tmp_path)
+    (tmp_path / "index.json").unlink()
+    del solved[:]
+    # Without the list members have to be given again; what is whole of them is not solved again.
+    assert otdd.index(given[1], tmp_path).names == tuple(given[1])
+    assert solved == []
     path = tmp_path / "index.json"
     path.write_text(path.read_text().replace('"unbalanced": null', '"unbalanced": 0.125'))
     with pytest.raises(InputError, match=r"index.json is damaged \(its checksum does not match\)"):
@@ -172,7 +178,21 @@ def test_a_killed_build_goes_on_where_it_was(count, given, tmp_path, solved):
     assert len(solved) <= len(members) - max(0, (abs(count) - 2) // 3)
     expected = otdd.nearest(query, otdd.index(members), 2)
     assert otdd.nearest(query, index, 2).rows == expected.rows
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_two_processes_do_not_build_one_index(given, tmp_path):
+    _, members = given
+    otdd.index({"m0": members["m0"]}, tmp_path)
+    held = atomic.lock(tmp_path / ".lock")
+    with pytest.raises(InputError, match="another process is building the index in"):
+        otdd.index(members, tmp_path)
+    # It can be read.
+    assert otdd.Index.load(tmp_path).names == ("m0",)
+    atomic.unlock(tmp_path / ".lock", held)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot read .* Not a directory"):
+        otdd.index(members, tmp_path / "file")
 
 
 def test_other_settings_are_refused_or_rebuilt(given, tmp_path, solved):
