@@ -19,9 +19,9 @@ side, to the end. `index` and `race` call this module; every interval comes from
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -61,8 +61,8 @@ MOST_CONTINUED = 500
 SELF_WIDTH, MOST_NARROWED = 1e-6, 3
 # Features up to which singular values of products of covariance factors are computed.
 MOST_FEATURES = 256
-# Classes of all problems that are solved side by side, of which they share one table.
-MOST_CLASSES = 2048
+# Problems that are solved side by side: they share one table of all their classes.
+AT_ONCE = 32
 
 
 class Moments(NamedTuple):
@@ -232,17 +232,17 @@ class Terms:
         Raises:
             InputError: rounding alone exceeds the tolerance at this epsilon and precision.
         """
-        found: dict[int, Raised] = {}
-        new = [place for place, one in enumerate(problems) if one.before is None]
-        for group in self._side_by_side(problems, new):
-            some = [problems[place] for place in group]
-            for place, term in zip(group, self._solve_together(some), strict=True):
-                if term is not None:
-                    found[place] = Raised(term, False)
-        for place, one in enumerate(problems):
-            if place not in found:
-                found[place] = self._alone(one)
-        return [found[place] for place in range(len(problems))]
+        new = sorted((one for one in problems if one.before is None), key=lambda one: len(one.y))
+        found: dict[Problem, TransportTerm | None] = {}
+        if len(new) > 1 and self.takes_many(new[-1]):
+            for first in range(0, len(new), AT_ONCE):
+                some = new[first : first + AT_ONCE]
+                found |= zip(some, self._together(some), strict=True)
+        solved = [found.get(one) for one in problems]
+        return [
+            self._alone(one) if term is None else Raised(term, False)
+            for one, term in zip(problems, solved, strict=True)
+        ]
 
     def takes_many(self, problem: Problem) -> bool:
         """Return whether new problems of this kind and size are solved side by side, to the end.
@@ -315,91 +315,57 @@ class Terms:
                 return found
         return solve_it(compared, options)
 
-    def _side_by_side(self, problems: Sequence[Problem], new: Sequence[int]) -> list[list[int]]:
-        """Group new problems that are small enough by kind, and so that few points are added."""
-        small = [place for place in new if self.takes_many(problems[place])]
-        small.sort(key=lambda place: (problems[place].own, len(problems[place].y)))
-        groups: list[list[int]] = []
-        classes = 0
-        for place in small:
-            last = problems[groups[-1][-1]] if groups else None
-            one = problems[place]
-            classes += sum(one.block.shape)
-            alike = last is not None and last.own == one.own and (one.own or last.x is one.x)
-            if not alike or classes > MOST_CLASSES or len(one.y) > 1.25 * len(last.y):  # type: ignore[union-attr]
-                groups.append([])
-                classes = sum(one.block.shape)
-            groups[-1].append(place)
-        return groups
-
-    def _solve_together(self, problems: Sequence[Problem]) -> list[TransportTerm | None]:
+    def _together(self, problems: Sequence[Problem]) -> list[TransportTerm | None]:
         """Solve new problems of one kind side by side; None where one needs another solve."""
         own = problems[0].own
-        if own:
-            # Two self terms are those of one divergence, whose cross term is not read.
-            pairs = [
-                (one.x, two.x) for one, two in zip(problems[::2], problems[1::2], strict=False)
-            ]
-            if len(problems) % 2:
-                pairs.append((problems[-1].x, problems[-1].x))
-            sides = [one.x for one in problems]
-        else:
-            pairs = [(one.x, one.y) for one in problems]
-            sides = [problems[0].x, *(one.y for one in problems)]
-        place, total = {}, 0
-        for side in sides:
-            place[side] = total
-            total += side.class_total
+        sides = [one.x for one in problems] if own else [problems[0].x, *(p.y for p in problems)]
+        place = dict(
+            zip(sides, accumulate((x.class_total for x in sides), initial=0), strict=False)
+        )
+        total = sum(x.class_total for x in sides)
+        # All share one table, in which each has its block: of rows and columns that are one
+        # dataset on both sides.
         table = torch.zeros(2 * total, 2 * total, dtype=torch.float64)
         for one in problems:
-            rows = slice(place[one.x], place[one.x] + one.x.class_total)
-            columns = slice(place[one.y], place[one.y] + one.y.class_total)
-            for k in (0, total) if own else (0,):
-                across = k if own else total
-                table[
-                    rows.start + k : rows.stop + k, columns.start + across : columns.stop + across
-                ] = one.block
-        packed = [_padded([pair[k] for pair in pairs], place) for k in (0, 1)]
-        points, masses, labels = zip(*packed, strict=True)
+            rows, columns = (place[side] + torch.arange(side.class_total) for side in one[:2])
+            table[rows[:, None], columns + (0 if own else total)] = one.block.double()
+            if own:
+                table[rows[:, None] + total, columns + total] = one.block.double()
+        # Two self terms are those of one divergence, whose cross term is not read.
+        pairs = ([one.x for one in problems], [one.y for one in problems])
+        if own:
+            pairs = sides[::2], [*sides[1::2], *sides[-1:]][: len(sides[::2])]
+        points, masses, labels = zip(*(_padded(side, place) for side in pairs), strict=True)
         weights = self.cost.squared.lambda_x, self.cost.lambda_y
-        known = None if not bool(table.any()) else table
-        batch = Batch(points, masses, labels, (total, total), known, weights)
-        in_triton = uses_triton(self.compute, points[0].device)
+        batch = Batch(points, masses, labels, (total, total), table, weights)
         solved = solve_terms(
             batch,
             self.epsilon,
             Converged(),
             debias=own,
-            in_triton=in_triton,
+            in_triton=uses_triton(self.compute, points[0].device),
             constraints=self.constraints,
         )
         names = ("xx", "yy") if own else ("xy",)
         terms = [None if one is None else one[name] for one in solved for name in names]
         error = self.cost.error(points[0].shape[2])
         return [
-            None if term is None else _cut(term, len(one.x), len(one.y)).widened(error)
-            for one, term in zip(problems, terms, strict=False)
+            term and replace(term, f=term.f[: len(x)], g=term.g[: len(y)]).widened(error)
+            for (x, y, *_), term in zip(problems, terms, strict=False)
         ]
 
 
-def _cut(term: TransportTerm, n: int, m: int) -> TransportTerm:
-    """Leave out the potentials of points that were added."""
-    return replace(term, f=term.f[:n].clone(), g=term.g[:m].clone())
-
-
 def _padded(
-    sides: Sequence[LabeledSamples], place: dict[LabeledSamples, int]
+    sides: Sequence[LabeledSamples], place: Mapping[LabeledSamples, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Stack points (B, n, d), masses and labels (B, n), with points of mass 0 to equal sizes."""
     most, first = max(map(len, sides)), sides[0].features
-    points = first.new_zeros(len(sides), most, first.shape[1])
-    masses = torch.zeros(len(sides), most, dtype=torch.float64, device=first.device)
-    labels = torch.zeros(len(sides), most, dtype=torch.int64, device=first.device)
+    # Copies of a point, so that nothing overflows.
+    points = torch.stack([side.features[:1].expand(most, -1) for side in sides])
+    masses = first.new_zeros(len(sides), most, dtype=torch.float64)
+    labels = torch.zeros_like(masses, dtype=torch.int64)
     for k, side in enumerate(sides):
-        points[k, : len(side)] = side.features
-        # Near the others, so that nothing overflows.
-        points[k, len(side) :] = side.features[0]
-        masses[k, : len(side)] = side.masses
+        points[k, : len(side)], masses[k, : len(side)] = side.features, side.masses
         labels[k] = place[side]
         if side.labels is not None:
             labels[k, : len(side)] += side.labels

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
 from otdd_flash.cost.compute import Compute, ComputeOptions
@@ -45,7 +44,13 @@ from otdd_flash.files.tensor_file import (
     read_tensors,
     write_tensors,
 )
-from otdd_flash.labels import drop_small_classes, metric_of, notice_single_samples, settled_metric
+from otdd_flash.labels import (
+    drop_small_classes,
+    measure_classes,
+    metric_of,
+    notice_single_samples,
+    settled_metric,
+)
 from otdd_flash.labels.metrics import Given, Labels, PairFunction, metric_named
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.operators.comparison import Comparison
@@ -67,6 +72,7 @@ from otdd_flash.solver.schedules.exact import schedule_of
 from otdd_flash.solver.term import resolve_epsilon
 
 INDEX_FILE, LOCK_FILE, INDEX_FORMAT = "index.json", ".lock", 1
+NO_MEMBER = "no dataset of the library can be a member of the index"
 # Members that are read, solved and written together.
 TOGETHER = 64
 # Members, drawn at random, of which neighbours in that order give the mean cost.
@@ -100,6 +106,30 @@ class Settings:
         constraints = resolve_constraints(self.unbalanced, None, lambda: 1.0)
         return Terms(self.cost, self.epsilon, constraints, compute.alone)
 
+    def prepared(self, samples: LabeledSamples) -> LabeledSamples:
+        """Return samples as members and queries are: in memory, checked, without small classes.
+
+        Raises:
+            InputError: they cannot be compared at these settings.
+        """
+        features = samples.points_of(slice(None)).to("cpu")
+        found = replace(samples.to("cpu"), features=features)
+        check_squares(found)
+        if self.metric.name != "none" and found.labels is None:
+            raise InputError(
+                f"{found.name} has no labels, which labels={self.metric.name} of the index needs; "
+                "label it, or build the index with labels=none"
+            )
+        found = drop_small_classes(found, self.min_class_size)
+        self.cost.transform(found)
+        notice_single_samples([found], self.metric)
+        return found
+
+    @property
+    def mark(self) -> str:
+        """A digest, by which entries of other settings are told apart."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
     def to_dict(self) -> dict[str, Any]:
         """Return the settings in JSON's types."""
         content = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -121,16 +151,12 @@ class Entry:
     Attributes:
         name: in the library.
         fingerprint: of its rows, without small classes.
-        rows: their number.
-        class_names: its classes, none without labels.
         term: its self term.
         moments: of its transformed rows.
     """
 
     name: str
     fingerprint: str
-    rows: int
-    class_names: tuple[str, ...]
     term: SelfTerm
     moments: Moments
 
@@ -189,7 +215,7 @@ class Index:
 
     def transformed(self, samples: LabeledSamples) -> LabeledSamples:
         """Return samples on the device, transformed for the ground cost."""
-        return _transformed(samples, self.settings.cost, self.compute)
+        return self.settings.cost.transform(samples.to(self.device))
 
     @classmethod
     @takes()
@@ -283,42 +309,39 @@ def index(
             "the library is empty: give datasets by name, {name: dataset}"
             + ("" if where is None else f", as there is no index in {where}")
         )
-    reader = _Reader(library, min_class_size, cost, metric, compute, skip)
     kept = {} if stored is None else stored["members"]
     # Of members that are not given again the rows in the folder are enough.
     whole = {name: _StoredRows(where, key, name) for name, key in kept.items()} | {**library}
-    if stored is not None and not rebuild:
+    draft = Settings(0.0, 0.0, cost, metric, unbalanced, min_class_size, compute.precision)
+    reader = _Reader(whole, draft, compute, skip)
+    if stored is None or rebuild:
+        draft = reader.settled(epsilon, epsilon_relative, unbalanced, unbalanced_relative)
+    else:
         built = Settings.from_dict(stored["settings"])
         if library:
             given = epsilon if epsilon_relative is None else epsilon_relative * built.mean_cost
-            _refuse_other(built, given, reader, unbalanced, where)
-        reader = reader.at(built, whole)
-    else:
-        reader = replace(reader, library=whole)
-        built = reader.settled(epsilon, epsilon_relative, unbalanced, unbalanced_relative)
-    return _build(reader, built, where, cache_dir, progress)
+            _refuse_other(built, replace(draft, epsilon=built.epsilon if given is None else given))
+        draft = built
+    compute = replace(compute, precision=draft.precision)
+    return _build(_Reader(whole, draft, compute, skip), where, cache_dir, progress)
 
 
-def _refuse_other(
-    built: Settings, epsilon: float | None, reader: _Reader, unbalanced: float | None, where: Any
-) -> None:
+def _refuse_other(built: Settings, asked: Settings) -> None:
     """Raise an `InputError` if an index was built with other settings than are asked for now."""
-    asked = {
-        "epsilon": built.epsilon if epsilon is None else epsilon,
-        "unbalanced": built.unbalanced if unbalanced is None else unbalanced,
-        "min_class_size": reader.min_class_size,
-        "precision": reader.compute.precision,
-        **asdict(reader.cost),
-        "labels": reader.metric.name,
-    }
-    known = {**built.to_dict(), **asdict(built.cost), "labels": built.metric.name}
-    for name, value in asked.items():
-        if value != known[name]:
+    for name in ("epsilon", "cost", "metric", "unbalanced", "min_class_size", "precision"):
+        own, given = (one.to_dict()[name] for one in (built, asked))
+        if given not in (own, None) and name != "metric":
             raise InputError(
-                f"the index in {where} was built with {name}={known[name]}, not {value}, and "
-                f"values at different settings do not compare; leave {name} out, take another "
-                "folder, or set rebuild=true to compute all self terms again"
+                f"the index was built with {name}={own}, not {given}, and values at different "
+                "settings do not compare; leave it out, take another folder, or set rebuild=true "
+                "to compute all self terms again"
             )
+    # The index has settled an epsilon of its own.
+    if asked.metric != built.metric and getattr(asked.metric, "epsilon", 0) is not None:
+        raise InputError(
+            f"the index was built with labels={built.metric}, not {asked.metric}; take another "
+            "folder, or set rebuild=true"
+        )
 
 
 @dataclass(frozen=True)
@@ -326,17 +349,9 @@ class _Reader:
     """Reads members of a library as samples, checked, one at a time."""
 
     library: Mapping[str, Any]
-    min_class_size: int | None
-    cost: GroundCost
-    metric: LabelMetric
+    settings: Settings
     compute: ComputeOptions
     skip: bool
-
-    def at(self, built: Settings, library: Mapping[str, Any]) -> _Reader:
-        """Return a reader with the settings of an index, in its precision."""
-        compute = replace(self.compute, precision=built.precision)
-        known = (library, built.min_class_size, built.cost, built.metric, compute, self.skip)
-        return _Reader(*known)
 
     def settled(
         self,
@@ -347,32 +362,27 @@ class _Reader:
     ) -> Settings:
         """Settle what is relative by the mean cost over sampled pairs of members."""
         order = np.random.default_rng(0).permutation(len(self.library))[:MEAN_OF]
-        names = [list(self.library)[place] for place in sorted(order)]
-        given = [one for _, one in self.read(names, None)]
-        if not given:
-            raise InputError("no dataset of the library can be a member of the index")
-        some = [_transformed(one, self.cost, self.compute) for one in given]
-        metric = settled_metric(self.metric, epsilon, some)
-        drawn = list(pairwise(range(len(some)))) or [(0, 0)]
-        blocks = class_blocks(some, drawn, metric)
+        names, cost = list(self.library), self.settings.cost
+        drawn = [names[place] for place in sorted(order)]
+        some = [self.transformed(samples) for _, samples in self.read(drawn, None)]
+        if not some:
+            raise InputError(NO_MEMBER)
+        metric = settled_metric(self.settings.metric, epsilon, some)
         means = [
-            self.cost.lambda_y * float(_masses(some[i]) @ block.double() @ _masses(some[j]))
-            + self._feature_cost(some[i], some[j])
-            for (i, j), block in zip(drawn, blocks, strict=True)
+            Comparison.prepare(pair, cost, self.compute.alone, transformed=True)
+            .with_classes(measure_classes(*pair, metric).full)
+            .mean_cost()
+            for pair in list(pairwise(some)) or [(some[0], some[0])]
         ]
         mean = sum(means) / len(means)
         *_, used = resolve_epsilon(epsilon, relative, lambda: mean)
         limits = resolve_constraints(unbalanced, unbalanced_relative, lambda: mean)
         rho = None if limits.exact else (penalties_of(limits) or [None])[0]
-        least = self.min_class_size
-        return Settings(used, mean, self.cost, metric, rho, least, self.compute.precision)
+        return replace(self.settings, epsilon=used, mean_cost=mean, metric=metric, unbalanced=rho)
 
-    def _feature_cost(self, x: LabeledSamples, y: LabeledSamples) -> float:
-        cost = replace(self.cost, lambda_y=0.0) if self.cost.lambda_x else None
-        if cost is None:
-            return 0.0
-        compared = Comparison.prepare((x, y), cost, self.compute.alone, transformed=True)
-        return compared.mean_cost()
+    def transformed(self, samples: LabeledSamples) -> LabeledSamples:
+        """Return samples on the device, transformed for the ground cost."""
+        return self.settings.cost.transform(samples.to(resolve_device(self.compute.device)))
 
     def read(self, names: Sequence[str], dim: int | None) -> Iterator[tuple[str, LabeledSamples]]:
         """Yield members by name, of one dimension, without small classes.
@@ -404,14 +414,7 @@ class _Reader:
             text = os.fspath(given)
             given = load(text) if text in SOURCES else load("arrays", path=text)
         with placed(f"library[{name!r}]"):
-            found = in_memory(as_samples(given, name))
-            check_squares(found)
-            kept = drop_small_classes(replace(found, name=name), self.min_class_size)
-            if self.metric.name != "none" and kept.labels is None:
-                raise InputError("it has no labels; set labels=none, or label it")
-            self.cost.transform(kept)
-        notice_single_samples([kept], self.metric)
-        return kept
+            return self.settings.prepared(replace(as_samples(given, name), name=name))
 
 
 class _StoredRows(NamedTuple):
@@ -436,68 +439,72 @@ class _StoredRows(NamedTuple):
         return found
 
 
-def in_memory(samples: LabeledSamples) -> LabeledSamples:
-    """Return the samples with features in host memory, not in files."""
-    return replace(samples.to("cpu"), features=samples.points_of(slice(None)).to("cpu"))
-
-
-def _masses(samples: LabeledSamples) -> Tensor:
-    """Return the masses of the classes (V,), on the host."""
-    labels = samples.labels
-    if labels is None:
-        return torch.ones(1, dtype=torch.float64)
-    found = torch.zeros(samples.class_total, dtype=torch.float64, device=labels.device)
-    return found.index_add_(0, labels, samples.masses).cpu()
-
-
-def _transformed(
-    samples: LabeledSamples, cost: GroundCost, compute: ComputeOptions
-) -> LabeledSamples:
-    return cost.transform(samples.to(resolve_device(compute.device)))
-
-
 def _build(
     reader: _Reader,
-    built: Settings,
     where: Path | None,
     cache_dir: str | os.PathLike[str] | None,
     progress: Progress | None,
 ) -> Index:
     """Compute the entries that are not stored, chunk by chunk, each written when it is solved."""
-    mark, entries, held = _mark(built), dict[str, Entry](), dict[str, LabeledSamples]()
+    entries, held = dict[str, Entry](), dict[str, LabeledSamples]()
     stored = {n: one.key for n, one in reader.library.items() if isinstance(one, _StoredRows)}
-    members = dict(stored)
+    members, mark = dict(stored), reader.settings.mark
     for name, key in stored.items():
         if key not in entries and (found := _restored(where, key, name, mark)) is not None:
             entries[key] = found
     names = [name for name in reader.library if stored.get(name) not in entries]
     dim = next((len(entry.moments.mean) for entry in entries.values()), None)
-    source, total = reader.read(names, dim), len(reader.library)
+    source = reader.read(names, dim)
     with _building(where if names else None):
-        if where is not None and names:
-            _write_index(where, built, members)
         while chunk := list(islice(source, TOGETHER)):
-            new: dict[str, tuple[str, LabeledSamples]] = {}
+            new: dict[str, LabeledSamples] = {}
             for name, samples in chunk:
                 key = members[name] = samples.fingerprint
                 if where is None:
                     held.setdefault(key, samples)
-                if key in entries or key in new:
-                    continue
-                known = _restored(where, key, name, mark)
+                known = _restored(where, key, name, mark) if key not in entries else None
                 if known is not None and _read_rows(where, key, name) is not None:
                     entries[key] = known
-                else:
-                    new[key] = name, samples
-            for key, entry in zip(new, _solved(reader, built, new, cache_dir), strict=True):
-                entries[key] = entry
-                if where is not None:
-                    _write_entry(where, entry, new[key][1], mark)
+                elif key not in entries:
+                    new.setdefault(key, samples)
             if where is not None:
-                _write_index(where, built, members)
+                # Before the entries: what is not whole of them is computed again.
+                _write_index(where, reader.settings, members)
+            for entry in _solved(reader, new, cache_dir):
+                entries[entry.fingerprint] = entry
+                if where is not None:
+                    _write_entry(where, entry, new[entry.fingerprint], mark)
             if progress is not None:
-                progress(sum(key in entries for key in members.values()), total)
-    return _indexed(reader, built, where, members, entries, held)
+                progress(sum(key in entries for key in members.values()), len(reader.library))
+    if not entries:
+        raise InputError(NO_MEMBER)
+    first: dict[str, str] = {}
+    whole = {name: key for name, key in members.items() if key in entries}
+    twice = {name: first[key] for name, key in whole.items() if first.setdefault(key, name) != name}
+    if twice:
+        pairs = listing([f"{one} is {other}" for one, other in twice.items()], 8)
+        warn(f"members of equal content are ranked once: {pairs}", DataNotice)
+    kept = tuple(replace(entries[key], name=name) for key, name in first.items())
+    return Index(reader.settings, kept, reader.compute, where, held, twice)
+
+
+def _solved(
+    reader: _Reader,
+    new: Mapping[str, LabeledSamples],
+    cache_dir: str | os.PathLike[str] | None,
+) -> list[Entry]:
+    """Measure classes and solve the self terms of new members, dealt to ranks if there are any."""
+    if not new:
+        return []
+    metric, sides = reader.settings.metric, [reader.transformed(one) for one in new.values()]
+    blocks = class_blocks(sides, [(k, k) for k in range(len(sides))], metric, cache_dir)
+    problems = [Problem(side, side, block) for side, block in zip(sides, blocks, strict=True)]
+    solver = reader.settings.terms(reader.compute)
+    terms = spread(reader.compute.group, self_terms, solver, problems)
+    return [
+        Entry(side.name, key, term, moments_of(side, metric).to("cpu"))
+        for key, side, term in zip(new, sides, terms, strict=True)
+    ]
 
 
 @contextmanager
@@ -523,58 +530,6 @@ def _building(where: Path | None) -> Iterator[None]:
         yield
     finally:
         unlock(where / LOCK_FILE, held)
-
-
-def _indexed(
-    reader: _Reader,
-    built: Settings,
-    where: Path | None,
-    members: Mapping[str, str],
-    entries: Mapping[str, Entry],
-    held: Mapping[str, LabeledSamples],
-) -> Index:
-    """Return the index, with a notice of members of one content."""
-    first: dict[str, str] = {}
-    duplicates: dict[str, str] = {}
-    for name, key in members.items():
-        if key in entries and first.setdefault(key, name) != name:
-            duplicates[name] = first[key]
-    if duplicates:
-        pairs = listing([f"{one} is {other}" for one, other in duplicates.items()], 8)
-        warn(f"members of equal content are ranked once: {pairs}", DataNotice)
-    if not entries:
-        raise InputError("no dataset of the library can be a member of the index")
-    kept = tuple(replace(entries[key], name=name) for key, name in first.items())
-    return Index(built, kept, reader.compute, where, held, duplicates)
-
-
-def _solved(
-    reader: _Reader,
-    built: Settings,
-    new: Mapping[str, tuple[str, LabeledSamples]],
-    cache_dir: str | os.PathLike[str] | None,
-) -> list[Entry]:
-    """Measure classes and solve the self terms of new members, dealt to ranks if there are any."""
-    sides = [_transformed(samples, built.cost, reader.compute) for _, samples in new.values()]
-    blocks = class_blocks(sides, [(k, k) for k in range(len(sides))], built.metric, cache_dir)
-    problems = [Problem(side, side, block) for side, block in zip(sides, blocks, strict=True)]
-    terms = spread(reader.compute.group, self_terms, built.terms(reader.compute), problems)
-    return [
-        Entry(
-            name,
-            key,
-            len(side),
-            side.class_names,
-            term,
-            moments_of(side, built.metric).to("cpu"),
-        )
-        for (key, (name, _)), side, term in zip(new.items(), sides, terms, strict=True)
-    ]
-
-
-def _mark(built: Settings) -> str:
-    """Return a digest of the settings, by which entries of others are told apart."""
-    return hashlib.sha256(json.dumps(built.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def _write_index(where: Path, built: Settings, members: Mapping[str, str]) -> None:
@@ -620,8 +575,7 @@ def _write_entry(where: Path, entry: Entry, samples: LabeledSamples, mark: str) 
     rows = {name: part for name, part in parts.items() if part is not None}
     names = json.dumps(samples.class_names)
     write_tensors(where / f"{entry.fingerprint}.rows.safetensors", rows, {"class_names": names})
-    summary = {"rows": entry.rows, "class_names": entry.class_names, **entry.term._asdict()}
-    texts = {"summary": json.dumps(summary), "settings": mark}
+    texts = {"term": json.dumps(entry.term._asdict()), "settings": mark}
     write_tensors(where / f"{entry.fingerprint}.safetensors", entry.moments._asdict(), texts)
 
 
@@ -634,10 +588,9 @@ def _restored(where: Path | None, key: str, name: str, mark: str) -> Entry | Non
         stored = read_tensors(path)
         if stored.texts["settings"] != mark:
             return None
-        content = json.loads(stored.texts["summary"])
-        term = SelfTerm(content["value"], tuple(content["bounds"]), content["passes"])
-        classes = tuple(content["class_names"])
-        return Entry(name, key, content["rows"], classes, term, Moments(**stored.tensors))
+        term = SelfTerm(**json.loads(stored.texts["term"]))
+        term = term._replace(bounds=(term.bounds[0], term.bounds[1]))
+        return Entry(name, key, term, Moments(**stored.tensors))
     except FileNotFoundError:
         return None
     except (OSError, DamagedFileError, LookupError, ValueError, TypeError) as error:

@@ -29,7 +29,6 @@ from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.files.atomic import json_content
-from otdd_flash.labels import drop_small_classes, notice_single_samples
 from otdd_flash.ranking.bounds import (
     Problem,
     SelfTerm,
@@ -41,10 +40,10 @@ from otdd_flash.ranking.bounds import (
     self_terms,
     spread,
 )
-from otdd_flash.ranking.index import Entry, Index, in_memory, index
+from otdd_flash.ranking.index import Entry, Index, index
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
-from otdd_flash.samples import LabeledSamples, check_squares
+from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling import subsample_interval
 from otdd_flash.shown import display, listing
 from otdd_flash.solver.term import TransportTerm
@@ -247,7 +246,13 @@ def nearest(
     if k > len(known):
         warn(f"k={k} is above the {len(known)} members of the index: all are ranked", DataNotice)
         k = len(known)
-    race = _Race(known, _query(query, known), k, tie, ordered, cache_dir)
+    given = known.settings.prepared(as_samples(query, "query"))
+    if given.dim != known.dim:
+        raise InputError(
+            f"the query has {given.dim} features, and the members of the index have {known.dim}; "
+            "embed all by the same extractor"
+        )
+    race = _Race(known, given, k, tie, ordered, cache_dir)
     stopped_by = race.run(started, max_seconds, progress)
     rows, others = race.ranked()
     details: dict[str, Any] = {
@@ -283,56 +288,31 @@ def _index_of(
             "library must be an index of otdd.index, its folder, or datasets by name, got "
             f"{type(library).__name__}"
         )
-    found = library
-    if compute is not None:
-        chosen = ComputeOptions.of(compute)
-        if chosen.precision != found.settings.precision:
-            raise InputError(
-                f"the index was built with precision={found.settings.precision}, got "
-                f"{chosen.precision}; leave it out, or build another index"
-            )
-        found = replace(found, compute=chosen)
-    own = found.settings.epsilon
+    own, settings = library.settings.epsilon, library.settings
+    chosen = library.compute if compute is None else ComputeOptions.of(compute)
+    if chosen.precision != settings.precision:
+        raise InputError(
+            f"the index was built with precision={settings.precision}, got {chosen.precision}; "
+            "leave it out, or build another index"
+        )
     if epsilon is None or epsilon == own:
-        return found
+        return replace(library, compute=chosen)
     if not rebuild:
         raise InputError(
             f"the index was built with epsilon={own:g}, not {epsilon:g}, and values at different "
             "epsilons do not compare; leave epsilon out, or set rebuild=true to solve the self "
             "terms of all members again"
         )
-    settings = found.settings
-    rho = settings.unbalanced
     return index(
-        {entry.name: found.rows(entry) for entry in found.entries},
+        {entry.name: library.rows(entry) for entry in library.entries},
         epsilon=epsilon,
         labels=settings.metric,
         min_class_size=settings.min_class_size,
-        unbalanced=rho,
-        compute=found.compute,
+        unbalanced=settings.unbalanced,
+        compute=chosen,
         cache_dir=cache_dir,
         **asdict(settings.cost),
     )
-
-
-def _query(given: Samples, known: Index) -> LabeledSamples:
-    """Return the query as members are: in memory, checked, without small classes."""
-    found = in_memory(as_samples(given, "query"))
-    check_squares(found)
-    if found.dim != known.dim:
-        raise InputError(
-            f"the query has {found.dim} features, and the members of the index have {known.dim}; "
-            "embed all by the same extractor"
-        )
-    settings = known.settings
-    if settings.metric.name != "none" and found.labels is None:
-        raise InputError(
-            f"{found.name} has no labels, which labels={settings.metric.name} of the "
-            "index needs; label it, or build the index with labels=none"
-        )
-    found = drop_small_classes(found, settings.min_class_size)
-    notice_single_samples([found], settings.metric)
-    return found
 
 
 @dataclass(eq=False)
