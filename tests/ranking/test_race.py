@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -146,6 +147,31 @@ def test_budgets_go_on_from_the_potentials_of_those_before(monkeypatch):
     later = [start for most, start in starts if most != 2]
     assert later
     assert all(len(start["xy"]) > 0 for start in later)
+
+
+@pytest.mark.parametrize("seconds", [None, 1e-9])
+def test_each_end_takes_the_opposite_ends_of_both_self_terms(seconds, monkeypatch):
+    """Self terms that are known within an interval widen that of the value, each its own way."""
+    query, members = library(3)
+    index = otdd.index(members)
+    values = truth(query, members, index.settings.epsilon)
+
+    def widened(one):
+        return one._replace(bounds=(one.value - 1, one.value + 2))
+
+    entries = tuple(replace(entry, term=widened(entry.term)) for entry in index.entries)
+    real = race.self_terms
+    monkeypatch.setattr(race, "self_terms", lambda *given: [widened(one) for one in real(*given)])
+    ranking = otdd.nearest(
+        query, replace(index, entries=entries), len(members), ordered=True, max_seconds=seconds
+    )
+    for row in ranking.rows:
+        # With both self terms at their upper ends the value is less by 2, else more by 1.
+        assert row.lower <= values[row.name] - 2 + EXACT
+        assert row.upper >= values[row.name] + 1 - EXACT
+        if seconds is None:
+            assert row.lower >= values[row.name] - 2.1
+            assert row.upper <= values[row.name] + 1.1
 
 
 def test_equal_values_end_in_a_tie():
