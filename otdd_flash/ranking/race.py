@@ -401,20 +401,21 @@ class _Race:
     def run(self, started: float, seconds: float | None, progress: Progress | None) -> str:
         """Spend budgets until the places are proven; return what ended the race.
 
-        Then those of the first k that were not solved to the end are, for their values.
+        At last those of the first k that were not solved to the end are, for their values.
         """
         total = len(self.candidates)
         while True:
             proven = all(self._proven()[: self.k])
-            opened = self._unsolved() if proven else self._open()
+            opened = [] if proven else self._open()
             able = [one for one in opened if not one.last]
+            chosen = self._chosen(able) if able else self._unsolved()
             if progress is not None:
                 progress(total - len(opened), total)
-            if not able:
+            if not chosen:
                 return "proven" if proven else "rounding"
             if seconds is not None and time.perf_counter() - started >= seconds:
                 return "proven" if proven else "max_seconds"
-            self._raise(able if proven else self._chosen(able))
+            self._raise(chosen)
 
     def _unsolved(self) -> list[_Candidate]:
         """Return those of the first k whose cross terms have not converged."""
