@@ -165,7 +165,7 @@ def dataset_distance(
     name, given, used = resolve_epsilon(epsilon, epsilon_relative, mean)
     with epsilon_of_datasets(name, given, used, mean, scale):
         constraints = resolve_constraints(unbalanced, unbalanced_relative, mean)
-        comparison = comparison.at(used).with_constraints(constraints)
+        comparison = replace(comparison.at(used), constraints=constraints)
         divergence = solve(comparison, options, progress=progress)
     report_convergence(divergence, options)
     seconds = {

@@ -173,7 +173,7 @@ def pairwise_distances(
     name, given, used = resolve_epsilon(epsilon, epsilon_relative, lambda: mean)
     with epsilon_of_datasets(name, given, used, lambda: mean, scale):
         constraints = resolve_constraints(unbalanced, unbalanced_relative, lambda: mean)
-        comparison = comparison.at(used).with_constraints(constraints)
+        comparison = replace(comparison.at(used), constraints=constraints)
         found = _solve_all(comparison, table, options, progress)
     solved = time.perf_counter()
     labels_epsilon = getattr(metric, "epsilon", None) if class_distances is None else None

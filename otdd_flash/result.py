@@ -493,7 +493,7 @@ class DistanceResult:
             pairs=(SIDES["xy"],),
         )
         prepared = prepared.with_classes(self.class_distances.full).at(self.epsilon)
-        return prepared.with_constraints(self.constraints)
+        return replace(prepared, constraints=self.constraints)
 
     @cached_property
     def _operator(self) -> Operator:

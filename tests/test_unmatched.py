@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -111,7 +113,7 @@ def test_pairs_of_datasets_are_those_of_single_distances() -> None:
 def test_parts_of_a_comparison_keep_the_penalties() -> None:
     sides = [clusters(0.0), clusters(1.0), clusters(2.0)]
     whole = Comparison.prepare(sides, otdd.GroundCost(), otdd.ComputeOptions("cpu"))
-    assert whole.with_constraints(CONSTRAINTS).of(0, 2).constraints == CONSTRAINTS
+    assert replace(whole, constraints=CONSTRAINTS).of(0, 2).constraints == CONSTRAINTS
 
 
 CONSTRAINTS = otdd.dataset_distance(

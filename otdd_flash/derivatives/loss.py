@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -165,7 +166,7 @@ def sinkhorn_loss(
     )
     mean = comparison.mean_cost
     constraints = resolve_constraints(unbalanced, unbalanced_relative, mean)
-    comparison = comparison.with_constraints(constraints)
+    comparison = replace(comparison, constraints=constraints)
     inputs: dict[Input, Any] = {
         **{"x": x, "y": y, "a": a, "b": b},
         **{"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y},

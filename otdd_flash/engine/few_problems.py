@@ -59,7 +59,8 @@ class FewQuasiNewton:
     def __init__(
         self, problems: FewProblems, vectors: FewVectors, goal: Goal, form: Form, start: Start
     ) -> None:
-        self._problems, self.vectors, self._form = problems, vectors, form
+        self._problems, self.vectors, self._damping = problems, vectors, form.damping
+        self._of_mass_one = form.symmetric and form.constraints.exact
         self._goal: Goal
         self._states: list[State]
         self._begin(goal, start)
@@ -102,12 +103,12 @@ class FewQuasiNewton:
         for k, found in enumerate(evaluations):
             if not self._active[k]:
                 continue
-            decision = decide(self._goal, self._costs[k], states[k], found, self._form.of_mass_one)
+            decision = decide(self._goal, self._costs[k], states[k], found, self._of_mass_one)
             memory, slot = self._memories[k], self._memories[k].slot
             # Only the last g that was kept at this level has a residual to compare with.
             begun = math.isfinite(states[k].trust.dual)
             now = decision.plain, decision.rounding
-            step = memory.advance(found, begun, *now, self._form.damping)
+            step = memory.advance(found, begun, *now, self._damping)
             self.vectors.move(k, Move.after(found, decision, slot, step))
             self._states[k], self._active[k] = decision.state, not decision.done
             self._reports[k] = [*decision.reported, float(not decision.done)]

@@ -89,7 +89,8 @@ class QuasiNewton:
         state = state._replace(iterations=state.iterations + active)
         found = self.vectors.evaluate(evaluated_level(self._goal, state), active)
         costs, slot = numbers_of(self._problems), self._memory.slot
-        decision = decide(self._goal, costs, state, found, form.of_mass_one)
+        of_mass_one = form.symmetric and form.constraints.exact
+        decision = decide(self._goal, costs, state, found, of_mass_one)
         # Only the last g that was kept at this level has a residual to compare with.
         begun = active & state.trust.dual.isfinite()
         plain, rounding = decision.plain, decision.rounding

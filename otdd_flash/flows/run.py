@@ -196,7 +196,7 @@ def gradient_flow(
     with named():
         comparison = comparison.at(used)
     constraints = resolve_constraints(unbalanced, unbalanced_relative, lambda: mean)
-    comparison = comparison.with_constraints(constraints)
+    comparison = replace(comparison, constraints=constraints)
     functionals = build_functionals(flow.functionals, points)
     setting = FlowSetting(comparison, metric, solver, flow, functionals, callbacks)
     settings = setting.settings(points, goal, table)

@@ -122,11 +122,6 @@ class Form(NamedTuple):
     symmetric: bool
     constraints: Constraints = EXACT
 
-    @property
-    def of_mass_one(self) -> bool:
-        """Whether there is one potential, whose plan is given mass 1 by a constant."""
-        return self.symmetric and self.constraints.exact
-
 
 CROSS, SELF = Form(damping=1.0, symmetric=False), Form(damping=0.5, symmetric=True)
 
@@ -291,7 +286,8 @@ def decide(
         costs: facts and error bounds of the costs.
         state: before the evaluation, but its iterations count it.
         found: the numbers of the evaluation.
-        of_mass_one: as in `Form`.
+        of_mass_one: whether there is one potential, whose plan is given mass 1 by a constant: that
+            of a symmetric form whose marginals are exact.
     """
     iterations, levels = state.iterations, state.levels
     epsilon = evaluated_level(goal, state)

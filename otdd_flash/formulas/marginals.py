@@ -150,18 +150,6 @@ class Marginal(ABC):
         """
 
     @abstractmethod
-    def constant(self, balanced: Tensor, epsilon: float | Tensor) -> Tensor:
-        """Return the best constant potential of a self term, from that of a plan of mass 1."""
-
-    @abstractmethod
-    def swing(self, oscillation: Tensor, epsilon: float | Tensor) -> Tensor:
-        """Bound osc g + osc g* - R, (...), for potentials g* whose plan has what g owes.
-
-        R is the spread of the costs and `oscillation` osc g. Then g* is a softmin of costs plus
-        epsilon log(q / b).
-        """
-
-    @abstractmethod
     def update_size(
         self, owed: Tensor, before: Tensor, after: Tensor, epsilon: float | Tensor
     ) -> Tensor | float:
@@ -226,12 +214,6 @@ class Exact(Marginal):
         self, mass: Tensor, masses: Tensor, potential: Tensor, epsilon: float | Tensor
     ) -> Tensor:
         return mass
-
-    def constant(self, balanced: Tensor, epsilon: float | Tensor) -> Tensor:
-        return balanced
-
-    def swing(self, oscillation: Tensor, epsilon: float | Tensor) -> Tensor:
-        return oscillation
 
     def update_size(
         self, owed: Tensor, before: Tensor, after: Tensor, epsilon: float | Tensor
@@ -298,12 +280,6 @@ class RelaxedByKL(Marginal):
         apart = mass.log() - _log_mass(self, masses, potential)
         return torch.exp(apart * (self.rho / (self.rho + epsilon / 2)))
 
-    def constant(self, balanced: Tensor, epsilon: float | Tensor) -> Tensor:
-        return balanced * (self.rho / (self.rho + epsilon / 2))
-
-    def swing(self, oscillation: Tensor, epsilon: float | Tensor) -> Tensor:
-        return oscillation * (1 + epsilon / self.rho)
-
     def update_size(
         self, owed: Tensor, before: Tensor, after: Tensor, epsilon: float | Tensor
     ) -> Tensor | float:
@@ -314,16 +290,18 @@ class RelaxedByKL(Marginal):
     def terms(self, potential: Tensor, step: Tensor, epsilon: float | Tensor) -> tuple[Tensor, ...]:
         after = potential + step
         change = torch.exp((potential - self.softmin_of(after, epsilon)) / epsilon)
-        owed, left = torch.exp(potential / -self.rho), torch.exp(after / -self.rho)
-        rise = torch.expm1(step / -self.rho) * owed * -self.rho
+        exponent = potential / -self.rho
+        owed, more = torch.exp(exponent), torch.expm1(exponent)
+        # The update makes it owed + grown.
+        grown = torch.expm1(step / -self.rho) * owed
         return (
-            self.dual(potential),
+            more * -self.rho,
             potential.abs(),
             (change - owed).abs_(),
             change,
             owed,
-            # The gain of the update is rise + epsilon (change - left).
-            rise - epsilon * (left - 1),
+            # The gain of the update is -rho grown + epsilon (change - owed - grown).
+            grown * -(self.rho + epsilon) - more * epsilon,
         )
 
     def numbers(self, totals: Sequence[Any], mean_step: Any) -> ColumnNumbers:
@@ -352,19 +330,22 @@ class Translated(NamedTuple):
     g: Tensor
     factors: Factors | None = None
 
-    def scaled(self, rows: Tensor) -> Tensor:
-        """Scale row sums (..., n) as what rows owe."""
+    def adjusted(
+        self, sums: Tensor, owed: Tensor, kappa: Tensor, total: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what a plan's numbers are after the translation.
+
+        Args:
+            sums: of its rows (..., n), which are scaled as what rows owe.
+            owed: that (..., n).
+            kappa: a factor (...) with which it fitted, which is lowered until it fits again.
+            total: its mass (...), to be returned over what both sides owe.
+        """
         if self.factors is None:
-            return rows
-        return rows * torch.exp(-self.factors.exponent)[..., None]
-
-    def fitted(self, kappa: Tensor) -> Tensor:
-        """Lower the factor (...) of a plan until it fits."""
-        return kappa if self.factors is None else kappa * self.factors.fit
-
-    def as_shares(self, mass: Tensor) -> Tensor:
-        """Return a mass (...) over what both sides owe."""
-        return mass if self.factors is None else mass / self.factors.mass
+            return sums, owed, kappa, total
+        mass, exponent, fit = self.factors
+        scale = torch.exp(-exponent)[..., None]
+        return sums * scale, owed * scale, kappa * fit, total / mass
 
 
 @dataclass(frozen=True)
@@ -374,10 +355,15 @@ class Constraints:
     Attributes:
         rows: those of a.
         columns: those of b.
+        exact: whether both are: what they owe has mass 1, and potentials are free to translate.
     """
 
     rows: Marginal
     columns: Marginal
+    exact: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exact", self.rows.exact and self.columns.exact)
 
     def between(self, row: int, column: int) -> Constraints:
         """Return those of a term between two sides, 0 and 1, of which a self term takes one."""
@@ -389,28 +375,22 @@ class Constraints:
         """1 / rho_x + 1 / rho_y; 0 where both are exact, and D the same for all translations."""
         return self.rows.softness + self.columns.softness
 
-    @property
-    def exact(self) -> bool:
-        """Whether both are: what they owe has mass 1, and potentials are free to translate."""
-        return self.rows.exact and self.columns.exact
-
     def at(self, penalties: Sequence[float] | Tensor) -> Constraints:
         """Return these kinds of marginals with penalties (2,) of rows and of columns."""
         return Constraints(self.rows.at(penalties[0]), self.columns.at(penalties[1]))
 
     def translation(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> Tensor | None:
         """Return the t (..., 1) of the largest D(f + t, g - t); None where all are as large."""
-        return None if self.exact else self._translation(a, f, b, g)
-
-    def _translation(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> Tensor:
+        if self.exact:
+            return None
         of_rows, of_columns = _log_mass(self.rows, a, f), _log_mass(self.columns, b, g)
         return (of_rows - of_columns) / self.softness
 
     def translated(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> Translated:
         """Return f + t (..., n) and g - t (..., m), of the same plan and the largest dual value."""
-        if self.exact:
+        t = self.translation(a, f, b, g)
+        if t is None:
             return Translated(f, g)
-        t = self._translation(a, f, b, g)
         exponent = t * self.rows.softness
         mass = torch.exp(_log_mass(self.rows, a, f) - exponent)
         falls = torch.cat((-exponent, t * self.columns.softness), -1).amin(-1)
@@ -496,25 +476,6 @@ class Constraints:
                 most[i], mass = masses[i], torch.ones_like(mass)
                 value = value + torch.linalg.vecdot(masses[i], potentials[i] + epsilon * update)
         return value + epsilon * (1 - mass), (most[0], most[1])
-
-    def weights(self, masses: Tensor, owed: Tensor) -> Tensor:
-        """Return the weights of potentials in the size of what is added up in a dual value.
-
-        |phi(f)| is at most |f| times the larger of 1 and e^(-f / rho).
-        """
-        return masses if self.exact else torch.maximum(masses, owed)
-
-    def tail(self, rows: Tensor) -> Tensor | float:
-        """Return a K >= 0 such that |e| exp(e) is at most a plan's mass for all e < -K.
-
-        Args:
-            rows: sums (..., n) of the plan, whose mass is 1 where marginals are exact.
-        """
-        if self.exact:
-            return 0.0
-        mass = rows.sum(-1, keepdim=True)
-        # 2 x exp(-2 x) <= exp(-x) for x = -log(mass); |e| exp(e) is at most 1 / e = 0.367...
-        return torch.where(mass < 0.36, -2 * mass.log(), 0)
 
 
 def _log_mass(side: Marginal, masses: Tensor, potential: Tensor) -> Tensor:

@@ -177,8 +177,13 @@ class Comparison:
         streaming = found.streaming
         if streaming is not None:
             streaming = replace(streaming, tally=self.streaming.tally)
-        found = found.with_constraints(self.constraints)
-        return replace(found, streaming=streaming, debias=self.debias, epsilon=self.epsilon)
+        return replace(
+            found,
+            streaming=streaming,
+            debias=self.debias,
+            epsilon=self.epsilon,
+            constraints=self.constraints,
+        )
 
     def with_classes(self, table: Tensor | None) -> Comparison:
         """Return the comparison at class distances W (V_x + V_y, V_x + V_y), on any device.
@@ -187,10 +192,6 @@ class Comparison:
             InputError: the table has another size or is not finite.
         """
         return replace(self, classes=_class_table(table, self.transformed, self.device))
-
-    def with_constraints(self, constraints: Constraints) -> Comparison:
-        """Return the comparison with what the marginals of plans owe."""
-        return replace(self, constraints=constraints)
 
     def with_points(self, *transformed: LabeledSamples) -> Comparison:
         """Return the comparison of other, already transformed, points of the same classes.

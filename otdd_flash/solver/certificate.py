@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from otdd_flash.formulas.evidence import (
     dual_value,
     oscillation_bound,
 )
-from otdd_flash.formulas.marginals import EXACT, LEAST_MOVING, Constraints, Translated
+from otdd_flash.formulas.marginals import EXACT, LEAST_MOVING, Constraints, Factors
 from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator
 from otdd_flash.solver.evidence import (
     TINY,
@@ -121,12 +121,12 @@ def certify(
     plan = lowered_plan(operator, f, g, updated, epsilon, constraints, accurate=polished)
     if not polished:
         evidence = cross_evidence(operator, plan, epsilon)
-        numbers = CrossNumbers.of(evidence.numbers.tolist())
+        numbers = read_numbers(CrossNumbers, evidence.numbers.tolist())
         if not shows_rounding(operator.costs, numbers, epsilon, scaled):
             return conclude(operator.costs, evidence, numbers, epsilon)
     plan = polished_plan(operator, plan, epsilon, accurate=polished)
     evidence = cross_evidence(operator, plan, epsilon)
-    numbers = CrossNumbers.of(evidence.numbers.tolist())
+    numbers = read_numbers(CrossNumbers, evidence.numbers.tolist())
     return conclude(operator.costs, evidence, numbers, epsilon)
 
 
@@ -148,13 +148,13 @@ def certify_self(
     """
     plan = self_plan(operator, f.double(), epsilon, constraints, accurate=accurate)
     evidence = self_evidence(operator, plan, epsilon)
-    numbers = SelfNumbers.of(evidence.numbers.tolist())
+    numbers = read_numbers(SelfNumbers, evidence.numbers.tolist())
     if numbers.unresolved > 0:
         low = lowered(plan.f, plan, plan.sides[0], plan.sums.rows, epsilon)
         again = self_plan(operator, low, epsilon, constraints, accurate=accurate)
         again = again._replace(unresolved=plan.unresolved, passes=2)
         evidence = self_evidence(operator, again, epsilon)
-        numbers = SelfNumbers.of(evidence.numbers.tolist())
+        numbers = read_numbers(SelfNumbers, evidence.numbers.tolist())
     return conclude(operator.costs, evidence, numbers, epsilon)
 
 
@@ -180,7 +180,8 @@ def conclude(
     if costs.forbidden and math.isfinite(primal):
         # Other upper bounds move mass between any two points, forbidden pairs too.
         upper = primal
-    owed, error = max(numbers.penalties.owed, float(moving)), numbers.cost_error
+    owed = max(numbers.penalties.owed, float(moving))
+    error = larger(numbers.mean_error, numbers.penalties.open_error)
     size = numbers.size + numbers.penalties.size
     low, high = widen_bounds(costs, sums, (dual, upper), error, size, epsilon, owed)
     # Where numbers overflow nothing is known.
@@ -295,17 +296,17 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
     # Row sums of the plan of f and g, and of that which is scaled until its rows are what they owe.
     own = constraints.rows.owed(operator.a, updated_f)
     updated_rows = torch.where(unscaled, sums.rows, own)
-    reached, owed_rows = to.scaled(updated_rows), to.scaled(own)
+    kappa = fitting_scale(plan.owed, plan.absent, both, sums.relative_error)
+    total = sums.rows.sum(-1)
+    # A mass that is not far above the underflow bound is not scaled up.
+    scalable = total.clamp_min(max(SCALABLE * sums.underflow, TINY))
+    reached, owed_rows, fit, share = to.adjusted(updated_rows, own, kappa, scalable)
     owed_columns = constraints.columns.owed(operator.b, to.g)
     owed = torch.cat((owed_rows, owed_columns), -1)
     errors = errors_of(operator, plan, to.f, updated_rows, epsilon)
     growth = _growth(plan, both, errors, held - torch.cat(returned, -1), epsilon)
-    kappa = fitting_scale(plan.owed, plan.absent, both, sums.relative_error)
-    total = sums.rows.sum(-1)
-    # A mass that is not far above the underflow bound is not scaled up.
-    total_scaled = to.as_shares(total.clamp_min(max(SCALABLE * sums.underflow, TINY)))
     updated = torch.cat((reached, owed_columns), -1)
-    filling = filling_of(operator, plan.masses, plan.absent, owed, both, to.fitted(kappa))
+    filling = filling_of(operator, plan.masses, plan.absent, owed, both, fit)
     row_oscillation, column_oscillation = oscillations(held, plan.absent, rows, columns)
     numbers = CrossNumbers(
         kappa=kappa,
@@ -314,7 +315,7 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
         total=total,
         moved=distance(sums.rows, reached),
         missed=distance(sums.columns, owed_columns),
-        scaled_gap=updated_gap(both, updated, total_scaled),
+        scaled_gap=updated_gap(both, updated, share),
         row_gap=distance(reached, owed_rows),
         factor=logs.amax(-1).exp_(),
         row_growth=dot(updated_rows, growth[..., rows]),
@@ -322,20 +323,22 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
         largest_growth=growth[..., columns].amax(-1),
         linear=dot(plan.masses, constraints.dual(held, rows)),
         updated=updated_rows.sum(-1),
-        size=dot(constraints.weights(plan.masses, owed), held.abs()),
+        # |phi(f)| is at most |f| times the larger of 1 and e^(-f / rho).
+        size=dot(torch.maximum(plan.masses, owed), held.abs()),
         linear_before=dot(both, before),
         missing_rows=filling.rows,
         missing_columns=filling.columns,
         filling_costs=filling.costs,
         filling_entropy=filling.entropy,
         row_oscillation=row_oscillation,
-        column_oscillation=constraints.columns.swing(column_oscillation, epsilon),
+        column_oscillation=column_oscillation,
         mean_error=dot(owed, plan.cost_errors),
         row_error=plan.cost_errors[..., rows].amax(-1),
         column_error=plan.cost_errors[..., columns].amax(-1),
     )
     vectors = both, before, owed, held, updated_f, updated_rows - sums.rows
-    more = _cross_penalties(plan, numbers, vectors, to, epsilon)
+    given = plan, numbers, vectors
+    more = () if to.factors is None else _cross_penalties(*given, to.factors, epsilon)
     told = torch.stack((*numbers[:-1], *more), -1)
     return PlanEvidence(*returned, told, sums, plan.passes)
 
@@ -344,10 +347,10 @@ def _cross_penalties(
     plan: Plan,
     numbers: CrossNumbers,
     vectors: tuple[Tensor, ...],
-    to: Translated,
+    factors: Factors,
     epsilon: Epsilon,
 ) -> tuple[Tensor, ...]:
-    """Compute the `Penalties` of a cross term, which are constants of exact marginals.
+    """Compute the `Penalties` of a cross term.
 
     Args:
         plan: as it was evaluated.
@@ -355,13 +358,10 @@ def _cross_penalties(
         vectors: (n + m,) of both sides: sums, potentials, what they owe, potentials after the
             update and the translation; and (n,) potentials of rows after the update alone, and by
             how much it moves row sums.
-        to: that translation.
+        factors: of that translation.
         epsilon: regularisation.
     """
     constraints, (rows, columns) = plan.constraints, plan.sides
-    if to.factors is None:
-        return ()
-    factors = to.factors
     sums, before, owed, held, updated, changed = vectors
     relative = plan.sums.relative_error
     masses, reached, potentials = (
@@ -390,6 +390,7 @@ def _cross_penalties(
         wanted=plan.owed[..., columns].sum(-1),
         size=dot(sums, before.abs()) + size + rounded,
         uneven=_uneven(numbers, factors.mass, epsilon),
+        swing=torch.ones_like(tilt) * (1 + epsilon * constraints.columns.softness),
     )
 
 
@@ -428,21 +429,19 @@ def self_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEv
         unresolved=(plan.masses * plan.unresolved).sum(-1),
         growth=dot(rows, growth),
         linear=dot(a, marginal.dual(held)),
-        row_size=dot(plan.constraints.weights(a, plan.owed), held.abs()),
-        oscillation=marginal.swing(oscillation, epsilon),
+        row_size=dot(torch.maximum(a, plan.owed), held.abs()),
+        oscillation=oscillation,
         balancing=balancing(plan.owed, plan.absent, diagonal, outside),
         row_error=dot(plan.owed, plan.cost_errors),
         largest_error=plan.cost_errors.amax(-1),
     )
-    more = _self_penalties(plan, numbers, epsilon)
+    more = () if plan.constraints.exact else _self_penalties(plan, numbers, epsilon)
     told = torch.stack((*numbers[:-1], *more), -1)
     return PlanEvidence(returned, returned, told, sums, plan.passes)
 
 
 def _self_penalties(plan: Plan, numbers: SelfNumbers, epsilon: Epsilon) -> tuple[Tensor, ...]:
-    """Compute the `Penalties` of a self term, which are constants of exact marginals."""
-    if plan.constraints.exact:
-        return ()
+    """Compute the `Penalties` of a self term."""
     rows, relative, owed = plan.sums.rows, plan.sums.relative_error, plan.owed.sum(-1)
     held = plan.f.masked_fill(plan.absent, 0)
     off = torch.full_like(rows[..., :1], 2 * relative)
@@ -457,17 +456,13 @@ def _self_penalties(plan: Plan, numbers: SelfNumbers, epsilon: Epsilon) -> tuple
         moving=numbers.mass,
         wanted=owed,
         size=2 * dot(rows, held.abs()),
+        swing=torch.ones_like(owed) * (1 + epsilon * plan.constraints.rows.softness),
     )
 
 
 def _growth(plan: Plan, sums: Tensor, errors: Tensor, rounding: Tensor, epsilon: Epsilon) -> Tensor:
     """Return `growth_of` (k,) with A plus the rounding of potentials; A is 0 if unresolved."""
     return growth_of(sums, errors.masked_fill(plan.unresolved, 0) + rounding.abs(), epsilon)
-
-
-def least(bounds: Sequence[float]) -> float:
-    """Return the least upper bound; what is NaN bounds nothing."""
-    return min((bound for bound in bounds if not math.isnan(bound)), default=math.inf)
 
 
 class Penalties(NamedTuple):
@@ -488,6 +483,8 @@ class Penalties(NamedTuple):
         size: of potentials, whose rounding `CrossNumbers.size` does not know of.
         uneven: what is added to the primal value of the filled plan, as the mass that its rows miss
             is known to be that of its columns up to rounding.
+        swing: 1 + epsilon / rho_y. Potentials g* whose plan has what g owes are softmins of costs
+            plus epsilon log(q / b), so that osc g + osc g* is at most that times osc g, plus R.
     """
 
     owed: Any = 1.0
@@ -502,6 +499,7 @@ class Penalties(NamedTuple):
     wanted: Any = 1.0
     size: Any = 0.0
     uneven: Any = 0.0
+    swing: Any = 1.0
 
 
 class CrossNumbers(NamedTuple):
@@ -531,7 +529,7 @@ class CrossNumbers(NamedTuple):
         filling_costs: `Filling.costs`, likewise.
         filling_entropy: `Filling.entropy`, likewise.
         row_oscillation: max f - min f, after.
-        column_oscillation: max g - min g, and as much as `Marginal.swing` adds.
+        column_oscillation: max g - min g, after.
         mean_error: of costs, <p, A> + <q, B>.
         row_error: max A.
         column_error: max B.
@@ -564,12 +562,6 @@ class CrossNumbers(NamedTuple):
     row_error: Any
     column_error: Any
     penalties: Penalties = Penalties()
-
-    @classmethod
-    def of(cls, numbers: Sequence[Any]) -> CrossNumbers:
-        """Return the numbers as `PlanEvidence` has them."""
-        own = len(cls._fields) - 1
-        return cls(*numbers[:own])._replace(penalties=Penalties(*numbers[own:]))
 
     @property
     def filling(self) -> Filling[Any]:
@@ -617,16 +609,12 @@ class CrossNumbers(NamedTuple):
             filled += filled_slack(relative, self.size, spread * max(1.0, owed), epsilon)
             found.append(filled + penalties.price + penalties.uneven)
         if self.row_gap == 0:
-            dual, osc = self.dual(epsilon), self.column_oscillation
+            dual, osc = self.dual(epsilon), self.column_oscillation * penalties.swing
             slack = oscillation_slack(relative, self.row_oscillation + osc, spread) * max(1.0, owed)
             moved = oscillation_bound(dual, self.column_gap, osc, spread)
             found.append(moved + epsilon * penalties.tilt + slack)
-        return least(found)
-
-    @property
-    def cost_error(self) -> Any:
-        """What errors of costs may do to a dual or a primal value."""
-        return larger(self.mean_error, self.penalties.open_error)
+        # What is NaN bounds nothing.
+        return min((bound for bound in found if not math.isnan(bound)), default=math.inf)
 
     def needs_refinement(self, unit: float, scaled: float = 0.0) -> Any:
         """Return whether to evaluate the plan once more.
@@ -649,7 +637,7 @@ class SelfNumbers(NamedTuple):
         growth: <r, `solver.evidence.growth_of`>.
         linear: <a, phi(f)>.
         row_size: <a, |f|>.
-        oscillation: max f - min f, and as much as `Marginal.swing` adds.
+        oscillation: max f - min f.
         balancing: see `solver.evidence.balancing`.
         row_error: of costs, <p, A>.
         largest_error: max A.
@@ -668,12 +656,6 @@ class SelfNumbers(NamedTuple):
     largest_error: Any
     penalties: Penalties = Penalties()
 
-    @classmethod
-    def of(cls, numbers: Sequence[Any]) -> SelfNumbers:
-        """Return the numbers as `PlanEvidence` has them."""
-        own = len(cls._fields) - 1
-        return cls(*numbers[:own])._replace(penalties=Penalties(*numbers[own:]))
-
     @property
     def gap(self) -> Any:
         """The marginal error, but for `noise`."""
@@ -688,11 +670,6 @@ class SelfNumbers(NamedTuple):
     def mean_error(self) -> Any:
         """<p, A> of both sides."""
         return 2 * self.row_error
-
-    @property
-    def cost_error(self) -> Any:
-        """What errors of costs may do to a dual or a primal value."""
-        return larger(self.mean_error, self.penalties.open_error)
 
     @property
     def noise(self) -> Any:
@@ -710,10 +687,11 @@ class SelfNumbers(NamedTuple):
         found = [self.penalties.primal, 2 * self.linear + epsilon * (self.balancing + (1 - owed))]
         if 0.5 * owed < self.mass < 2 * owed:
             # Both marginals have the same mass.
-            dual, osc = self.dual(epsilon), self.oscillation
+            dual, osc = self.dual(epsilon), self.oscillation * self.penalties.swing
             slack = oscillation_slack(sums.relative_error, 2 * osc, spread) * max(1.0, owed)
             found.append(oscillation_bound(dual, 2 * self.missed, osc, spread) + slack)
-        return least(found)
+        # What is NaN bounds nothing.
+        return min((bound for bound in found if not math.isnan(bound)), default=math.inf)
 
     def needs_refinement(self, unit: float) -> Any:
         """Return whether to evaluate the plan once more: a point is unresolved."""
@@ -722,6 +700,13 @@ class SelfNumbers(NamedTuple):
 
 # The numbers of a plan: tensors () or (B,) on the device, floats once the host has read them.
 PlanNumbers = CrossNumbers | SelfNumbers
+AnyNumbers = TypeVar("AnyNumbers", CrossNumbers, SelfNumbers)
+
+
+def read_numbers(kind: type[AnyNumbers], numbers: Sequence[Any]) -> AnyNumbers:
+    """Return the numbers as `PlanEvidence` has them, with those of relaxed marginals, if any."""
+    own = len(kind._fields) - 1
+    return kind(*numbers[:own])._replace(penalties=Penalties(*numbers[own:]))
 
 
 class Plan(NamedTuple):
@@ -823,8 +808,8 @@ def self_plan(
     largest, absent = torch.maximum(row_errors, column_errors), operator.a == 0
     cost_errors = errors = largest.masked_fill(absent, 0)
     if sums.cost_rounding:
-        tail = constraints.tail(rows)
-        x, y = (sums.cost_rounding * each for each in _sizes(operator, f, f, rows, epsilon, tail))
+        sizes = _sizes(operator, f, f, rows, epsilon, constraints)
+        x, y = (sums.cost_rounding * each for each in sizes)
         errors = torch.maximum(row_errors + x, column_errors + y).masked_fill_(absent, 0)
     sums = sums._replace(rows=rows, columns=rows, row_errors=largest, column_errors=largest)
     unresolved, owed = find_unresolved(errors, epsilon, constraints), marginal.owed(operator.a, f)
@@ -838,8 +823,7 @@ def errors_of(
     """Return A and B (n + m,) of a plan whose f (n,) and row sums (n,) were replaced by these."""
     if not plan.sums.cost_rounding:
         return plan.cost_errors
-    tail = plan.constraints.tail(rows)
-    sizes = torch.cat(_sizes(operator, f, plan.g, rows, epsilon, tail), -1)
+    sizes = torch.cat(_sizes(operator, f, plan.g, rows, epsilon, plan.constraints), -1)
     return plan.cost_errors + plan.sums.cost_rounding * sizes.masked_fill_(plan.absent, 0)
 
 
@@ -849,15 +833,20 @@ def _sizes(
     g: Tensor,
     rows: Tensor,
     epsilon: Epsilon,
-    tail: Tensor | float,
+    constraints: Constraints,
 ) -> tuple[Tensor, Tensor]:
     """Return (n,) and (m,) whose sums bound |C_ij| in a plan of these potentials and row sums.
 
     A cost is f_i + g_j less epsilon times the exponent e. As P_ij <= r_i, e <= log(r_i / a_i) -
-    log b_j; where it is negative, |e| exp(e) < 1, which is little beside a mass of 1. A plan of
-    less has its `tail`. Unspecified where there is no mass.
+    log b_j; where it is negative, |e| exp(e) < 1, which is little beside a mass of 1. Unspecified
+    where there is no mass.
     """
-    above = (rows / operator.a).log().clamp_min(0) + (1 + tail)
+    above = (rows / operator.a).log().clamp_min(0) + 1
+    if not constraints.exact:
+        # Of less mass |e| exp(e) is at most that for e < -K alone, with K = -2 log(mass): 2 x
+        # exp(-2 x) <= exp(-x) for x = -log(mass). It is nowhere above 1 / e = 0.367...
+        mass = rows.sum(-1, keepdim=True)
+        above = above + torch.where(mass < 0.36, -2 * mass.log(), 0)
     return f.abs() + epsilon * above, g.abs() - epsilon * operator.b.log()
 
 

@@ -81,7 +81,7 @@ def sinkhorn(
     comparison = Comparison.between(x, y, epsilon, class_table, cost, compute, debias=False)
     mean = comparison.mean_cost
     constraints = resolve_constraints(unbalanced, unbalanced_relative, mean)
-    comparison = comparison.with_constraints(constraints)
+    comparison = replace(comparison, constraints=constraints)
     divergence = solve(comparison, options, progress=progress)
     report_convergence(divergence, options)
     return _with_one_side(divergence, comparison)
@@ -149,7 +149,7 @@ def sinkhorn_divergence(
     comparison = Comparison.between(x, y, epsilon, class_table, cost, compute, debias=debias)
     mean = comparison.mean_cost
     constraints = resolve_constraints(unbalanced, unbalanced_relative, mean)
-    comparison = comparison.with_constraints(constraints)
+    comparison = replace(comparison, constraints=constraints)
     start = checked_start(comparison, start)
     divergence = solve(comparison, options, start=start, progress=progress)
     report_convergence(divergence, options)

@@ -47,6 +47,8 @@ def refuse_unbalanced(
             f"unbalanced={shown_penalties(unbalanced)} and unbalanced_relative="
             f"{shown_penalties(relative)}"
         )
+    if unbalanced is None and relative is None:
+        return
     one, other = sides = _sides(unbalanced if relative is None else relative)
     if one is None and other is None:
         return
@@ -78,6 +80,8 @@ def resolve_constraints(
         InputError: `relative` with a mean cost that is not positive, or a penalty out of the range
             of numbers.
     """
+    if unbalanced is None and relative is None:
+        return EXACT
     sides, unit = _sides(unbalanced if relative is None else relative), 1.0
     if sides == (None, None):
         return EXACT

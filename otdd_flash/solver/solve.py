@@ -281,7 +281,7 @@ def _constant(operator: Operator, epsilon: float, form: Form) -> Tensor:
     exp(-C_ii / epsilon), its limit for epsilon far below them.
     """
     highest = min(operator.costs.mean, -epsilon * float(operator.a.square().sum().log()))
-    return form.constraints.rows.constant(torch.full_like(operator.a, highest / 2), epsilon)
+    return form.constraints.rows.updated(torch.full_like(operator.a, highest / 2), epsilon / 2)
 
 
 def initial_cross_potential(

@@ -27,6 +27,7 @@ from otdd_flash.solver.certificate import (
     certify_self,
     conclude_many,
     find_unresolved,
+    read_numbers,
     self_evidence,
     self_plan,
 )
@@ -165,7 +166,7 @@ def test_points_are_unresolved_whose_errors_of_costs_exceed_half_of_epsilon() ->
     unresolved = find_unresolved(errors * epsilon, epsilon)
     assert unresolved.tolist() == (errors > 0.5).tolist()
     numbers = self_evidence(operator, plan._replace(unresolved=unresolved), epsilon).numbers
-    assert float(SelfNumbers.of(numbers).unresolved) == float(a[errors > 0.5].sum())
+    assert float(read_numbers(SelfNumbers, numbers).unresolved) == float(a[errors > 0.5].sum())
 
 
 class Off:

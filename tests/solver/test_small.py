@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,7 +152,8 @@ def test_relaxed_terms_are_proved(rho: tuple[float, float], debias: bool, weight
     """In recordings, with the gradients by points that they compute."""
     x, y = side(18, 0, weights=weights), side(13, 1)
     kinds = [Exact() if each == math.inf else RelaxedByKL(each) for each in rho]
-    given = problem(x, y, 0.3, debias=debias).with_constraints(Constraints(*kinds))
+    given = problem(x, y, 0.3, debias=debias)
+    given = replace(given, constraints=Constraints(*kinds))
     found = solved(given)
     dense = problem(x, y, 0.3, ComputeOptions("cpu"))
     for name, term in found.items():
@@ -208,7 +210,7 @@ def test_penalties_share_a_recording(sides: str, monkeypatch: pytest.MonkeyPatch
     def terms(rho: float) -> tuple[dict[str, TransportTerm], list[Tensor]]:
         kinds = [Exact() if sides not in ("both", name) else RelaxedByKL(rho) for name in SIDES]
         given = problem(side(9, 2), side(8, 3), 0.5, debias=sides == "both")
-        given, gradients = given.with_constraints(Constraints(*kinds)), list[Tensor]()
+        given, gradients = replace(given, constraints=Constraints(*kinds)), list[Tensor]()
         return solved(given, gradient_callbacks={0: gradients.append}), gradients
 
     penalties = (0.3, 2.0, 1e3)
@@ -330,7 +332,7 @@ def test_nothing_that_is_recorded_asks_the_device(
     given = problem(x, y, 0.5, debias=math.inf not in rho)
     if rho:
         kinds = [Exact() if each == math.inf else RelaxedByKL(each) for each in rho]
-        given = given.with_constraints(Constraints(*kinds))
+        given = replace(given, constraints=Constraints(*kinds))
     solved(given, gradient_callbacks={0: list, 1: list})
     assert {"_prepare", "_iterate", "_certify", "_differentiate"} <= set(launched)
 

@@ -29,6 +29,7 @@ from otdd_flash.solver.certificate import (
     certify_self,
     cross_evidence,
     cross_plan,
+    read_numbers,
 )
 from otdd_flash.solver.evidence import Filling, filled_value
 from otdd_flash.solver.solve import solve_term
@@ -497,7 +498,7 @@ def test_the_upper_bound_is_the_cost_of_a_plan(rows: float) -> None:
     operator = matrix_operator(cost, a, b)
     plan = cross_plan(operator, f, g, epsilon, constraints, accurate=True)
     evidence = cross_evidence(operator, plan, epsilon)
-    numbers = CrossNumbers.of(evidence.numbers.tolist())
+    numbers = read_numbers(CrossNumbers, evidence.numbers.tolist())
     coupling = reference.plan(cost, a, b, f, g, epsilon)
     p = a * (-evidence.f / rho[0]).exp()
     q = b * (-evidence.g / rho[1]).exp()
@@ -599,8 +600,8 @@ def test_costs_of_little_mass_are_bounded() -> None:
         operator, zero = matrix_operator(cost, a, b), torch.zeros(3).double()
         coupling = reference.plan(cost, a, b, zero, zero[:2], 1.0)
         rows, columns = coupling.sum(1), coupling.sum(0)
-        tail = Constraints(RelaxedByKL(1.0), RelaxedByKL(1.0)).tail(rows)
-        x, y = _sizes(operator, zero, zero[:2], rows, 1.0, tail)
+        relaxed = Constraints(RelaxedByKL(1.0), RelaxedByKL(1.0))
+        x, y = _sizes(operator, zero, zero[:2], rows, 1.0, relaxed)
         assert float((cost * coupling).sum()) <= float(rows @ x + columns @ y)
 
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -178,7 +178,7 @@ class EuclideanAugmentedMode(AugmentedMode):
             (particles, target), cost, setting.comparison.compute, resident=True
         )
         prepared = prepared.at(setting.comparison.epsilon)
-        self._comparison = prepared.with_constraints(setting.comparison.constraints)
+        self._comparison = replace(prepared, constraints=setting.comparison.constraints)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """Evaluate the divergence of the vectors, with the gradient of each part."""

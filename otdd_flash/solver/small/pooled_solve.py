@@ -54,6 +54,7 @@ from otdd_flash.solver.certificate import (
     SelfNumbers,
     cross_evidence,
     lowered_plan,
+    read_numbers,
     self_evidence,
     self_plan,
 )
@@ -189,7 +190,7 @@ class PooledSolve:
             squares = [pool.masses[:, side].square().sum(1) for side in room.sides]
             highest = -epsilon * torch.stack(squares, 1).log()
             constants = torch.minimum(pool.own.mean, highest) / 2
-            constants = self._constraints.rows.constant(constants, epsilon)
+            constants = self._constraints.rows.updated(constants, epsilon / 2)
             firsts = constants.float()[:, :1], constants.float()[:, 1:]
             parts = zip(started[1:], of_own, firsts, strict=True)
             first = torch.cat([torch.where(*part) for part in parts], 1).view(-1)
@@ -566,8 +567,10 @@ class TermRead(NamedTuple):
         """Unpack the values, in this order."""
         error, iterations, *rest = values
         known = len(PooledCosts._fields)
-        numbers = (CrossNumbers if cross else SelfNumbers).of(rest[known:])
-        return cls(error, iterations, PooledCosts(*rest[:known]), numbers)
+        costs, numbers = PooledCosts(*rest[:known]), rest[known:]
+        if cross:
+            return cls(error, iterations, costs, read_numbers(CrossNumbers, numbers))
+        return cls(error, iterations, costs, read_numbers(SelfNumbers, numbers))
 
 
 class Read(NamedTuple):
