@@ -265,7 +265,8 @@ class Terms:
         full[:x, x:], full[x:, :x] = block, block.T
         if problem.own:
             full[:x, :x] = full[x:, x:] = block
-        return found.with_classes(full).at(self.epsilon).with_constraints(self.constraints)
+        compared = found.with_classes(full).at(self.epsilon)
+        return replace(compared, constraints=self.constraints)
 
     def _alone(self, problem: Problem) -> Raised:
         """Solve one problem within its next budget."""
