@@ -38,6 +38,12 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import hidden
 from otdd_flash.solver.schedules.converged import Converged
 
+# Settings that are arguments of `otdd.nearest` and of `otdd.index`.
+OF_A_QUERY = ("k", "ordered", "tie", "max_seconds", "subsample", "seed", "cache_dir")
+OF_AN_INDEX = (
+    *("epsilon", "epsilon_relative", "unbalanced", "unbalanced_relative", "min_class_size"),
+    *("lambda_x", "lambda_y", "ground", "rebuild", "skip", "cache_dir"),
+)
 RANKING_FILE, EXTRACTOR_FILE = "ranking.json", "extractor.json"
 
 
@@ -88,18 +94,8 @@ def nearest(config: DictConfig, directory: Path) -> None:
         known = _indexed(settings, phases)
         given = _embedded("query", query, settings, phases)
         with phases.phase("race", "ranking") as progress:
-            found = race.nearest(
-                given,
-                known,
-                settings.k,
-                ordered=settings.ordered,
-                tie=settings.tie,
-                max_seconds=settings.max_seconds,
-                subsample=settings.subsample,
-                seed=settings.seed,
-                cache_dir=settings.cache_dir,
-                progress=progress,
-            )
+            options = {name: getattr(settings, name) for name in OF_A_QUERY}
+            found = race.nearest(given, known, progress=progress, **options)
     console, content = Terminal(), settings.report.content
     parts = {name: spent for name, spent in phases.seconds.items() if name in ("index", "race")}
     more = {"seconds": phases.all_seconds(parts), "seed": settings.seed, "config": kept}
@@ -150,24 +146,10 @@ def _indexed(settings: NearestSettings, phases: Phases) -> Index:
     if folder_given is not None and (folder_given / INDEX_FILE).exists():
         _check_extractor(folder_given, settings.extractor)
     with phases.phase("index", "self terms") as progress:
-        found = index(
-            library,
-            folder_given,
-            epsilon=settings.epsilon,
-            epsilon_relative=settings.epsilon_relative,
-            labels=settings.labels.metric(Converged().asked_tolerance, settings.epsilon),
-            min_class_size=settings.min_class_size,
-            lambda_x=settings.lambda_x,
-            lambda_y=settings.lambda_y,
-            ground=settings.ground,
-            unbalanced=settings.unbalanced,
-            unbalanced_relative=settings.unbalanced_relative,
-            rebuild=settings.rebuild,
-            skip=settings.skip,
-            compute=compute,
-            cache_dir=settings.cache_dir,
-            progress=progress,
-        )
+        options = {name: getattr(settings, name) for name in OF_AN_INDEX}
+        metric = settings.labels.metric(Converged().asked_tolerance, settings.epsilon)
+        options |= {"labels": metric, "compute": compute, "progress": progress}
+        found = index(library, folder_given, **options)
     if folder_given is not None:
         write_json(folder_given / EXTRACTOR_FILE, settings.extractor)
     return found

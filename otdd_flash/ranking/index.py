@@ -126,6 +126,13 @@ class Settings:
         return found
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The keywords with which `dataset_distance` and `index` have these settings."""
+        shared = ("epsilon", "unbalanced", "min_class_size")
+        given = {name: getattr(self, name) for name in shared}
+        return {**given, **asdict(self.cost), "labels": self.metric}
+
+    @property
     def mark(self) -> str:
         """A digest, by which entries of other settings are told apart."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()

@@ -18,7 +18,7 @@ import os
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
@@ -303,16 +303,9 @@ def _index_of(
             "epsilons do not compare; leave epsilon out, or set rebuild=true to solve the self "
             "terms of all members again"
         )
-    return index(
-        {entry.name: library.rows(entry) for entry in library.entries},
-        epsilon=epsilon,
-        labels=settings.metric,
-        min_class_size=settings.min_class_size,
-        unbalanced=settings.unbalanced,
-        compute=chosen,
-        cache_dir=cache_dir,
-        **asdict(settings.cost),
-    )
+    members = {entry.name: library.rows(entry) for entry in library.entries}
+    given = {**settings.arguments, "epsilon": epsilon}
+    return index(members, compute=chosen, cache_dir=cache_dir, **given)
 
 
 @dataclass(eq=False)
@@ -531,21 +524,12 @@ class _Race:
 
     def sampling(self, rows: Sequence[Ranked], count: int, seed: int) -> list[dict[str, Any]]:
         """Estimate the sampling intervals of the rows, by subsamples of query and member."""
-        settings = self.known.settings
         entries = {entry.name: entry for entry in self.known.entries}
         found = []
         for row in rows:
-            interval = subsample_interval(
-                self.query,
-                self.known.rows(entries[row.name]),
-                row.lower if math.isnan(row.value) else row.value,
-                count=count,
-                seed=seed,
-                epsilon=settings.epsilon,
-                labels=settings.metric,
-                min_class_size=settings.min_class_size,
-                compute=self.known.compute,
-                **asdict(settings.cost),
-            )
+            value = row.lower if math.isnan(row.value) else row.value
+            pair = self.query, self.known.rows(entries[row.name])
+            drawn: dict[str, Any] = {"count": count, "seed": seed, "compute": self.known.compute}
+            interval = subsample_interval(*pair, value, **drawn, **self.known.settings.arguments)
             found.append({"name": row.name, "lower": interval.lower, "upper": interval.upper})
         return found
