@@ -522,14 +522,15 @@ class _Race:
         full = sum(ended) / len(ended) * members if ended else math.nan
         return Cost(members, len(terms), len(ended), passes, full, seconds)
 
-    def sampling(self, rows: Sequence[Ranked], count: int, seed: int) -> list[dict[str, Any]]:
+    def sampling(self, first: Sequence[Ranked], count: int, seed: int) -> list[dict[str, Any]]:
         """Estimate the sampling intervals of the rows, by subsamples of query and member."""
         entries = {entry.name: entry for entry in self.known.entries}
         found = []
-        for row in rows:
+        for row in first:
             value = row.lower if math.isnan(row.value) else row.value
-            pair = self.query, self.known.rows(entries[row.name])
-            drawn: dict[str, Any] = {"count": count, "seed": seed, "compute": self.known.compute}
-            interval = subsample_interval(*pair, value, **drawn, **self.known.settings.arguments)
+            rows = self.known.rows(entries[row.name])
+            drawn: dict[str, Any] = {"count": count, "seed": seed, **self.known.settings.arguments}
+            drawn["compute"] = self.known.compute
+            interval = subsample_interval(self.query, rows, value, **drawn)
             found.append({"name": row.name, "lower": interval.lower, "upper": interval.upper})
         return found

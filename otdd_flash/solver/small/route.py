@@ -388,8 +388,12 @@ def solve_terms(
             while not done:
                 solve.iterate()
                 read = solve.read()
-                # What is hopeless ends nowhere: it is left to a solve of its own.
-                done = read.done or any(bool(term.error.isnan().any()) for term in read.terms())
+                reads = [
+                    _Reached(term, options, epsilon, cross=k == 0)
+                    for k, term in enumerate(read.terms())
+                ]
+                # What is hopeless ends nowhere, and is left to a solve of its own.
+                done = read.done or any(bool(term.hopeless.any()) for term in reads)
             evidence = [each._replace(f=each.f.clone(), g=each.g.clone()) for each in read.evidence]
             found += [
                 _terms_of(read, evidence, place, batch.sizes, epsilon, options)
