@@ -91,6 +91,17 @@ def test_moments_far_from_the_origin_and_of_one_point_stay_below():
         assert bound <= value
 
 
+def test_rounding_of_means_makes_no_bound_above_zero():
+    """Copies of one point are at distance 0 from it, whatever their mean rounds to."""
+    draw = torch.Generator().manual_seed(0)
+    for count in (3, 7, 11):
+        points = 1e6 * torch.rand(1, 3, generator=draw)
+        one = otdd.LabeledSamples(points, [0], ("a",))
+        many = otdd.LabeledSamples(points.expand(count, -1), [0] * count, ("a",))
+        (bound,) = lowest(one, [many], GroundCost(), "means").tolist()
+        assert bound <= 0
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_intervals_of_every_budget_hold(together, monkeypatch):
     rng = np.random.default_rng(5)
