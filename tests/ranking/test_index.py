@@ -40,6 +40,14 @@ def solved(monkeypatch):
     return names
 
 
+def check_same(found, expected):
+    """Rankings are one, but for the rounding of self terms, which are solved beside others."""
+    assert [row.name for row in found.rows] == [row.name for row in expected.rows]
+    for row, other in zip(found.rows, expected.rows, strict=True):
+        assert row[1:4] == pytest.approx(other[1:4], rel=1e-9)
+        assert row.proven == other.proven
+
+
 def test_a_folder_answers_as_memory_does(given, tmp_path, solved):
     query, members = given
     memory = otdd.index(members)
@@ -82,7 +90,7 @@ def test_a_damaged_entry_is_solved_again(given, tmp_path, solved, what, again):
         with pytest.warns(DataNotice, match="the entry of m1 .* is damaged"):
             index = otdd.index(members if again else {}, tmp_path)
     assert solved == ["m1"]
-    assert otdd.nearest(query, index, 2).rows == before.rows
+    check_same(otdd.nearest(query, index, 2), before)
 
 
 def damage(path: Path, what: str) -> None:
@@ -185,8 +193,7 @@ def test_a_killed_build_goes_on_where_it_was(count, given, tmp_path, solved):
     index = otdd.index(members, tmp_path)
     assert len(solved) >= len(members) - abs(count) // 3
     assert len(solved) <= len(members) - max(0, (abs(count) - 2) // 3)
-    expected = otdd.nearest(query, otdd.index(members), 2)
-    assert otdd.nearest(query, index, 2).rows == expected.rows
+    check_same(otdd.nearest(query, index, 2), otdd.nearest(query, otdd.index(members), 2))
     assert not list(tmp_path.glob(".*"))
 
 
@@ -227,7 +234,7 @@ def test_other_settings_are_refused_or_rebuilt(given, tmp_path, solved):
     assert solved == list(members)
     assert rebuilt.settings.epsilon == 1.0
     expected = otdd.nearest(query, otdd.index(members, epsilon=1.0), 2)
-    assert otdd.nearest(query, otdd.Index.load(tmp_path), 2).rows == expected.rows
+    check_same(otdd.nearest(query, otdd.Index.load(tmp_path), 2), expected)
 
 
 def test_members_of_equal_content_are_told_and_ranked_once(given):
