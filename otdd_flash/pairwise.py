@@ -66,7 +66,12 @@ from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.shown import NOT_SAMPLED, convergence_text, display, listing
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.penalties import penalties_of, refuse_unbalanced, resolve_constraints
+from otdd_flash.solver.penalties import (
+    penalties_of,
+    penalties_text,
+    refuse_unbalanced,
+    resolve_constraints,
+)
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact, schedule_of
@@ -353,10 +358,13 @@ class PairwiseResult:
 
     def __repr__(self) -> str:
         """Return the number of datasets and epsilon; `pairs()` lists distances."""
-        converged = convergence_text(bool(self.converged.all()))
+        converged, penalties = (
+            convergence_text(bool(self.converged.all())),
+            self.details.get("unbalanced"),
+        )
         return (
             f"PairwiseResult({len(self.names)} datasets: {listing(self.names, 12)}; "
-            f"epsilon={self.epsilon:.6g}, {converged})"
+            f"epsilon={self.epsilon:.6g}, {penalties_text(penalties)}{converged})"
         )
 
     def __str__(self) -> str:

@@ -47,7 +47,7 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
-from otdd_flash.solver.penalties import penalties_of, resolve_constraints, shown_penalties
+from otdd_flash.solver.penalties import penalties_of, penalties_text, resolve_constraints
 from otdd_flash.solver.term import TransportTerm
 from otdd_flash.unmatched import Unmatched, unmatched_of
 from otdd_flash.version import __version__
@@ -104,17 +104,12 @@ class DistanceResult:
 
     def __repr__(self) -> str:
         """Return the distance, its solver bounds and what was compared, in one line."""
+        penalties = penalties_text(penalties_of(self.constraints))
         return (
             f"DistanceResult({bounded(self.value, *self.bounds)}, "
-            f"epsilon={self.epsilon:.6g}, {self._penalties}{convergence_text(self.converged)}, "
+            f"epsilon={self.epsilon:.6g}, {penalties}{convergence_text(self.converged)}, "
             f"{self.source!r} to {self.target!r}, class distances {self.method})"
         )
-
-    @property
-    def _penalties(self) -> str:
-        """What a line of text says of penalties, "" if marginals are exact."""
-        given = penalties_of(self.constraints)
-        return "" if given is None else f"unbalanced={shown_penalties(given)}, "
 
     def __str__(self) -> str:
         """Return the line of `repr`, and one on the sampling error, which bounds do not hold."""
@@ -282,11 +277,6 @@ class DistanceResult:
             NotConvergedWarning: the same, if not required; `slopes` then gives the range.
         """
         self._check_unchanged()
-        if not self.constraints.exact:
-            raise InputError(
-                "contributions are those of exact marginals; with unbalanced, result.unmatched() "
-                "says which rows the other dataset does not have"
-            )
         term = self.divergence.xy
         if isinstance(term, ExactTerm):
             return exact_contributions(self._prepared, self.divergence, term)
@@ -445,6 +435,8 @@ class DistanceResult:
             term = replace(self.divergence.xy, f=f, g=g)
             term = settle_images(self._prepared, term, required=self.required)
             f, g = term.f, term.g
+        # Of softmins, as a row may be so far that its plan has no mass.
+        f = self.constraints.rows.softmin_of(f, self.epsilon)
         # The plan is of the points after the ground cost's transform; it is applied to the given
         # ones.
         points = self._prepared.points("xy")[0], self._prepared.given_points(1)

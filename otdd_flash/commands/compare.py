@@ -69,14 +69,6 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
                 "contributions=true at epsilon=0 is of a plan that is proven optimal; add "
                 "solver=exact solver.bound_width=0"
             )
-        if self.unbalanced is None and self.unbalanced_relative is None:
-            return
-        for key in ("subsample", "contributions"):
-            if getattr(self, key):
-                raise InputError(
-                    f"{key} is for exact marginals: leave out {key} or unbalanced, whose "
-                    "unmatched.csv says what is left of every class"
-                )
 
 
 def compare(config: DictConfig, directory: Path) -> None:

@@ -63,7 +63,7 @@ from otdd_flash.report.tables import facts_table, write_matrix_csv, write_table_
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import bounded, display, epsilon_shown, interval, shorten
-from otdd_flash.unmatched import HEADS, Unmatched, UnmatchedClass, by_excess, shown
+from otdd_flash.unmatched import HEADS, MEANING, Unmatched, UnmatchedClass, by_excess, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -359,14 +359,16 @@ def unmatched_table(unmatched: Unmatched) -> Table:
     for head in HEADS:
         table.add_column(head, justify="left" if head in ("side", "class") else "right")
     every, left = by_excess(unmatched.classes), 0
+    captions = [MEANING] if any(each.own is not None for each in every) else []
     for side in ("source", "target"):
         rows = [each for each in every if each.side == side]
         left += max(0, len(rows) - MOST_ROWS)
         for each in rows[:MOST_ROWS]:
             _, name, *numbers = shown(each)
-            table.add_row(side, Text(shorten(name, LONGEST_NAME)), *numbers)
+            table.add_row(side, Text(name), *numbers)
     if left:
-        table.caption = f"{left} more classes in {UNMATCHED_FILE}"
+        captions.append(f"{left} more classes in {UNMATCHED_FILE}")
+    table.caption = "\n".join(captions) or None
     return table
 
 
@@ -413,7 +415,8 @@ def draw_unmatched(unmatched: Unmatched, sides: tuple[str, str], path: str | Pat
         axes.set_xlim(0, 100)
         axes.set_title(shorten(role, LONGEST_DATASET), loc="left", fontsize=9)
         top = bottom - BAR
-    axes.set_xlabel("unmatched, % of the class; the mark is what its self term leaves")
+    mark = "; the mark is what its self term leaves" if any(each.own for each in every) else ""
+    axes.set_xlabel(f"unmatched, % of the class{mark}")
     save_picture(figure, path)
 
 

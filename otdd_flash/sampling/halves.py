@@ -82,7 +82,8 @@ def noise_floor(
         seed: seed of the split.
         progress: called as progress(distances computed, their total).
         **settings: those of `dataset_distance`, with the epsilon of the whole, as its result has
-            it. Settings of a cache or of progress have no effect.
+            it, and its penalties in units of the cost. Settings of a cache or of progress have no
+            effect.
 
     Raises:
         InputError: a class has fewer than four samples, or as `dataset_distance`.

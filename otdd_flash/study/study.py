@@ -64,7 +64,7 @@ from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.comparison import check_comparable
 from otdd_flash.plugins import blamed_on
 from otdd_flash.sampling.subsampling import LEVEL, check_count
-from otdd_flash.solver.penalties import has_penalty, refuse_unbalanced
+from otdd_flash.solver.penalties import refuse_unbalanced
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact, schedule_of
@@ -125,7 +125,7 @@ class Study:
             instead of `epsilon`. If neither is given, epsilon is 0.01 of that mean; 0 is the
             unregularised cost, by `otdd.Exact()`.
         unbalanced: rho, the price of mass that is not matched, in units of the cost; None is exact
-            marginals. Not with `subsample`.
+            marginals.
         unbalanced_relative: the same as a multiple of the mean cost over all pairs of different
             tasks.
         labels: the method of class distances, as for `pairwise_distances`. For a function, the
@@ -196,11 +196,6 @@ class Study:
         metric, cost = metric_of(self.labels), self.cost or GroundCost()
         penalties = self.unbalanced, self.unbalanced_relative
         refuse_unbalanced(*penalties, options, debias=True, ground=cost.ground)
-        if self.subsample is not None and has_penalty(*penalties):
-            raise InputError(
-                "the coverage of intervals is known for exact marginals alone; leave out subsample "
-                "or unbalanced"
-            )
         if metric.name == "given":
             raise InputError(
                 "a study measures its class distances itself; choose any labels but given"
