@@ -143,9 +143,12 @@ def _owed(samples: LabeledSamples, marginal: Marginal, potential: Tensor) -> tup
 def _of_classes(
     samples: LabeledSamples, side: str, masses: Tensor, moved: Tensor, own: Tensor | None
 ) -> list[UnmatchedClass]:
-    labels, names = class_indices(samples).cpu(), samples.class_names or ("",)
-    parts = [masses, moved, *([] if own is None else [own])]
-    sums = torch.stack([mass_per_class(part, labels, len(names)) for part in parts], 1)
+    labels, names = class_indices(samples).cpu(), samples.label_names or ("",)
+    parts, count = [masses, moved, *([] if own is None else [own])], samples.class_total
+    sums = torch.stack([mass_per_class(part, labels, count) for part in parts], 1)
+    if samples.label_sets is not None:
+        # Each label has its part of a row's mass.
+        sums = samples.label_sets.shares.T @ sums
     found = []
     for name, (mass, taken, *in_self) in zip(names, sums.tolist(), strict=True):
         if mass > 0:

@@ -26,7 +26,6 @@ class distances and both lambdas need only products M V and M^T U:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -98,8 +97,7 @@ class Density:
         def plan(weighted: bool) -> Plan:
             given = comparison
             if not weighted:
-                equal = (replace(side, weights=None) for side in (source, target))
-                given = comparison.with_points(*equal)
+                given = comparison.unweighted(0, 1)
             found = dense_plan(given, "xy", f, g)
             return found or held_plan(given.operator("xy"), f, g, comparison.epsilon)
 

@@ -416,10 +416,9 @@ class MapGradient(_ImplicitGradient):
 
     def mapped(self) -> Tensor:
         """Return T (n, k), float64."""
-        source, target = self._comparison.sides("xy")
         values, origin = self._centred()
         # A conditional plan does not depend on the mass of its row: any serves where it is 0.
-        given = self._comparison.with_points(replace(source, weights=None), target)
+        given = self._comparison.unweighted(0)
         # Nor on what its potential is above the softmin, which may be so much that nothing moves.
         f, g = self._potentials
         at = given.constraints.rows.softmin_of(f, given.epsilon), g

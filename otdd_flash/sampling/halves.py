@@ -25,6 +25,7 @@ from otdd_flash.sampling.comparison import (
     PER_CLASS,
     SubsetComparison,
     class_labels,
+    drawn_classes,
     rank_in_class,
 )
 
@@ -117,11 +118,11 @@ def half_size(source: LabeledSamples, target: LabeledSamples) -> int:
     """
     size = min(most_per_half(source), most_per_half(target))
     for samples, other in ((source, target), (target, source)):
-        if size < PER_CLASS * samples.class_total:
+        if size < PER_CLASS * drawn_classes(samples):
             raise InputError(
                 f"halves of {size} rows, half of what {other.name} has, cannot hold two of each of "
-                f"the {samples.class_total} classes of {samples.name}; take more samples, or fewer "
-                "classes"
+                f"the {drawn_classes(samples)} classes of {samples.name}; take more samples, or "
+                "fewer classes"
             )
     return size
 

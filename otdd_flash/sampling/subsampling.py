@@ -53,7 +53,7 @@ from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.sampling.comparison import SubsetComparison, least_rows, subsample
+from otdd_flash.sampling.comparison import SubsetComparison, drawn_classes, least_rows, subsample
 from otdd_flash.sliced.result import rows_excess
 from otdd_flash.solver.divergence import Divergence
 
@@ -253,7 +253,7 @@ def subsample_sizes(
             asked = "" if size is None else f"size {size} of the source makes "
             raise InputError(
                 f"subsamples of {side.name} need at least {least} rows, two of each of its "
-                f"{side.class_total} classes, and fewer than its {len(side)}: {asked}{rows} "
+                f"{drawn_classes(side)} classes, and fewer than its {len(side)}: {asked}{rows} "
                 "do not do; choose another size, or drop small classes with min_class_size"
             )
     return sizes[0], sizes[1]
@@ -261,9 +261,10 @@ def subsample_sizes(
 
 def _notice_few_per_class(comparison: SubsetComparison, sizes: tuple[int, int]) -> None:
     for samples, rows in zip((comparison.source, comparison.target), sizes, strict=True):
-        if rows < FEW_PER_CLASS * samples.class_total:
+        classes = drawn_classes(samples)
+        if rows < FEW_PER_CLASS * classes:
             warn(
-                f"subsamples of {samples.name} hold {rows} rows for {samples.class_total} classes: "
+                f"subsamples of {samples.name} hold {rows} rows for {classes} classes: "
                 "class distances between them are crude, and so is the interval",
                 DataNotice,
             )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning
 from otdd_flash.labels import ClassDistances
 from otdd_flash.otdd import dataset_distance
@@ -291,7 +292,11 @@ def test_what_cannot_be_met_is_an_error(pair, asked):
         ({"size": 60}, "fewer than its 60: size 60 of the source makes 60"),
         ({"epsilon_relative": 0.1}, "epsilon=result.epsilon, instead of epsilon_relative"),
         ({"epsilon": None}, "the epsilon of the whole: give the result's, epsilon=result.epsilon$"),
-        ({"labels": "sinkhorn"}, r"Sinkhorn\(epsilon=result.labels_epsilon\)"),
+        ({"labels": "sinkhorn"}, r"labels=.*Sinkhorn\(epsilon=result.labels_epsilon\)"),
+        (
+            {"labels": otdd.labels.Tree({"a": None}, add="sinkhorn")},
+            r" add=.*Sinkhorn\(epsilon=result.labels_epsilon\)",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             subsample_interval(*pair, 0.0, **{"epsilon": 0.1} | settings)

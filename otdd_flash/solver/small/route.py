@@ -83,7 +83,7 @@ def is_small(compared: Compared, options: Converged) -> bool:
     if isinstance(compared, MatrixComparison):
         return _is_swept(compared)
     compute, device = compared.compute, compared.device
-    if compute.group is not None or compared.streaming is not None:
+    if compute.group is not None or compared.streaming is not None or compared.signed:
         return False
     in_triton = uses_triton(compute, device)
     if device.type == "cuda":
