@@ -27,7 +27,7 @@ import torch
 import otdd_flash as otdd
 from experiments.environment import RESULTS, environment, write_result
 from otdd_flash.otdd import prepared
-from otdd_flash.ranking.bounds import class_blocks
+from otdd_flash.ranking.bounds import class_tables
 from otdd_flash.solver.solving import solve
 
 T = TypeVar("T")
@@ -92,13 +92,10 @@ def all_cross_terms(query: otdd.LabeledSamples, index: otdd.Index) -> dict[str, 
     found = {}
     for entry in index.entries:
         pair = (query, index.rows(entry))
-        (block,) = class_blocks(pair, [(0, 1)], settings.metric)
+        (table,) = class_tables(pair, [(0, 1)], settings.metric)
         _, compared = prepared(
             pair, settings.cost, index.compute, settings.metric, None, debias=False
         )
-        x, y = block.shape
-        table = block.new_zeros(x + y, x + y)
-        table[:x, x:], table[x:, :x] = block, block.T
         term = solve(compared.with_classes(table).at(settings.epsilon), otdd.Converged()).xy
         found[entry.name] = term.value - entry.term.value / 2
     return found

@@ -10,6 +10,9 @@ metric between measures on Euclidean and Hilbert spaces). T is a dual value of t
 class masses under lower bounds of W, ||m_i - m_j||^2 + (sqrt tr S_i - sqrt tr S_j)^2, feasible for
 these costs and so below the least cost of that transport.
 
+Of rows with several labels T is of the masses of labels, less what the label cost subtracts of each
+side, the means of u_i^T W u_i / 2: it may be below 0. Numbers are columns of points.
+
 `Terms` solves terms within growing budgets: the first two iterations are those of a sample's
 potentials, extended to all rows by one softmin (`solver.solve`), and any potentials prove a bound.
 Later budgets go on from the potentials of those before. Problems of small size are solved side by
@@ -18,6 +21,7 @@ side, to the end. `index` and `race` call this module; every interval comes from
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from otdd_flash.cost.compute import ComputeOptions, uses_triton
 from otdd_flash.cost.ground import GroundCost
@@ -40,14 +45,16 @@ from otdd_flash.labels.metrics import Exact as ExactMetric
 from otdd_flash.labels.metrics import Gaussian, Means, NoLabels, UpperBound
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.pairs import symmetric_table
+from otdd_flash.labels.table import class_names
 from otdd_flash.operators.comparison import Comparison
+from otdd_flash.operators.label_costs import columns_of_targets, has_sets
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact
 from otdd_flash.solver.small.pooled_solve import Batch
 from otdd_flash.solver.small.route import is_small, solve_terms
-from otdd_flash.solver.solving import solve
+from otdd_flash.solver.solving import refuse_below_zero, solve
 from otdd_flash.solver.term import TransportTerm, UnreachableTolerance
 
 T = TypeVar("T")
@@ -61,20 +68,23 @@ MOST_CONTINUED = 500
 SELF_WIDTH, MOST_NARROWED = 1e-6, 3
 # Features up to which singular values of products of covariance factors are computed.
 MOST_FEATURES = 256
-# Problems that are solved side by side: they share one table of all their classes.
-AT_ONCE = 32
+# Problems that are solved side by side, and classes of the table that all of them share.
+AT_ONCE, MOST_CLASSES = 32, 1024
+# Entries of differences between classes that are held at once.
+MOST_GAPS = 1 << 24
 
 
 class Moments(NamedTuple):
     """What is known of a dataset's rows, float64, after the transform of the ground cost.
 
     Attributes:
-        mean: (d,).
+        mean: (d,); numbers of rows are coordinates as well.
         factor: F (r, d) with F^T F the covariance, dividing by n; (0, d) of many features.
         trace: () of the covariance.
-        class_means: (V, d).
+        class_means: (V, d), of labels where rows have several.
         class_traces: (V,) of the covariances as the metric of classes takes them.
         class_masses: (V,).
+        within: () mean of u_i^T W u_i over rows, 0 where each has one label.
     """
 
     mean: Tensor
@@ -83,49 +93,101 @@ class Moments(NamedTuple):
     class_means: Tensor
     class_traces: Tensor
     class_masses: Tensor
+    within: Tensor
 
     def to(self, device: torch.device | str) -> Moments:
         """Return the moments on a device."""
         return Moments(*(part.to(device) for part in self))
 
 
-def moments_of(samples: LabeledSamples, metric: LabelMetric) -> Moments:
-    """Compute the moments of transformed samples without empty classes."""
-    masses, points = samples.masses, samples.features
-    there = masses > 0
-    cloud = ClassCloud(samples.name, points[there], masses[there])
-    (whole,) = class_moments([cloud], unbiased=False)
-    labels = samples.labels
+def moments_of(
+    sides: Sequence[LabeledSamples],
+    metric: LabelMetric,
+    cost: GroundCost,
+    tables: Sequence[Tensor] | None = None,
+) -> list[Moments]:
+    """Compute the moments of transformed samples without empty classes, on the host.
+
+    Args:
+        sides: the datasets.
+        metric: of class distances.
+        cost: the ground cost, whose scale divides numbers.
+        tables: W of each dataset with itself, as `class_tables` measures it; rows with several
+            labels need it.
+    """
+    sides = [_with_numbers(side, cost) for side in sides]
+    there = [side.masses > 0 for side in sides]
+    clouds = [
+        ClassCloud(side.name, side.features[some], side.masses[some])
+        for side, some in zip(sides, there, strict=True)
+    ]
+    few = sides[0].dim <= MOST_FEATURES
+    wholes = class_moments(clouds, unbiased=False)
+    found = []
+    for place, (side, whole) in enumerate(zip(sides, wholes, strict=True)):
+        means, traces, masses = _class_moments(side, getattr(metric, "unbiased", False))
+        within = masses.new_zeros(())
+        if tables is not None and has_sets([side]):
+            count = len(class_names(side))
+            shares = side.shares.to(masses)
+            of_rows = (shares @ tables[place][:count, :count].to(shares) * shares).sum(1)
+            within = side.masses @ of_rows
+        factor = whole.factor if few else whole.factor[:0]
+        found.append(Moments(whole.mean, factor, whole.trace, means, traces, masses, within))
+    return [one.to("cpu") for one in found]
+
+
+def _with_numbers(samples: LabeledSamples, cost: GroundCost) -> LabeledSamples:
+    """Return points of which numbers are further coordinates, where rows have numbers."""
+    if cost.target_scale is None:
+        return samples
+    columns = columns_of_targets((samples, samples), cost)
+    # Of all datasets alike.
+    return replace(columns, centre=torch.zeros(len(cost.target_scale))).appended(samples, 0)
+
+
+def _class_moments(side: LabeledSamples, unbiased: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return means (V, d), traces (V,) and masses (V,) of labels, float64."""
+    points, masses = side.features.double(), side.masses
+    labels = side.labels
     if labels is None:
-        labels = torch.zeros(len(samples), dtype=torch.int64, device=points.device)
-    points, count = points.double(), samples.class_total
+        labels = torch.zeros(len(side), dtype=torch.int64, device=points.device)
+    count = len(class_names(side))
+    if has_sets([side]):
+        # A row for each label that a row has.
+        parts = side.shares.to(masses)
+        rows, labels = parts.nonzero().unbind(1)
+        points, masses = points[rows], masses[rows] * parts[rows, labels]
     of_class = masses.new_zeros(count).index_add_(0, labels, masses)
     shares = masses / of_class[labels]
     means = points.new_zeros(count, points.shape[1]).index_add_(0, labels, shares[:, None] * points)
     squares = (points - means[labels]).square().sum(1)
     traces = masses.new_zeros(count).index_add_(0, labels, shares * squares)
-    if getattr(metric, "unbiased", False):
+    if unbiased:
         # As `covariance_factor`: reliability weights, and 0 of a single sample.
         alone = masses.new_zeros(count).index_add_(0, labels, shares.square())
         traces = torch.where(alone < 1, traces / (1 - alone), 0)
-    factor = whole.factor if points.shape[1] <= MOST_FEATURES else whole.factor[:0]
-    return Moments(whole.mean, factor, whole.trace, means, traces, of_class)
+    return means, traces, of_class
 
 
 def lowest_by_moments(
-    query: Moments, members: Sequence[Moments], cost: GroundCost, metric: LabelMetric
+    query: Moments,
+    members: Sequence[Moments],
+    cost: GroundCost,
+    metric: LabelMetric,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
     """Compute lower bounds of OT_0 between a query and K members, (K,) float64 on the host.
 
     For `inner` they are of the costs between points after its transform, as all terms are.
     """
-    means, traces = (
-        torch.stack([getattr(one, key) for one in members]) for key in ("mean", "trace")
+    means, traces, within = (
+        torch.stack([getattr(one, key) for one in members]) for key in ("mean", "trace", "within")
     )
     if len(query.factor):
         pairs = torch.tensor([(0, place + 1) for place in range(len(members))])
-        factors = [query.factor, *(one.factor for one in members)]
-        fidelity = fidelities(factors, pairs.to(query.mean.device))
+        factors = [one.factor.to(device) for one in (query, *members)]
+        fidelity = fidelities(factors, pairs.to(device)).cpu()
     else:
         fidelity = (query.trace * traces).sqrt()
     gaps = (means - query.mean).square().sum(1)
@@ -134,51 +196,93 @@ def lowest_by_moments(
     sizes = traces + query.trace + query.mean.square().sum() + means.square().sum(1)
     points = (gaps + query.trace + traces - 2 * fidelity - slack * sizes).clamp_min(0)
     squared = cost.squared
-    found = squared.lambda_x * points.cpu()
-    if cost.lambda_y > 0 and isinstance(metric, Gaussian | Means | UpperBound | ExactMetric):
-        spread = isinstance(metric, Gaussian)
-        classes = torch.stack([_class_transport(query, one, slack, spread) for one in members])
-        found += cost.lambda_y * classes.cpu()
+    numbered = cost.target_scale is not None
+    # Numbers alone are compared where points weigh nothing.
+    weight = cost.lambda_y if numbered and squared.lambda_x == 0 else squared.lambda_x
+    found = weight * points
+    if cost.lambda_y > 0 and not numbered:
+        # Several labels: what their cost subtracts of each side, and its rounding.
+        found -= cost.lambda_y * (1 + slack) * (query.within + within) / 2
+        if isinstance(metric, Gaussian | Means | UpperBound | ExactMetric):
+            spread = isinstance(metric, Gaussian)
+            size = max(1, MOST_GAPS // _gaps(query, members))
+            parts = [members[first : first + size] for first in range(0, len(members), size)]
+            classes = [_class_transport(query, part, slack, spread) for part in parts]
+            found += cost.lambda_y * torch.cat(classes)
     return found - cost.error(len(query.mean))
 
 
-def _class_transport(query: Moments, member: Moments, slack: float, spread: bool) -> Tensor:
-    """Return a lower bound () of the transport of class masses, from two dual solutions."""
-    x, y = query.class_means, member.class_means
-    table = (x[:, None] - y).square().sum(2)
-    sizes = x.square().sum(1)[:, None] + y.square().sum(1)
+def _gaps(query: Moments, members: Sequence[Moments]) -> int:
+    """Return the entries of the differences between the class means of the query and a member."""
+    return query.class_means.numel() * max(len(one.class_means) for one in members)
+
+
+def _class_transport(
+    query: Moments, members: Sequence[Moments], slack: float, spread: bool
+) -> Tensor:
+    """Return lower bounds (K,) of the transport of class masses, from two dual solutions."""
+    # Classes of mass 0 fill up; they take no part in a least cost.
+    y, of_y, q = (
+        pad_sequence([getattr(one, f"class_{key}") for one in members], batch_first=True)
+        for key in ("means", "traces", "masses")
+    )
+    x, of_x, p = query.class_means, query.class_traces, query.class_masses
+    table = (x[:, None] - y[:, None]).square().sum(3)
+    sizes = x.square().sum(1)[:, None] + y.square().sum(2)[:, None]
     if spread:
-        table += (query.class_traces.sqrt()[:, None] - member.class_traces.sqrt()).square()
-        sizes = sizes + query.class_traces[:, None] + member.class_traces
+        table += (of_x.sqrt()[:, None] - of_y.sqrt()[:, None]).square()
+        sizes = sizes + of_x[:, None] + of_y[:, None]
     table = (table - slack * sizes).clamp_min(0)
-    f, g = table.amin(1), table.amin(0)
-    p, q = query.class_masses, member.class_masses
-    first = p @ f + q @ (table - f[:, None]).amin(0)
-    second = q @ g + p @ (table - g).amin(1)
+    table = torch.where(q[:, None] > 0, table, math.inf)
+    f, g = table.amin(2), torch.where(q > 0, table.amin(1), 0)
+    rest = torch.where(q > 0, (table - f[:, :, None]).amin(1), 0)
+    first = f @ p + (q * rest).sum(1)
+    second = (q * g).sum(1) + (table - g[:, None]).amin(2) @ p
     return torch.maximum(first, second) * (1 - slack)
 
 
-def class_blocks(
+def class_tables(
     sides: Sequence[LabeledSamples],
     wanted: Sequence[tuple[int, int]],
     metric: LabelMetric,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> list[Tensor]:
-    """Measure W (V_i, V_j) between the classes of some pairs of datasets, each pair once.
+    """Measure W (V_i + V_j, V_i + V_j) of some pairs of datasets, each two classes once.
+
+    Blocks of one dataset are measured where a row of either has several labels, or the pair is of a
+    dataset with itself; else they are 0 and nobody reads them.
 
     Raises:
         InputError: labels are missing, or a class is too small or too large for the method.
     """
-    if isinstance(metric, NoLabels):
-        return [torch.zeros(sides[i].class_total, sides[j].class_total) for i, j in wanted]
-    clouds, offsets = pool(sides)
-    distinct, index = merge_identical(clouds)
-    own = [index[first:last] for first, last in pairwise(offsets)]
-    pairs = {(max(c, k), min(c, k)) for i, j in wanted for c in own[i] for k in own[j] if c != k}
-    listed = torch.tensor(sorted(pairs), dtype=torch.int64).reshape(-1, 2)
-    found = measure_pairs(distinct, listed, metric, cache_dir=cache_dir)
-    table = symmetric_table(found.values.cpu(), listed, len(distinct))
-    return [table[own[i]][:, own[j]] for i, j in wanted]
+    names = [class_names(side) for side in sides]
+    places = [*accumulate(map(len, names), initial=0)]
+    spans = [range(first, last) for first, last in pairwise(places)]
+    blocks = {(i, j) for i, j in wanted}
+    blocks |= {(k, k) for pair in wanted if has_sets([sides[p] for p in pair]) for k in pair}
+    named = metric.by_names([name for some in names for name in some])
+    table = torch.zeros(places[-1], places[-1], dtype=torch.float64) if named is None else named
+    if not isinstance(metric.measured, NoLabels):
+        clouds, _ = pool(sides)
+        distinct, index = merge_identical(clouds)
+        of_class = [[index[c] for c in span] for span in spans]
+        pairs = {(max(c, k), min(c, k)) for i, j in blocks for c in of_class[i] for k in of_class[j]}
+        listed = torch.tensor(sorted(p for p in pairs if p[0] != p[1]), dtype=torch.int64)
+        listed = listed.reshape(-1, 2)
+        found = measure_pairs(distinct, listed, metric.measured, cache_dir=cache_dir)
+        merged = torch.tensor(index)
+        measured = symmetric_table(found.values.cpu(), listed, len(distinct)).double()
+        table = table + measured[merged][:, merged]
+    return [_joint(table, spans[i], spans[j], own=(i, i) in blocks) for i, j in wanted]
+
+
+def _joint(table: Tensor, x: range, y: range, *, own: bool) -> Tensor:
+    """Return the table of two datasets from that of many, without their own blocks unless asked."""
+    rows = torch.tensor([*x, *y])
+    found = table[rows][:, rows]
+    if not own:
+        found[: len(x), : len(x)] = found[len(x) :, len(x) :] = 0
+    return found
 
 
 class Problem(NamedTuple):
@@ -187,14 +291,14 @@ class Problem(NamedTuple):
     Attributes:
         x: transformed samples.
         y: likewise; x itself for a self term.
-        block: W (V_x, V_y).
+        table: W (V_x + V_y, V_x + V_y), as `class_tables` measures it.
         before: the term as it was solved last, or None.
         level: how often it has been solved.
     """
 
     x: LabeledSamples
     y: LabeledSamples
-    block: Tensor
+    table: Tensor
     before: TransportTerm | None = None
     level: int = 0
 
@@ -235,8 +339,10 @@ class Terms:
         new = sorted((one for one in problems if one.before is None), key=lambda one: len(one.y))
         found: dict[Problem, TransportTerm | None] = {}
         if len(new) > 1 and self.takes_many(new[-1]):
-            for first in range(0, len(new), AT_ONCE):
-                some = new[first : first + AT_ONCE]
+            classes = max(one.x.class_total + one.y.class_total for one in new)
+            size = max(2, min(AT_ONCE, MOST_CLASSES // classes))
+            for first in range(0, len(new), size):
+                some = new[first : first + size]
                 found |= zip(some, self._together(some), strict=True)
         solved = [found.get(one) for one in problems]
         return [
@@ -248,25 +354,27 @@ class Terms:
         """Return whether new problems of this kind and size are solved side by side, to the end.
 
         On a processor the first budgets of one after the other take less time, but of self terms,
-        which are solved to the end.
+        which are solved to the end. Rows with several labels or numbers are solved alone.
         """
-        if self.epsilon == 0 or not is_small(self._comparison(problem), Converged()):
+        other = self.cost.target_scale is not None or has_sets((problem.x, problem.y))
+        if other or self.epsilon == 0 or not is_small(self._comparison(problem), Converged()):
             return False
         return problem.own or uses_triton(self.compute, problem.x.features.device)
 
     def _comparison(self, problem: Problem) -> Comparison:
         """Return the comparison of both sides, of a self term with all of its terms."""
-        sides, block = (problem.x, problem.y), problem.block
         found = Comparison.prepare(
-            sides, self.cost, self.compute, debias=problem.own, transformed=True, resident=True
+            (problem.x, problem.y),
+            self.cost,
+            self.compute,
+            debias=problem.own,
+            transformed=True,
+            resident=True,
         )
-        x, y = block.shape
-        full = block.new_zeros(x + y, x + y)
-        full[:x, x:], full[x:, :x] = block, block.T
-        if problem.own:
-            full[:x, :x] = full[x:, x:] = block
-        compared = found.with_classes(full).at(self.epsilon)
-        return replace(compared, constraints=self.constraints)
+        compared = found.with_classes(problem.table).at(self.epsilon)
+        compared = replace(compared, constraints=self.constraints)
+        refuse_below_zero(compared)
+        return compared
 
     def _alone(self, problem: Problem) -> Raised:
         """Solve one problem within its next budget."""
@@ -329,9 +437,10 @@ class Terms:
         table = torch.zeros(2 * total, 2 * total, dtype=torch.float64)
         for one in problems:
             rows, columns = (place[side] + torch.arange(side.class_total) for side in one[:2])
-            table[rows[:, None], columns + (0 if own else total)] = one.block.double()
+            block = one.table[: len(rows), len(rows) :]
+            table[rows[:, None], columns + (0 if own else total)] = block
             if own:
-                table[rows[:, None] + total, columns + total] = one.block.double()
+                table[rows[:, None] + total, columns + total] = block
         # Two self terms are those of one divergence, whose cross term is not read.
         pairs = ([one.x for one in problems], [one.y for one in problems])
         if own:
@@ -383,8 +492,8 @@ class SelfTerm(NamedTuple):
 
 def self_terms(terms: Terms, problems: list[Problem]) -> list[SelfTerm]:
     """Solve self terms until their intervals are narrow, or no narrower by rounding."""
-    if terms.epsilon == 0:
-        # Costs are not negative, and nothing has to move.
+    if terms.epsilon == 0 and not has_sets([one.x for one in problems]):
+        # Costs are not negative, and nothing has to move. Those of several labels may be.
         return [SelfTerm(0.0, (0.0, 0.0), 0.0)] * len(problems)
     # Sent to another rank, both sides are copies of their own.
     problems = [one._replace(y=one.x) for one in problems]

@@ -3,7 +3,7 @@
 `index` builds or extends one, in memory or in a folder; `ranking.race` reads it. Values compare
 because a query takes epsilon, cost and method of class distances as they were when the index was
 built. A folder holds `index.json`, written before any member is solved, and two files for each
-member, named after its fingerprint: its numbers, and its rows, which are read when a query cannot
+member, named after its digest: its numbers, and its rows, which are read when a query cannot
 do without. Every file appears whole or not at all, so that a killed build goes on where it was; one
 that is damaged is found by its checksum, and that member is computed again.
 
@@ -18,7 +18,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
@@ -41,9 +41,11 @@ from otdd_flash.files.tensor_file import (
     DamagedFileError,
     check_format,
     checksum,
+    content_hash,
     read_tensors,
     write_tensors,
 )
+from otdd_flash.label_sets import named_sets
 from otdd_flash.labels import (
     drop_small_classes,
     measure_classes,
@@ -51,21 +53,31 @@ from otdd_flash.labels import (
     notice_single_samples,
     settled_metric,
 )
-from otdd_flash.labels.metrics import Given, Labels, PairFunction, metric_named
+from otdd_flash.labels.metrics import (
+    POOLED,
+    Continuous,
+    Given,
+    Labels,
+    NoLabels,
+    PairFunction,
+    metric_named,
+)
 from otdd_flash.labels.metrics.base import LabelMetric
+from otdd_flash.labels.metrics.tree import Tree
+from otdd_flash.labels.numbers import numbered, targets_of, with_numbers
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.ranking.bounds import (
     Moments,
     Problem,
     SelfTerm,
     Terms,
-    class_blocks,
+    class_tables,
     moments_of,
     self_terms,
     spread,
 )
 from otdd_flash.result import versions
-from otdd_flash.samples import LabeledSamples, check_squares
+from otdd_flash.samples import TENSORS, LabeledSamples, check_squares
 from otdd_flash.shown import listing
 from otdd_flash.solver.penalties import penalties_of, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.exact import schedule_of
@@ -115,10 +127,20 @@ class Settings:
         features = samples.points_of(slice(None)).to("cpu")
         found = replace(samples.to("cpu"), features=features)
         check_squares(found)
-        if self.metric.name != "none" and found.labels is None:
+        if isinstance(self.metric, Continuous):
+            found = numbered(found)
+            own, scale = targets_of(found).shape[1], self.cost.target_scale
+            if scale is not None and own != len(scale):
+                raise InputError(
+                    f"{found.name} has {own} numbers for each row, and the index compares "
+                    f"{len(scale)}; give the same to all"
+                )
+        elif not isinstance(self.metric, NoLabels) and found.labels is None:
+            said = "no labels" if found.targets is None else "numbers and no classes"
+            other = "none" if found.targets is None else "continuous"
             raise InputError(
-                f"{found.name} has no labels, which labels={self.metric.name} of the index needs; "
-                "label it, or build the index with labels=none"
+                f"{found.name} has {said}, which labels={self.metric.name} of the index needs; "
+                f"label it, or build the index with labels={other}"
             )
         found = drop_small_classes(found, self.min_class_size)
         self.cost.transform(found)
@@ -130,7 +152,8 @@ class Settings:
         """The keywords with which `dataset_distance` and `index` have these settings."""
         shared = ("epsilon", "unbalanced", "min_class_size")
         given = {name: getattr(self, name) for name in shared}
-        return {**given, **asdict(self.cost), "labels": self.metric}
+        cost = {name: getattr(self.cost, name) for name in ("lambda_x", "lambda_y", "ground")}
+        return {**given, **cost, "labels": self.metric}
 
     @property
     def mark(self) -> str:
@@ -141,12 +164,16 @@ class Settings:
         """Return the settings in JSON's types."""
         content = {name: getattr(self, name) for name in self.__dataclass_fields__}
         labels = {"method": self.metric.name, **self.metric.to_dict()}
-        return {**content, "cost": asdict(self.cost), "metric": labels}
+        if isinstance(self.metric, Tree):
+            labels["parents"] = self.metric.parents
+        return {**content, "cost": self.cost.to_dict(), "metric": labels}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Settings:
         """Restore the settings of `to_dict`."""
         labels = dict(content["metric"])
+        if labels.get("add") is not None:
+            labels["add"] = metric_named(labels["add"], labels)
         metric = metric_named(labels.pop("method"), labels)
         return cls(**{**content, "cost": GroundCost(**content["cost"]), "metric": metric})
 
@@ -157,15 +184,37 @@ class Entry:
 
     Attributes:
         name: in the library.
-        fingerprint: of its rows, without small classes.
+        digest: of its rows, without small classes.
         term: its self term.
         moments: of its transformed rows.
     """
 
     name: str
-    fingerprint: str
+    digest: str
     term: SelfTerm
     moments: Moments
+
+
+def _dim(entry: Entry, settings: Settings) -> int:
+    """Return the number of features of a member, whose moments have its numbers as well."""
+    return len(entry.moments.mean) - len(settings.cost.target_scale or ())
+
+
+def digest_of(samples: LabeledSamples) -> str:
+    """Return a digest of rows in their order, with labels, numbers, names and weights.
+
+    Of features the values count, not their type. It is equal where `LabeledSamples.fingerprint` is,
+    which digests each row by itself and takes several times as long.
+    """
+    features = samples.features
+    narrow = features.float()
+    if features.dtype != torch.float32 and not torch.equal(narrow.to(features.dtype), features):
+        narrow = features
+    # -0 becomes 0.
+    parts = {"features": narrow + 0, "labels": samples.labels, "weights": samples.weights}
+    parts |= {"targets": samples.targets, "members": samples.members}
+    content = content_hash({name: part for name, part in parts.items() if part is not None})
+    return hashlib.sha256(json.dumps([content, samples.label_names]).encode()).hexdigest()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -177,7 +226,7 @@ class Index:
         entries: the members, in the order of the library, each content once.
         compute: where and how passes run.
         folder: where it is stored; None in memory.
-        held: rows of members by fingerprint that are in memory.
+        held: rows of members by digest that are in memory.
         duplicates: names of members whose content another, earlier one has, with that one's.
     """
 
@@ -202,7 +251,7 @@ class Index:
     @property
     def dim(self) -> int:
         """The number of features."""
-        return len(self.entries[0].moments.mean)
+        return _dim(self.entries[0], self.settings)
 
     @cached_property
     def device(self) -> torch.device:
@@ -215,10 +264,10 @@ class Index:
         Raises:
             InputError: its file is missing or damaged.
         """
-        if entry.fingerprint in self.held:
-            return self.held[entry.fingerprint]
+        if entry.digest in self.held:
+            return self.held[entry.digest]
         assert self.folder is not None
-        return _StoredRows(self.folder, entry.fingerprint, entry.name).read()
+        return _StoredRows(self.folder, entry.digest, entry.name).read()
 
     def transformed(self, samples: LabeledSamples) -> LabeledSamples:
         """Return samples on the device, transformed for the ground cost."""
@@ -335,6 +384,13 @@ def index(
 
 def _refuse_other(built: Settings, asked: Settings) -> None:
     """Raise an `InputError` if an index was built with other settings than are asked for now."""
+    if isinstance(asked.metric, Continuous) and isinstance(built.metric, Continuous):
+        # The index has settled the scale of numbers.
+        assert isinstance(built.metric.scale, tuple)
+        units = Continuous((1.0,) * len(built.metric.scale))
+        settled = {POOLED: built.metric, None: units}.get(asked.metric.scale, asked.metric)
+        cost = replace(asked.cost, target_scale=settled.scale)
+        asked = replace(asked, metric=settled, cost=cost)
     for name in ("epsilon", "cost", "metric", "unbalanced", "min_class_size", "precision"):
         own, given = (one.to_dict()[name] for one in (built, asked))
         if given not in (own, None) and name != "metric":
@@ -374,7 +430,8 @@ class _Reader:
         some = [self.transformed(samples) for _, samples in self.read(drawn, None)]
         if not some:
             raise InputError(NO_MEMBER)
-        metric = settled_metric(self.settings.metric, epsilon, some)
+        metric, cost, some = with_numbers(self.settings.metric, cost, some)
+        metric = settled_metric(metric, epsilon, some)
         means = [
             Comparison.prepare(pair, cost, self.compute.alone, transformed=True)
             .with_classes(measure_classes(*pair, metric).full)
@@ -385,7 +442,8 @@ class _Reader:
         *_, used = resolve_epsilon(epsilon, relative, lambda: mean)
         limits = resolve_constraints(unbalanced, unbalanced_relative, lambda: mean)
         rho = None if limits.exact else (penalties_of(limits) or [None])[0]
-        return replace(self.settings, epsilon=used, mean_cost=mean, metric=metric, unbalanced=rho)
+        settled = {"epsilon": used, "mean_cost": mean, "metric": metric, "cost": cost}
+        return replace(self.settings, **settled, unbalanced=rho)
 
     def transformed(self, samples: LabeledSamples) -> LabeledSamples:
         """Return samples on the device, transformed for the ground cost."""
@@ -460,13 +518,13 @@ def _build(
         if key not in entries and (found := _restored(where, key, name, mark)) is not None:
             entries[key] = found
     names = [name for name in reader.library if stored.get(name) not in entries]
-    dim = next((len(entry.moments.mean) for entry in entries.values()), None)
+    dim = next((_dim(entry, reader.settings) for entry in entries.values()), None)
     source = reader.read(names, dim)
     with _building(where if names else None):
         while chunk := list(islice(source, TOGETHER)):
             new: dict[str, LabeledSamples] = {}
             for name, samples in chunk:
-                key = members[name] = samples.fingerprint
+                key = members[name] = digest_of(samples)
                 if where is None:
                     held.setdefault(key, samples)
                 known = _restored(where, key, name, mark) if key not in entries else None
@@ -478,9 +536,9 @@ def _build(
                 # Before the entries: what is not whole of them is computed again.
                 _write_index(where, reader.settings, members)
             for entry in _solved(reader, new, cache_dir):
-                entries[entry.fingerprint] = entry
+                entries[entry.digest] = entry
                 if where is not None:
-                    _write_entry(where, entry, new[entry.fingerprint], mark)
+                    _write_entry(where, entry, new[entry.digest], mark)
             if progress is not None:
                 progress(sum(key in entries for key in members.values()), len(reader.library))
     if not entries:
@@ -504,13 +562,14 @@ def _solved(
     if not new:
         return []
     metric, sides = reader.settings.metric, [reader.transformed(one) for one in new.values()]
-    blocks = class_blocks(sides, [(k, k) for k in range(len(sides))], metric, cache_dir)
-    problems = [Problem(side, side, block) for side, block in zip(sides, blocks, strict=True)]
+    tables = class_tables(sides, [(k, k) for k in range(len(sides))], metric, cache_dir)
+    problems = [Problem(side, side, table) for side, table in zip(sides, tables, strict=True)]
     solver = reader.settings.terms(reader.compute)
     terms = spread(reader.compute.group, self_terms, solver, problems)
+    moments = moments_of(sides, metric, reader.settings.cost, tables)
     return [
-        Entry(side.name, key, term, moments_of(side, metric).to("cpu"))
-        for key, side, term in zip(new, sides, terms, strict=True)
+        Entry(side.name, *parts)
+        for side, *parts in zip(sides, new, terms, moments, strict=True)
     ]
 
 
@@ -578,12 +637,12 @@ def _read_index(where: Path) -> dict[str, Any] | None:
 
 
 def _write_entry(where: Path, entry: Entry, samples: LabeledSamples, mark: str) -> None:
-    parts = {name: getattr(samples, name) for name in ("features", "labels", "weights")}
+    parts = {name: getattr(samples, name) for name in (*TENSORS, "members")}
     rows = {name: part for name, part in parts.items() if part is not None}
-    names = json.dumps(samples.class_names)
-    write_tensors(where / f"{entry.fingerprint}.rows.safetensors", rows, {"class_names": names})
+    names = json.dumps(samples.label_names)
+    write_tensors(where / f"{entry.digest}.rows.safetensors", rows, {"class_names": names})
     texts = {"term": json.dumps(entry.term._asdict()), "settings": mark}
-    write_tensors(where / f"{entry.fingerprint}.safetensors", entry.moments._asdict(), texts)
+    write_tensors(where / f"{entry.digest}.safetensors", entry.moments._asdict(), texts)
 
 
 def _restored(where: Path | None, key: str, name: str, mark: str) -> Entry | None:
@@ -611,13 +670,14 @@ def _read_rows(where: Path | None, key: str, name: str) -> LabeledSamples | None
         return None
     try:
         stored = read_tensors(where / f"{key}.rows.safetensors")
-        names = tuple(json.loads(stored.texts["class_names"]))
-        parts = (stored.tensors.get(part) for part in ("labels", "weights"))
-        labels, weights = parts
-        found = LabeledSamples(stored.tensors["features"], labels, names, weights, name=name)
+        parts = dict(stored.tensors)
+        names = json.loads(stored.texts["class_names"])
+        sets = named_sets(parts.pop("members", None), names)
+        missing = {part: None for part in TENSORS if part not in parts}
+        found = LabeledSamples(**parts, **missing, **sets, name=name)
     except FileNotFoundError:
         return None
     except (OSError, DamagedFileError, LookupError, ValueError) as error:
         warn(f"the rows of {name} in {where} are damaged ({error})", DataNotice)
         return None
-    return found if found.fingerprint == key else None
+    return found if digest_of(found) == key else None

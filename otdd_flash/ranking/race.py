@@ -33,14 +33,14 @@ from otdd_flash.ranking.bounds import (
     Problem,
     SelfTerm,
     Terms,
-    class_blocks,
+    class_tables,
     cross_terms,
     lowest_by_moments,
     moments_of,
     self_terms,
     spread,
 )
-from otdd_flash.ranking.index import Entry, Index, index
+from otdd_flash.ranking.index import Entry, Index, digest_of, index
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
@@ -217,7 +217,7 @@ def nearest(
     """Find the k members of an index that are nearest to a query, and prove it.
 
     Values are those of `dataset_distance` at the index's settings, with intervals. A member with
-    the query's fingerprint comes first, at 0.
+    the query's rows comes first, at 0.
 
     Args:
         query: samples of the members' dimension, as `dataset_distance` takes them.
@@ -317,7 +317,7 @@ class _Candidate:
     upper: float = math.inf
     value: float = math.nan
     term: TransportTerm | None = None
-    block: Tensor | None = None
+    table: Tensor | None = None
     level: int = 0
     last: bool = False
 
@@ -357,18 +357,20 @@ class _Race:
         self._cache_dir = cache_dir
         self._terms: Terms = known.settings.terms(known.compute)
         self._x = known.transformed(query)
-        self._same = [one for one in known.entries if one.fingerprint == query.fingerprint]
+        digest = digest_of(query)
+        self._same = [one for one in known.entries if one.digest == digest]
         # The query itself is nearest, without a race.
         self.k = k - len(self._same)
+        settings = known.settings
+        (self._table,) = class_tables([self._x], [(0, 0)], settings.metric, cache_dir)
         self._own = self._self_term()
         self.candidates = self._begun()
 
     def _self_term(self) -> SelfTerm:
-        """Solve the query's self term; a member of its fingerprint has it already."""
+        """Solve the query's self term; a member of its rows has it already."""
         for entry in self._same:
             return entry.term
-        (block,) = class_blocks([self._x], [(0, 0)], self.known.settings.metric, self._cache_dir)
-        (term,) = self_terms(self._terms, [Problem(self._x, self._x, block)])
+        (term,) = self_terms(self._terms, [Problem(self._x, self._x, self._table)])
         return term
 
     def _begun(self) -> list[_Candidate]:
@@ -377,9 +379,10 @@ class _Race:
         entries = [one for one in self.known.entries if one not in self._same]
         if not entries:
             return []
-        moments = moments_of(self._x, settings.metric)
-        members = [one.moments.to(device) for one in entries]
-        found = lowest_by_moments(moments, members, settings.cost, settings.metric)
+        cost, metric = settings.cost, settings.metric
+        (moments,) = moments_of([self._x], metric, cost, [self._table])
+        members = [one.moments for one in entries]
+        found = lowest_by_moments(moments, members, cost, metric, device)
         candidates = [
             _Candidate(one, lower - (self._own.bounds[1] + one.term.bounds[1]) / 2)
             for one, lower in zip(entries, found.tolist(), strict=True)
@@ -427,16 +430,16 @@ class _Race:
         """Return the cross terms of candidates, whose class distances are measured now."""
         settings = self.known.settings
         rows = [self.known.transformed(self.known.rows(one.entry)) for one in chosen]
-        new = [place for place, one in enumerate(chosen) if one.block is None]
+        new = [place for place, one in enumerate(chosen) if one.table is None]
         if new:
             sides, pairs = [self._x, *rows], [(0, place + 1) for place in new]
-            blocks = class_blocks(sides, pairs, settings.metric, self._cache_dir)
-            for place, measured in zip(new, blocks, strict=True):
-                chosen[place].block = measured
+            tables = class_tables(sides, pairs, settings.metric, self._cache_dir)
+            for place, measured in zip(new, tables, strict=True):
+                chosen[place].table = measured
         return [
-            Problem(self._x, side, block, one.term, one.level)
+            Problem(self._x, side, table, one.term, one.level)
             for one, side in zip(chosen, rows, strict=True)
-            if (block := one.block) is not None
+            if (table := one.table) is not None
         ]
 
     def _raise(self, chosen: Sequence[_Candidate]) -> None:

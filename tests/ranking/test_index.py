@@ -81,7 +81,7 @@ def test_it_is_extended_and_nothing_is_solved_twice(given, tmp_path, solved):
 def test_a_damaged_entry_is_solved_again(given, tmp_path, solved, what, again):
     query, members = given
     before = otdd.nearest(query, otdd.index(members, tmp_path), 2)
-    entry = tmp_path / f"{members['m1'].fingerprint}.safetensors"
+    entry = tmp_path / f"{module.digest_of(members['m1'])}.safetensors"
     damage(entry, what)
     del solved[:]
     if what == "removed":
@@ -108,7 +108,7 @@ def damage(path: Path, what: str) -> None:
 def test_damaged_rows_are_told_and_written_again(given, tmp_path, solved, what):
     query, members = given
     index = otdd.index(members, tmp_path)
-    damage(tmp_path / f"{members['m1'].fingerprint}.rows.safetensors", what)
+    damage(tmp_path / f"{module.digest_of(members['m1'])}.rows.safetensors", what)
     removed = what == "removed"
     notice = nullcontext() if removed else pytest.warns(DataNotice, match="the rows of m1")
     refused = pytest.raises(InputError, match=r"the rows of m1 .* are missing or damaged; give")
@@ -125,7 +125,7 @@ def test_damaged_rows_are_told_and_written_again(given, tmp_path, solved, what):
 def test_rows_of_another_member_are_not_taken(given, tmp_path):
     query, members = given
     index = otdd.index(members, tmp_path)
-    first, second = (tmp_path / f"{members[n].fingerprint}.rows.safetensors" for n in ("m0", "m1"))
+    first, second = (tmp_path / f"{module.digest_of(members[n])}.rows.safetensors" for n in ("m0", "m1"))
     second.write_bytes(first.read_bytes())
     with pytest.raises(InputError, match=r"the rows of m1 .* missing or damaged"):
         otdd.nearest(query, index, len(members))
@@ -278,7 +278,7 @@ def test_members_by_path_and_by_name_and_in_files(given, tmp_path):
     )
     index = otdd.index({"m0": tmp_path / "m0.npz", "m1": in_file}, tmp_path / "lib")
     assert [len(index.rows(entry)) for entry in index.entries] == [len(one), len(members["m1"])]
-    assert index.entries[1].fingerprint == in_file.fingerprint
+    assert index.entries[1].digest == module.digest_of(in_file)
     assert otdd.nearest(query, index, 2).certified
 
 

@@ -118,13 +118,13 @@ def test_class_distances_are_measured_of_survivors_alone(monkeypatch):
     query, members = far_and_near()
     index = otdd.index(members)
     asked = []
-    real = race.class_blocks
+    real = race.class_tables
 
     def blocks(sides, wanted, *args):
         asked.extend(wanted)
         return real(sides, wanted, *args)
 
-    monkeypatch.setattr(race, "class_blocks", blocks)
+    monkeypatch.setattr(race, "class_tables", blocks)
     otdd.nearest(query, index, 2)
     # The query's own, and those of the two near ones.
     assert asked == [(0, 0), (0, 1), (0, 1)]

@@ -16,7 +16,7 @@ from otdd_flash.ranking.bounds import (
     MOST_FEATURES,
     Problem,
     Terms,
-    class_blocks,
+    class_tables,
     lowest_by_moments,
     moments_of,
     self_terms,
@@ -26,9 +26,14 @@ COMPUTE = otdd.ComputeOptions("cpu")
 METRICS = ("gaussian", "means", "upper_bound", "exact", "sinkhorn", "none")
 
 
+def cross(table, x):
+    """The block of W between the classes of x and those of the other dataset."""
+    return table[: x.class_total, x.class_total :]
+
+
 def lowest(query, members, cost, name):
     metric = metric_of(name)
-    found = [moments_of(one, metric) for one in (query, *members)]
+    found = moments_of([query, *members], metric, cost)
     return lowest_by_moments(found[0], found[1:], cost, metric)
 
 
@@ -44,7 +49,8 @@ def test_moments_bound_exact_transport_from_below(name, weighted):
         if name == "sinkhorn":
             metric = otdd.labels.Sinkhorn(0.5)
         for one, bound in zip(members, found.tolist(), strict=True):
-            (block,) = class_blocks([query, one], [(0, 1)], metric)
+            (table,) = class_tables([query, one], [(0, 1)], metric)
+            block = cross(table, query)
             costs = 0.7 * torch.cdist(query.features.double(), one.features.double()) ** 2
             costs += 0.4 * block.double()[query.labels][:, one.labels]
             value = ot.emd2(query.masses.numpy(), one.masses.numpy(), costs.numpy())
@@ -111,10 +117,10 @@ def test_intervals_of_every_budget_hold(together, monkeypatch):
         monkeypatch.setattr(Terms, "takes_many", lambda self, problem: True)
     query, *members = (dataset(rng, 2) for _ in range(5))
     pairs = [(0, k) for k in range(1, 5)]
-    blocks = class_blocks([query, *members], pairs, metric_of("gaussian"))
-    for one, block in zip(members, blocks, strict=True):
-        assert torch.allclose(block, class_costs(query, one), atol=1e-9)
-    problems = [Problem(query, y, b) for y, b in zip(members, blocks, strict=True)]
+    tables = class_tables([query, *members], pairs, metric_of("gaussian"))
+    for one, table in zip(members, tables, strict=True):
+        assert torch.allclose(cross(table, query), class_costs(query, one), atol=1e-9)
+    problems = [Problem(query, y, w) for y, w in zip(members, tables, strict=True)]
     values = [term(query, one, epsilon) for one in members]
     widths, last = [], False
     for level in range(20):
@@ -140,9 +146,9 @@ def test_self_terms_are_those_of_each_dataset_and_narrow(count, alone, monkeypat
         monkeypatch.setattr(Terms, "takes_many", lambda self, problem: False)
     rng = np.random.default_rng(8)
     sides = [dataset(rng, 2, weighted=k % 2 == 1) for k in range(count)]
-    blocks = class_blocks(sides, [(k, k) for k in range(count)], metric_of("gaussian"))
+    tables = class_tables(sides, [(k, k) for k in range(count)], metric_of("gaussian"))
     terms = Terms(GroundCost(), 0.2, EXACT, COMPUTE)
-    found = self_terms(terms, [Problem(x, x, b) for x, b in zip(sides, blocks, strict=True)])
+    found = self_terms(terms, [Problem(x, x, w) for x, w in zip(sides, tables, strict=True)])
     for side, (value, (lower, upper), _) in zip(sides, found, strict=True):
         true = term(side, side, 0.2)
         assert lower - 1e-9 <= true <= upper + 1e-9
