@@ -27,10 +27,10 @@ from otdd_flash.commands.settings import (
     parse,
     recorded,
 )
-from otdd_flash.commands.sides import blamed, build, clustered, embed_side, without_clustering
-from otdd_flash.data.registry import load
+from otdd_flash.commands.sides import blamed, build, clustered, embed_side, load_side
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import write_json
+from otdd_flash.labels import Continuous
 from otdd_flash.ranking import race
 from otdd_flash.ranking.index import INDEX_FILE, Index, index
 from otdd_flash.report.nearest import ranking_table, write_ranking_report
@@ -193,9 +193,8 @@ def _embedded(
         "download": settings.download,
     }
     extractor, _ = build(settings.extractor, phases)
-    with phases.phase("load", f"loading {name}"), blamed(name):
-        dataset = load(**{**shared, **without_clustering(node)})
-        dataset = replace(dataset, name=hidden(dataset.name))
+    numbers = settings.labels.method == Continuous.name
+    dataset = load_side(name, {**shared, **node}, phases, numbers)
     samples = embed_side(name, dataset, extractor, settings.extractor, settings, phases)
     seed = int(node.get("seed", settings.seed))
     with blamed(name):

@@ -143,7 +143,11 @@ def _stacked_moments(
     traces = factor.square().sum((1, 2))
     _, triangle = cholesky_qr(factor)
     missing = padded_rows(dim) - dim
-    return (anchor + shift).squeeze(1), torch.nn.functional.pad(triangle, (0, 0, 0, missing)), traces
+    return (
+        (anchor + shift).squeeze(1),
+        torch.nn.functional.pad(triangle, (0, 0, 0, missing)),
+        traces,
+    )
 
 
 def moments_table(

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -68,8 +68,8 @@ MOST_CONTINUED = 500
 SELF_WIDTH, MOST_NARROWED = 1e-6, 3
 # Features up to which singular values of products of covariance factors are computed.
 MOST_FEATURES = 256
-# Problems that are solved side by side, and classes of the table that all of them share.
-AT_ONCE, MOST_CLASSES = 32, 1024
+# Problems that are solved side by side.
+AT_ONCE = 32
 # Entries of differences between classes that are held at once.
 MOST_GAPS = 1 << 24
 
@@ -266,7 +266,9 @@ def class_tables(
         clouds, _ = pool(sides)
         distinct, index = merge_identical(clouds)
         of_class = [[index[c] for c in span] for span in spans]
-        pairs = {(max(c, k), min(c, k)) for i, j in blocks for c in of_class[i] for k in of_class[j]}
+        pairs = {
+            (max(c, k), min(c, k)) for i, j in blocks for c in of_class[i] for k in of_class[j]
+        }
         listed = torch.tensor(sorted(p for p in pairs if p[0] != p[1]), dtype=torch.int64)
         listed = listed.reshape(-1, 2)
         found = measure_pairs(distinct, listed, metric.measured, cache_dir=cache_dir)
@@ -339,10 +341,8 @@ class Terms:
         new = sorted((one for one in problems if one.before is None), key=lambda one: len(one.y))
         found: dict[Problem, TransportTerm | None] = {}
         if len(new) > 1 and self.takes_many(new[-1]):
-            classes = max(one.x.class_total + one.y.class_total for one in new)
-            size = max(2, min(AT_ONCE, MOST_CLASSES // classes))
-            for first in range(0, len(new), size):
-                some = new[first : first + size]
+            for first in range(0, len(new), AT_ONCE):
+                some = new[first : first + AT_ONCE]
                 found |= zip(some, self._together(some), strict=True)
         solved = [found.get(one) for one in problems]
         return [
@@ -382,7 +382,7 @@ class Terms:
         if self.epsilon == 0:
             # Once to the width of its default, then as far as rounding allows.
             exact = Exact() if before is None else Exact(bound_width=0.0)
-            return Raised(solve(compared, exact).xy, before is not None)
+            return Raised(_whole(solve(compared, exact).xy, compared), before is not None)
         again = before is not None and before.converged
         options, budgeted = Converged(), False
         if before is not None and again:
@@ -401,7 +401,7 @@ class Terms:
             if before is None or not again:
                 raise
             return Raised(before, True)
-        term = found.widened(compared.cost_error).xy
+        term = _whole(found.widened(compared.cost_error).xy, compared)
         if before is not None:
             # Both intervals hold, and so does what they share.
             (low, high), (lower, upper) = before.bounds, term.bounds
@@ -426,28 +426,22 @@ class Terms:
 
     def _together(self, problems: Sequence[Problem]) -> list[TransportTerm | None]:
         """Solve new problems of one kind side by side; None where one needs another solve."""
-        own = problems[0].own
-        sides = [one.x for one in problems] if own else [problems[0].x, *(p.y for p in problems)]
-        place = dict(
-            zip(sides, accumulate((x.class_total for x in sides), initial=0), strict=False)
-        )
-        total = sum(x.class_total for x in sides)
-        # All share one table, in which each has its block: of rows and columns that are one
-        # dataset on both sides.
-        table = torch.zeros(2 * total, 2 * total, dtype=torch.float64)
-        for one in problems:
-            rows, columns = (place[side] + torch.arange(side.class_total) for side in one[:2])
-            block = one.table[: len(rows), len(rows) :]
-            table[rows[:, None], columns + (0 if own else total)] = block
-            if own:
-                table[rows[:, None] + total, columns + total] = block
-        # Two self terms are those of one divergence, whose cross term is not read.
-        pairs = ([one.x for one in problems], [one.y for one in problems])
+        own, many = problems[0].own, list(problems)
         if own:
-            pairs = sides[::2], [*sides[1::2], *sides[-1:]][: len(sides[::2])]
-        points, masses, labels = zip(*(_padded(side, place) for side in pairs), strict=True)
+            # Two self terms are those of one divergence, whose cross term is not read.
+            many += many[-1:] * (len(many) % 2)
+            sides = [one.x for one in many[::2]], [one.x for one in many[1::2]]
+        else:
+            sides = [one.x for one in many], [one.y for one in many]
+        first, last = (max(side.class_total for side in some) for some in sides)
+        table = torch.zeros(len(sides[0]), first + last, first + last, dtype=torch.float64)
+        for k, one in enumerate(many):
+            x, y = one.x.class_total, one.y.class_total
+            place, rows, columns = (k // 2, k % 2, k % 2) if own else (k, 0, 1)
+            table[place, rows * first :, columns * first :][:x, :y] = one.table[:x, x:]
+        points, masses, labels = zip(*map(_padded, sides), strict=True)
         weights = self.cost.squared.lambda_x, self.cost.lambda_y
-        batch = Batch(points, masses, labels, (total, total), table, weights)
+        batch = Batch(points, masses, labels, (first, last), table, weights)
         solved = solve_terms(
             batch,
             self.epsilon,
@@ -465,9 +459,19 @@ class Terms:
         ]
 
 
-def _padded(
-    sides: Sequence[LabeledSamples], place: Mapping[LabeledSamples, int]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _whole(term: TransportTerm, compared: Comparison) -> TransportTerm:
+    """Add what many sets of labels add to a term of one side alone.
+
+    Within a divergence it cancels. Here terms are of pairs whose columns differ.
+    """
+    if not compared.signed:
+        return term
+    value, error = replace(compared, debias=False).offset
+    low, high = (end + value for end in term.bounds)
+    return replace(term, value=term.value + value, bounds=(low - error, high + error))
+
+
+def _padded(sides: Sequence[LabeledSamples]) -> tuple[Tensor, Tensor, Tensor]:
     """Stack points (B, n, d), masses and labels (B, n), with points of mass 0 to equal sizes."""
     most, first = max(map(len, sides)), sides[0].features
     # Copies of a point, so that nothing overflows.
@@ -476,9 +480,8 @@ def _padded(
     labels = torch.zeros_like(masses, dtype=torch.int64)
     for k, side in enumerate(sides):
         points[k, : len(side)], masses[k, : len(side)] = side.features, side.masses
-        labels[k] = place[side]
         if side.labels is not None:
-            labels[k, : len(side)] += side.labels
+            labels[k, : len(side)] = side.labels
     return points, masses, labels
 
 

@@ -387,10 +387,13 @@ def _refuse_other(built: Settings, asked: Settings) -> None:
     if isinstance(asked.metric, Continuous) and isinstance(built.metric, Continuous):
         # The index has settled the scale of numbers.
         assert isinstance(built.metric.scale, tuple)
-        units = Continuous((1.0,) * len(built.metric.scale))
-        settled = {POOLED: built.metric, None: units}.get(asked.metric.scale, asked.metric)
-        cost = replace(asked.cost, target_scale=settled.scale)
-        asked = replace(asked, metric=settled, cost=cost)
+        scale = asked.metric.scale
+        if scale is None:
+            scale = (1.0,) * len(built.metric.scale)
+        elif scale == POOLED or not isinstance(scale, tuple):
+            scale = built.metric.scale
+        cost = replace(asked.cost, target_scale=scale)
+        asked = replace(asked, metric=Continuous(scale), cost=cost)
     for name in ("epsilon", "cost", "metric", "unbalanced", "min_class_size", "precision"):
         own, given = (one.to_dict()[name] for one in (built, asked))
         if given not in (own, None) and name != "metric":
@@ -442,8 +445,8 @@ class _Reader:
         *_, used = resolve_epsilon(epsilon, relative, lambda: mean)
         limits = resolve_constraints(unbalanced, unbalanced_relative, lambda: mean)
         rho = None if limits.exact else (penalties_of(limits) or [None])[0]
-        settled = {"epsilon": used, "mean_cost": mean, "metric": metric, "cost": cost}
-        return replace(self.settings, **settled, unbalanced=rho)
+        settled = replace(self.settings, epsilon=used, mean_cost=mean, unbalanced=rho)
+        return replace(settled, metric=metric, cost=cost)
 
     def transformed(self, samples: LabeledSamples) -> LabeledSamples:
         """Return samples on the device, transformed for the ground cost."""
@@ -567,10 +570,8 @@ def _solved(
     solver = reader.settings.terms(reader.compute)
     terms = spread(reader.compute.group, self_terms, solver, problems)
     moments = moments_of(sides, metric, reader.settings.cost, tables)
-    return [
-        Entry(side.name, *parts)
-        for side, *parts in zip(sides, new, terms, moments, strict=True)
-    ]
+    parts = zip(sides, new, terms, moments, strict=True)
+    return [Entry(side.name, key, term, known) for side, key, term, known in parts]
 
 
 @contextmanager
@@ -670,11 +671,10 @@ def _read_rows(where: Path | None, key: str, name: str) -> LabeledSamples | None
         return None
     try:
         stored = read_tensors(where / f"{key}.rows.safetensors")
-        parts = dict(stored.tensors)
+        parts: dict[str, Any] = dict(stored.tensors)
         names = json.loads(stored.texts["class_names"])
         sets = named_sets(parts.pop("members", None), names)
-        missing = {part: None for part in TENSORS if part not in parts}
-        found = LabeledSamples(**parts, **missing, **sets, name=name)
+        found = LabeledSamples(**{"labels": None, **parts}, **sets, name=name)
     except FileNotFoundError:
         return None
     except (OSError, DamagedFileError, LookupError, ValueError) as error:

@@ -513,12 +513,17 @@ class _Race:
             reach = max(one.upper, other.upper) - min(one.lower, other.lower)
             return reach <= self.tie or (one.last and other.last and low < high)
 
-        tied = tuple(two.entry.name for two in self.candidates if two is not one and are_tied(two))
+        others = self._touched() if one.term is not None else []
+        tied = tuple(two.entry.name for two in others if two is not one and are_tied(two))
         return Ranked(one.entry.name, one.value, one.lower, one.upper, proven, tied)
+
+    def _touched(self) -> list[_Candidate]:
+        """Return the candidates of which a cross term was solved: others have no upper bound."""
+        return [one for one in self.candidates if one.term is not None]
 
     def cost(self, seconds: float) -> Cost:
         """Return what the race took."""
-        terms = [one.term for one in self.candidates if one.term is not None]
+        terms = [one.term for one in self._touched() if one.term is not None]
         solved = (one for one in self.candidates if one.solved)
         ended = [one.term.passes for one in solved if one.term is not None]
         passes, members = float(sum(term.passes for term in terms)), len(self.candidates)

@@ -125,7 +125,9 @@ def test_damaged_rows_are_told_and_written_again(given, tmp_path, solved, what):
 def test_rows_of_another_member_are_not_taken(given, tmp_path):
     query, members = given
     index = otdd.index(members, tmp_path)
-    first, second = (tmp_path / f"{module.digest_of(members[n])}.rows.safetensors" for n in ("m0", "m1"))
+    first, second = (
+        tmp_path / f"{module.digest_of(members[n])}.rows.safetensors" for n in ("m0", "m1")
+    )
     second.write_bytes(first.read_bytes())
     with pytest.raises(InputError, match=r"the rows of m1 .* missing or damaged"):
         otdd.nearest(query, index, len(members))
