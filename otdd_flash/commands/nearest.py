@@ -119,7 +119,6 @@ def nearest(config: DictConfig, directory: Path) -> None:
 
 def _indexed(settings: NearestSettings, phases: Phases) -> Index:
     """Return the index in a folder, or that of datasets, which is stored if `index` names one."""
-    compute = settings.compute_options()
     if isinstance(settings.library, str):
         folder = Path(settings.library)
         if not (folder / INDEX_FILE).exists():
@@ -127,8 +126,7 @@ def _indexed(settings: NearestSettings, phases: Phases) -> Index:
                 f"library={folder} is no index; build one with 'library=[{{name: mnist}}, ...]' "
                 f"index={folder}"
             )
-        _check_extractor(folder, settings.extractor)
-        return Index.load(folder, compute)
+        return _built({}, folder, settings, phases)
     nodes = settings.library
     if not isinstance(nodes, list):
         raise InputError(
@@ -142,16 +140,27 @@ def _indexed(settings: NearestSettings, phases: Phases) -> Index:
         if name in library:
             raise InputError(f"two datasets of the library are called {name}; give one as: NAME")
         library[name] = replace(_embedded(name, node, settings, phases), name=name)
-    folder_given = None if settings.index is None else Path(settings.index)
-    if folder_given is not None and (folder_given / INDEX_FILE).exists():
-        _check_extractor(folder_given, settings.extractor)
+    return _built(
+        library, None if settings.index is None else Path(settings.index), settings, phases
+    )
+
+
+def _built(
+    library: Mapping[str, LabeledSamples],
+    folder: Path | None,
+    settings: NearestSettings,
+    phases: Phases,
+) -> Index:
+    """Build or read an index; other settings than it was built with are refused."""
+    if folder is not None and (folder / INDEX_FILE).exists():
+        _check_extractor(folder, settings.extractor)
     with phases.phase("index", "self terms") as progress:
         options = {name: getattr(settings, name) for name in OF_AN_INDEX}
         metric = settings.labels.metric(Converged().asked_tolerance, settings.epsilon)
-        options |= {"labels": metric, "compute": compute, "progress": progress}
-        found = index(library, folder_given, **options)
-    if folder_given is not None:
-        write_json(folder_given / EXTRACTOR_FILE, settings.extractor)
+        options |= {"labels": metric, "compute": settings.compute_options(), "progress": progress}
+        found = index(library, folder, **options)
+    if folder is not None:
+        write_json(folder / EXTRACTOR_FILE, settings.extractor)
     return found
 
 

@@ -288,7 +288,12 @@ class Index:
         Warns:
             DataNotice: a member has no whole file of rows, and is left out.
         """
-        return index({}, folder, compute=compute)
+        where, options = Path(folder), ComputeOptions.of(compute)
+        if (stored := _read_index(where)) is None:
+            raise InputError(f"there is no index in {where}; otdd.index builds one")
+        settings = Settings.from_dict(stored["settings"])
+        members = _stored_members(stored, where)
+        return _build(_Reader(members, settings, options, False), where, None, None)
 
 
 # `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes out.
@@ -365,27 +370,33 @@ def index(
             "the library is empty: give datasets by name, {name: dataset}"
             + ("" if where is None else f", as there is no index in {where}")
         )
-    kept = {} if stored is None else stored["members"]
     # Of members that are not given again the rows in the folder are enough.
-    whole = {name: _StoredRows(where, key, name) for name, key in kept.items()} | {**library}
-    draft = Settings(0.0, 0.0, cost, metric, unbalanced, min_class_size, compute.precision)
-    reader = _Reader(whole, draft, compute, skip)
+    whole = {**_stored_members(stored, where), **library}
+    asked = Settings(0.0, 0.0, cost, metric, unbalanced, min_class_size, compute.precision)
     if stored is None or rebuild:
-        draft = reader.settled(epsilon, epsilon_relative, unbalanced, unbalanced_relative)
+        reader = _Reader(whole, asked, compute, skip)
+        built = reader.settled(epsilon, epsilon_relative, unbalanced, unbalanced_relative)
     else:
         built = Settings.from_dict(stored["settings"])
-        if library:
-            given = epsilon if epsilon_relative is None else epsilon_relative * built.mean_cost
-            _refuse_other(built, replace(draft, epsilon=built.epsilon if given is None else given))
-        draft = built
-    compute = replace(compute, precision=draft.precision)
-    return _build(_Reader(whole, draft, compute, skip), where, cache_dir, progress)
+        if epsilon_relative is not None:
+            epsilon = epsilon_relative * built.mean_cost
+        if unbalanced_relative is not None:
+            asked = replace(asked, unbalanced=unbalanced_relative * built.mean_cost)
+        _refuse_other(built, replace(asked, epsilon=built.epsilon if epsilon is None else epsilon))
+    return _build(_Reader(whole, built, compute, skip), where, cache_dir, progress)
+
+
+def _stored_members(stored: Mapping[str, Any] | None, where: Path | None) -> dict[str, Any]:
+    members = {} if stored is None else stored["members"]
+    return {name: _StoredRows(where, key, name) for name, key in members.items()}
 
 
 def _refuse_other(built: Settings, asked: Settings) -> None:
     """Raise an `InputError` if an index was built with other settings than are asked for now."""
+    # What the index has settled: an epsilon of class distances, the scale of numbers.
+    epsilon = getattr(built.metric, "epsilon", None) or 1.0
+    asked = replace(asked, metric=settled_metric(asked.metric, epsilon, ()))
     if isinstance(asked.metric, Continuous) and isinstance(built.metric, Continuous):
-        # The index has settled the scale of numbers.
         assert isinstance(built.metric.scale, tuple)
         scale = asked.metric.scale
         if scale is None:
@@ -394,20 +405,19 @@ def _refuse_other(built: Settings, asked: Settings) -> None:
             scale = built.metric.scale
         cost = replace(asked.cost, target_scale=scale)
         asked = replace(asked, metric=Continuous(scale), cost=cost)
-    for name in ("epsilon", "cost", "metric", "unbalanced", "min_class_size", "precision"):
+    if asked.metric != built.metric:
+        raise InputError(
+            f"the index was built with labels={built.metric}, not {asked.metric}; take another "
+            "folder, or set rebuild=true"
+        )
+    for name in ("epsilon", "cost", "unbalanced", "min_class_size", "precision"):
         own, given = (one.to_dict()[name] for one in (built, asked))
-        if given not in (own, None) and name != "metric":
+        if given not in (own, None):
             raise InputError(
                 f"the index was built with {name}={own}, not {given}, and values at different "
                 "settings do not compare; leave it out, take another folder, or set rebuild=true "
                 "to compute all self terms again"
             )
-    # The index has settled an epsilon of its own.
-    if asked.metric != built.metric and getattr(asked.metric, "epsilon", 0) is not None:
-        raise InputError(
-            f"the index was built with labels={built.metric}, not {asked.metric}; take another "
-            "folder, or set rebuild=true"
-        )
 
 
 @dataclass(frozen=True)
@@ -514,6 +524,8 @@ def _build(
     progress: Progress | None,
 ) -> Index:
     """Compute the entries that are not stored, chunk by chunk, each written when it is solved."""
+    compute = replace(reader.compute, precision=reader.settings.precision)
+    reader = replace(reader, compute=compute)
     entries, held = dict[str, Entry](), dict[str, LabeledSamples]()
     stored = {n: one.key for n, one in reader.library.items() if isinstance(one, _StoredRows)}
     members, mark = dict(stored), reader.settings.mark

@@ -267,3 +267,14 @@ def test_relaxed_marginals_are_refused_where_label_costs_are_below_zero():
         otdd.index(members, epsilon=0.5, unbalanced=1.0, labels=CUBED)
     index = otdd.index(members, epsilon=0.5, unbalanced=1.0, labels="means")
     check_library(query, members, index, ("means",), 0, rho=1.0)
+
+
+def test_another_tree_is_refused(tmp_path):
+    _, members = library(5, tagged)
+    built = otdd.index(members, tmp_path, labels=otdd.labels.Tree(TREE, add="means"), epsilon=0.3)
+    one, other = otdd.labels.Tree(TREE), otdd.labels.Tree(TREE | {"a": ("ab", 2.0)}, add="means")
+    for labels in (one, other, "gaussian"):
+        with pytest.raises(InputError, match="the index was built with labels="):
+            otdd.index(members, tmp_path, labels=labels, epsilon=0.3)
+    same = otdd.labels.Tree(TREE, add="means")
+    assert otdd.index({}, tmp_path, labels=same, epsilon=0.3).settings == built.settings
