@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -440,9 +441,12 @@ class _Reader:
         order = np.random.default_rng(0).permutation(len(self.library))[:MEAN_OF]
         names, cost = list(self.library), self.settings.cost
         drawn = [names[place] for place in sorted(order)]
-        some = [self.transformed(samples) for _, samples in self.read(drawn, None)]
+        with warnings.catch_warnings(record=True) as said:
+            # They are read again, with notices, when all are.
+            warnings.simplefilter("always")
+            some = [self.transformed(samples) for _, samples in self.read(drawn, None)]
         if not some:
-            raise InputError(NO_MEMBER)
+            raise InputError(": ".join([NO_MEMBER, *(str(one.message) for one in said[:1])]))
         metric, cost, some = with_numbers(self.settings.metric, cost, some)
         metric = settled_metric(metric, epsilon, some)
         means = [

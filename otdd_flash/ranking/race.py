@@ -30,6 +30,7 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.files.atomic import json_content
 from otdd_flash.ranking.bounds import (
+    AT_ONCE,
     Problem,
     SelfTerm,
     Terms,
@@ -52,10 +53,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
     from torch import Tensor
-
-# Members whose next budgets are spent before bounds are compared again, where many are solved side
-# by side.
-SIDE_BY_SIDE = 32
 
 
 class Ranked(NamedTuple):
@@ -423,7 +420,7 @@ class _Race:
         able.sort(key=lambda one: one.lower)
         ranks, count = getattr(self.known.compute.group, "size", 1), 1
         if able[0].term is None and self._terms.takes_many(*self._problems(able[:1])):
-            count, able = SIDE_BY_SIDE, [one for one in able if one.term is None]
+            count, able = AT_ONCE, [one for one in able if one.term is None]
         return able[: count * ranks]
 
     def _problems(self, chosen: Sequence[_Candidate]) -> list[Problem]:

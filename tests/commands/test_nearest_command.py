@@ -67,6 +67,10 @@ def test_an_index_in_a_folder_is_asked_again(nearest):
     said = nearest("library=lib", "extractor=callable", "extractor.path=features:embed")
     assert said.code == 2
     assert "the index in lib was built with extractor." in said.error
+    for other in ("labels=means", "lambda_y=2", "epsilon=0.5"):
+        said = nearest("library=lib", other)
+        assert said.code == 2
+        assert "the index was built with" in said.error
     said = nearest(more, "index=lib", "epsilon=3")
     assert said.code == 2
     assert "rebuild=true" in said.error
