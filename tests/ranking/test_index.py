@@ -264,7 +264,7 @@ def test_members_that_cannot_be_are_refused_or_skipped(given):
         with pytest.warns(DataNotice, match="it is left out of the index"):
             index = otdd.index({**members, "bad": bad}, skip=True)
         assert index.names == tuple(members)
-    with pytest.raises(InputError, match="no dataset of the library can be a member.*no labels"):
+    with pytest.raises(InputError, match=r"no dataset of the library can be a member.*no labels"):
         otdd.index({"bad": bare}, skip=True)
 
 
