@@ -74,3 +74,26 @@ def test_a_problem_that_needs_another_solve_is_left_and_others_are_not():
     assert third is None or third["xy"].converged
     with pytest.raises(InputError, match="too small for float32"):
         solve_terms(batch_of(*problems()), 1e-9, Converged(), debias=True, in_triton=False)
+
+
+@pytest.mark.parametrize("at_once", [1, 9])
+def test_each_problem_may_have_a_table_of_its_own(at_once, monkeypatch):
+    x, y = problems()
+    batch = batch_of(x, y)
+    draw = torch.Generator().manual_seed(1)
+    table = 3 * torch.rand(3, 4, 4, generator=draw, dtype=torch.float64)
+    table = (table + table.mT) * (1 - torch.eye(4, dtype=torch.float64))
+    labels = [torch.arange(part.shape[1]).expand(3, -1) % 2 for part in batch.points]
+    batch = batch._replace(labels=tuple(labels), class_totals=(2, 2), table=table)
+    if at_once == 1:
+        monkeypatch.setattr(route, "MOST_PROBLEMS", 1)
+    found = solve_terms(batch, EPSILON, Converged(), debias=True, in_triton=False)
+    for k, (one, other, terms) in enumerate(zip(x, y, found, strict=True)):
+        sides = {"xy": (one, other, 0, 2), "xx": (one, one, 0, 0), "yy": (other, other, 2, 2)}
+        for name, (left, right, row, column) in sides.items():
+            a, b = (torch.full((len(z),), 1 / len(z), dtype=torch.float64) for z in (left, right))
+            block = table[k, row : row + 2, column : column + 2] * 0.5
+            rows, columns = (torch.arange(len(z)) % 2 for z in (left, right))
+            cost = reference.dense_cost(left, right, 0.5, block, rows, columns)
+            value = reference.entropic_transport(cost, a, b, EPSILON)[0]
+            assert terms[name].bounds[0] <= value <= terms[name].bounds[1]
