@@ -223,7 +223,8 @@ _HOMES = {
     "subsample_interval": "otdd_flash.sampling",
     "transport_map": "otdd_flash.derivatives.potentials",
 }
-_MODULES = ("extractors", "labels")
+# `nearest` is the module of a command, and can be called as the function.
+_MODULES = ("extractors", "labels", "nearest")
 
 
 if not TYPE_CHECKING:
