@@ -340,7 +340,7 @@ class Terms:
         """
         new = sorted((one for one in problems if one.before is None), key=lambda one: len(one.y))
         found: dict[Problem, TransportTerm | None] = {}
-        if len(new) > 1 and self.takes_many(new[-1]):
+        if len(new) > 1 and self.takes_many(new[-1].x, new[-1].y):
             for first in range(0, len(new), AT_ONCE):
                 some = new[first : first + AT_ONCE]
                 found |= zip(some, self._together(some), strict=True)
@@ -350,16 +350,19 @@ class Terms:
             for one, term in zip(problems, solved, strict=True)
         ]
 
-    def takes_many(self, problem: Problem) -> bool:
-        """Return whether new problems of this kind and size are solved side by side, to the end.
+    def takes_many(self, x: LabeledSamples, y: LabeledSamples) -> bool:
+        """Return whether new problems of such sides are solved side by side, to the end.
 
         On a processor the first budgets of one after the other take less time, but of self terms,
         which are solved to the end. Rows with several labels or numbers are solved alone.
         """
-        other = self.cost.target_scale is not None or has_sets((problem.x, problem.y))
-        if other or self.epsilon == 0 or not is_small(self._comparison(problem), Converged()):
+        if self.cost.target_scale is not None or has_sets((x, y)) or self.epsilon == 0:
             return False
-        return problem.own or uses_triton(self.compute, problem.x.features.device)
+        if x is not y and not uses_triton(self.compute, x.features.device):
+            return False
+        total = x.class_total + y.class_total
+        anyone = Problem(x, y, torch.zeros(total, total, dtype=torch.float64))
+        return is_small(self._comparison(anyone), Converged())
 
     def _comparison(self, problem: Problem) -> Comparison:
         """Return the comparison of both sides, of a self term with all of its terms."""

@@ -16,12 +16,15 @@ from __future__ import annotations
 import math
 import os
 import time
-from bisect import bisect_left
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
+
+import numpy as np
 
 from otdd_flash.arguments import Count, NotNegative, Positive, Progress, Seed, takes
 from otdd_flash.cost.compute import Compute, ComputeOptions
@@ -49,8 +52,12 @@ from otdd_flash.sampling import subsample_interval
 from otdd_flash.shown import display, listing
 from otdd_flash.solver.term import TransportTerm
 
+# Members whose class distances are measured together on a GPU, and the entries of their features.
+MOST_AT_ONCE, MOST_ENTRIES = 128, 1 << 26
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from numpy.typing import NDArray
     from pandas import DataFrame
     from torch import Tensor
 
@@ -328,6 +335,9 @@ class _Candidate:
         """The value, or where nothing was solved its lower bound."""
         return self.lower if math.isnan(self.value) else self.value
 
+    def row(self, proven: bool, tied: Sequence[str]) -> Ranked:
+        return Ranked(self.entry.name, self.value, self.lower, self.upper, proven, tuple(tied))
+
 
 class _Race:
     """The candidates of one query, and what has been proven of them.
@@ -398,29 +408,53 @@ class _Race:
         """
         total = len(self.candidates)
         while True:
-            proven = all(self._proven()[: self.k])
-            opened = [] if proven else self._open()
+            placed, proven, out = self._placed()
+            all_proven = bool(proven[: self.k].all())
+            settled = proven | out | all_proven
+            opened = [one for one, known in zip(placed, settled, strict=True) if not known]
             able = [one for one in opened if not one.last]
-            chosen = self._chosen(able) if able else self._unsolved()
+            unsolved = [one for one in placed[: self.k] if not one.solved]
+            chosen = self._chosen(able or unsolved)
             if progress is not None:
                 progress(total - len(opened), total)
             if not chosen:
-                return "proven" if proven else "rounding"
+                return "proven" if all_proven else "rounding"
             if seconds is not None and time.perf_counter() - started >= seconds:
-                return "proven" if proven else "max_seconds"
+                return "proven" if all_proven else "max_seconds"
             self._raise(chosen)
 
-    def _unsolved(self) -> list[_Candidate]:
-        """Return those of the first k whose cross terms have not converged."""
-        first = self._by_place()[: self.k]
-        return [one for one in first if not one.solved]
+    def _placed(self) -> tuple[list[_Candidate], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return the candidates by their upper bounds, which are proven, and which are out.
+
+        Proven is a candidate among the first k, or with `ordered` at its place. Out is one of which
+        k others are no farther, up to a tie.
+        """
+        placed = sorted(self.candidates, key=lambda one: (one.upper, one.lower))
+        lower, upper = np.array([(one.lower, one.upper) for one in placed]).reshape(-1, 2).T
+        reach = upper - self.tie
+        if self.ordered:
+            before = np.maximum.accumulate([-math.inf, *upper])[:-1]
+            after = np.minimum.accumulate([math.inf, *lower[::-1]])[:-1][::-1]
+            proven = (before - self.tie <= lower) & (reach <= after)
+        else:
+            # Others that may be nearer by more than a tie are fewer than k.
+            proven = np.searchsorted(np.sort(lower), reach) - (lower < reach) < self.k
+        kth, following = [-math.inf, *upper, math.inf][self.k : self.k + 2]
+        out = np.where(upper <= kth, following, kth) <= lower + self.tie
+        return placed, proven, out
 
     def _chosen(self, able: list[_Candidate]) -> list[_Candidate]:
         """Return the candidates of least lower bounds that get the next budget together."""
         able.sort(key=lambda one: one.lower)
         ranks, count = getattr(self.known.compute.group, "size", 1), 1
-        if able[0].term is None and self._terms.takes_many(*self._problems(able[:1])):
-            count, able = AT_ONCE, [one for one in able if one.term is None]
+        if able and able[0].term is None:
+            rows = self.known.transformed(self.known.rows(able[0].entry))
+            if self._terms.takes_many(self._x, rows):
+                able = [one for one in able if one.term is None]
+                # As many as before: few are solved in vain, and many are measured together.
+                begun = sum(one.term is not None for one in self.candidates)
+                most = min(MOST_AT_ONCE, MOST_ENTRIES // max(1, rows.features.numel()))
+                count = max(AT_ONCE, min(begun, most))
         return able[: count * ranks]
 
     def _problems(self, chosen: Sequence[_Candidate]) -> list[Problem]:
@@ -452,45 +486,11 @@ class _Race:
             one.value = term.value - sum(two.value for two in others) / 2
             one.last = last or one.upper - one.lower <= self.tie / 2
 
-    def _open(self) -> list[_Candidate]:
-        """Return the candidates that are neither proven nor out."""
-        uppers = [*sorted(one.upper for one in self.candidates), math.inf]
-        kth, following = uppers[self.k - 1], uppers[self.k]
-
-        def is_out(one: _Candidate) -> bool:
-            # Of k others no one is farther, up to a tie.
-            return (following if one.upper <= kth else kth) <= one.lower + self.tie
-
-        placed = zip(self._by_place(), self._proven(), strict=True)
-        return [one for one, proven in placed if not (proven or is_out(one))]
-
-    def _by_place(self) -> list[_Candidate]:
-        """Return the candidates, those first that are nearest by what is proven."""
-        return sorted(self.candidates, key=lambda one: (one.upper, one.lower))
-
-    def _proven(self) -> list[bool]:
-        """Return of each candidate by place whether it is proven to be there, or among the k."""
-        placed = self._by_place()
-        if not self.ordered:
-            lowers = sorted(one.lower for one in placed)
-            # Others that may be nearer by more than a tie are fewer than k.
-            reaches = [(one.upper - self.tie, one.lower) for one in placed]
-            return [
-                bisect_left(lowers, reach) - (lower < reach) < self.k for reach, lower in reaches
-            ]
-        before = [-math.inf, *accumulate((one.upper for one in placed), max)]
-        lowest = [*accumulate((one.lower for one in reversed(placed)), min)]
-        after = [*reversed(lowest), math.inf]
-        return [
-            before[place] - self.tie <= one.lower and one.upper - self.tie <= after[place + 1]
-            for place, one in enumerate(placed)
-        ]
-
     def ranked(self) -> tuple[tuple[Ranked, ...], tuple[Ranked, ...]]:
         """Return the first k and all others as rows."""
-        placed, proven = self._by_place(), self._proven()
-        known = dict(zip(placed, proven, strict=True))
-        rest = placed
+        placed, proven, _ = self._placed()
+        known = dict(zip(placed, proven.tolist(), strict=True))
+        rest, ties = placed, self._ties()
         if not self.ordered:
             # Those that are proven come first among the k, however wide their intervals are.
             rest = sorted(placed, key=lambda one: (not known[one], one.guess))
@@ -498,29 +498,30 @@ class _Race:
         if not self.ordered:
             first.sort(key=lambda one: one.guess)
         rows = [Ranked(one.name, 0.0, 0.0, 0.0, True, ()) for one in self._same]
-        rows += [self._row(one, known[one]) for one in first]
+        rows += [one.row(known[one], ties[one]) for one in first]
         rest.sort(key=lambda one: one.lower)
-        return tuple(rows), tuple(self._row(one, False) for one in rest)
+        return tuple(rows), tuple(one.row(False, ties[one]) for one in rest)
 
-    def _row(self, one: _Candidate, proven: bool) -> Ranked:
-        """Return a candidate as a row, with those that nothing tells from it."""
-
-        def are_tied(other: _Candidate) -> bool:
-            low, high = max(one.lower, other.lower), min(one.upper, other.upper)
-            reach = max(one.upper, other.upper) - min(one.lower, other.lower)
-            return reach <= self.tie or (one.last and other.last and low < high)
-
-        others = self._touched() if one.term is not None else []
-        tied = tuple(two.entry.name for two in others if two is not one and are_tied(two))
-        return Ranked(one.entry.name, one.value, one.lower, one.upper, proven, tied)
-
-    def _touched(self) -> list[_Candidate]:
-        """Return the candidates of which a cross term was solved: others have no upper bound."""
-        return [one for one in self.candidates if one.term is not None]
+    def _ties(self) -> dict[_Candidate, list[str]]:
+        """Return for candidates the names of those whose values nothing tells from theirs."""
+        # Wider intervals are of values that further solves may tell apart.
+        narrow = [one for one in self.candidates if one.last or one.upper - one.lower <= self.tie]
+        narrow.sort(key=lambda one: one.lower)
+        found = defaultdict[_Candidate, list[str]](list)
+        for place, one in enumerate(narrow, 1):
+            reach = max(one.upper, one.lower + self.tie)
+            end = bisect_right(narrow, reach, place, key=lambda other: other.lower)
+            for other in narrow[place:end]:
+                equal = max(one.upper, other.upper) - one.lower <= self.tie
+                overlap = other.lower < min(one.upper, other.upper)
+                if equal or (one.last and other.last and overlap):
+                    found[one].append(other.entry.name)
+                    found[other].append(one.entry.name)
+        return found
 
     def cost(self, seconds: float) -> Cost:
         """Return what the race took."""
-        terms = [one.term for one in self._touched() if one.term is not None]
+        terms = [one.term for one in self.candidates if one.term is not None]
         solved = (one for one in self.candidates if one.solved)
         ended = [one.term.passes for one in solved if one.term is not None]
         passes, members = float(sum(term.passes for term in terms)), len(self.candidates)

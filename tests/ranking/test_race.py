@@ -199,7 +199,7 @@ def test_many_side_by_side_give_the_same_ranking(monkeypatch):
         index = otdd.index(members)
         alone = otdd.nearest(query, index, 2)
         with monkeypatch.context() as patched:
-            patched.setattr(bounds.Terms, "takes_many", lambda self, problem: True)
+            patched.setattr(bounds.Terms, "takes_many", lambda self, x, y: True)
             together = otdd.nearest(query, index, 2)
         assert together.certified
         values = truth(query, members, index.settings.epsilon)

@@ -114,7 +114,7 @@ def test_intervals_of_every_budget_hold(together, monkeypatch):
     epsilon = 0.3
     terms = Terms(GroundCost(), epsilon, EXACT, COMPUTE)
     if together:
-        monkeypatch.setattr(Terms, "takes_many", lambda self, problem: True)
+        monkeypatch.setattr(Terms, "takes_many", lambda self, x, y: True)
     query, *members = (dataset(rng, 2) for _ in range(5))
     pairs = [(0, k) for k in range(1, 5)]
     tables = class_tables([query, *members], pairs, metric_of("gaussian"))
@@ -143,7 +143,7 @@ def test_intervals_of_every_budget_hold(together, monkeypatch):
 @pytest.mark.parametrize("alone", [False, True])
 def test_self_terms_are_those_of_each_dataset_and_narrow(count, alone, monkeypatch):
     if alone:
-        monkeypatch.setattr(Terms, "takes_many", lambda self, problem: False)
+        monkeypatch.setattr(Terms, "takes_many", lambda self, x, y: False)
     rng = np.random.default_rng(8)
     sides = [dataset(rng, 2, weighted=k % 2 == 1) for k in range(count)]
     tables = class_tables(sides, [(k, k) for k in range(count)], metric_of("gaussian"))
