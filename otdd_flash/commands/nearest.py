@@ -138,7 +138,7 @@ def _indexed(settings: NearestSettings, phases: Phases) -> Index:
         node = _node(given, f"library[{place}]")
         name = hidden(str(node.pop("as", None) or node["name"]))
         if name in library:
-            raise InputError(f"two datasets of the library are called {name}; give one as: NAME")
+            raise InputError(f"two datasets of the library are called {name}; set as: NAME for one")
         library[name] = replace(_embedded(name, node, settings, phases), name=name)
     return _built(
         library, None if settings.index is None else Path(settings.index), settings, phases

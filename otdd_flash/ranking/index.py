@@ -119,6 +119,21 @@ class Settings:
         constraints = resolve_constraints(self.unbalanced, None, lambda: 1.0)
         return Terms(self.cost, self.epsilon, constraints, compute.alone)
 
+    def on(self, compute: Compute | None) -> ComputeOptions:
+        """Return options of passes, of these settings' precision where only a device is given.
+
+        Raises:
+            InputError: options of another precision.
+        """
+        if not isinstance(compute, ComputeOptions):
+            return replace(ComputeOptions.of(compute), precision=self.precision)
+        if compute.precision != self.precision:
+            raise InputError(
+                f"the index was built with precision={self.precision}, got {compute.precision}; "
+                "give the same, or build another index"
+            )
+        return compute
+
     def prepared(self, samples: LabeledSamples) -> LabeledSamples:
         """Return samples as members and queries are: in memory, checked, without small classes.
 
@@ -287,14 +302,15 @@ class Index:
             InputError: there is no index, or a later version wrote it.
 
         Warns:
-            DataNotice: a member has no whole file of rows, and is left out.
+            DataNotice: neither the numbers nor the rows of a member are whole, and it is left out.
         """
-        where, options = Path(folder), ComputeOptions.of(compute)
+        where = Path(folder)
         if (stored := _read_index(where)) is None:
             raise InputError(f"there is no index in {where}; otdd.index builds one")
         settings = Settings.from_dict(stored["settings"])
         members = _stored_members(stored, where)
-        return _build(_Reader(members, settings, options, False), where, None, None)
+        reader = _Reader(members, settings, settings.on(compute), False)
+        return _build(reader, where, stored, None, None)
 
 
 # `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes out.
@@ -354,8 +370,7 @@ def index(
     Warns:
         DataNotice: members of one content, members left out, damaged files.
     """
-    cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
-    metric = metric_of(labels)
+    cost, metric = GroundCost(lambda_x, lambda_y, ground), metric_of(labels)
     options, epsilon, epsilon_relative = schedule_of(None, epsilon, epsilon_relative)
     refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=True, ground=ground)
     cost.check_labels(metric.name)
@@ -373,18 +388,20 @@ def index(
         )
     # Of members that are not given again the rows in the folder are enough.
     whole = {**_stored_members(stored, where), **library}
-    asked = Settings(0.0, 0.0, cost, metric, unbalanced, min_class_size, compute.precision)
+    passes = ComputeOptions.of(compute)
+    asked = Settings(0.0, 0.0, cost, metric, unbalanced, min_class_size, passes.precision)
     if stored is None or rebuild:
-        reader = _Reader(whole, asked, compute, skip)
+        reader = _Reader(whole, asked, passes, skip)
         built = reader.settled(epsilon, epsilon_relative, unbalanced, unbalanced_relative)
     else:
         built = Settings.from_dict(stored["settings"])
+        passes = built.on(compute)
         if epsilon_relative is not None:
             epsilon = epsilon_relative * built.mean_cost
         if unbalanced_relative is not None:
             asked = replace(asked, unbalanced=unbalanced_relative * built.mean_cost)
         _refuse_other(built, replace(asked, epsilon=built.epsilon if epsilon is None else epsilon))
-    return _build(_Reader(whole, built, compute, skip), where, cache_dir, progress)
+    return _build(_Reader(whole, built, passes, skip), where, stored, cache_dir, progress)
 
 
 def _stored_members(stored: Mapping[str, Any] | None, where: Path | None) -> dict[str, Any]:
@@ -411,12 +428,12 @@ def _refuse_other(built: Settings, asked: Settings) -> None:
             f"the index was built with labels={built.metric}, not {asked.metric}; take another "
             "folder, or set rebuild=true"
         )
-    for name in ("epsilon", "cost", "unbalanced", "min_class_size", "precision"):
+    for name in ("epsilon", "cost", "unbalanced", "min_class_size"):
         own, given = (one.to_dict()[name] for one in (built, asked))
         if given not in (own, None):
             raise InputError(
                 f"the index was built with {name}={own}, not {given}, and values at different "
-                "settings do not compare; leave it out, take another folder, or set rebuild=true "
+                "settings do not compare; give the same, take another folder, or set rebuild=true "
                 "to compute all self terms again"
             )
 
@@ -524,12 +541,15 @@ class _StoredRows(NamedTuple):
 def _build(
     reader: _Reader,
     where: Path | None,
+    seen: Mapping[str, Any] | None,
     cache_dir: str | os.PathLike[str] | None,
     progress: Progress | None,
 ) -> Index:
-    """Compute the entries that are not stored, chunk by chunk, each written when it is solved."""
-    compute = replace(reader.compute, precision=reader.settings.precision)
-    reader = replace(reader, compute=compute)
+    """Compute the entries that are not stored, chunk by chunk, each written when it is solved.
+
+    Raises:
+        InputError: index.json is no longer as it was read, `seen`.
+    """
     entries, held = dict[str, Entry](), dict[str, LabeledSamples]()
     stored = {n: one.key for n, one in reader.library.items() if isinstance(one, _StoredRows)}
     members, mark = dict(stored), reader.settings.mark
@@ -540,6 +560,8 @@ def _build(
     dim = next((_dim(entry, reader.settings) for entry in entries.values()), None)
     source = reader.read(names, dim)
     with _building(where if names else None):
+        if where is not None and names and _read_index(where) != seen:
+            raise InputError(f"another process has changed the index in {where}; try again")
         while chunk := list(islice(source, TOGETHER)):
             new: dict[str, LabeledSamples] = {}
             for name, samples in chunk:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 import numpy as np
 
 from otdd_flash.arguments import Count, NotNegative, Positive, Progress, Seed, takes
-from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.compute import Compute
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
@@ -146,14 +146,16 @@ class Ranking:
     def sentences(self) -> tuple[str, ...]:
         """Say what is proven, what is tied, what was spent, and what sampling leaves open."""
         cost, count = self.cost, len(self.rows)
-        share = cost.passes / cost.full_passes if cost.full_passes else 0.0
+        # Unknown where nothing was solved to the end.
+        known = cost.full_passes > 0
+        share = f", {cost.passes / cost.full_passes:.1%} of the passes of solving all"
         said = [
             f"all {count} places are proven"
             if self.certified
             else f"{sum(row.proven for row in self.rows)} of {count} places are proven, the solve "
             f"stopped by {self.stopped_by}",
             f"{cost.touched} of {cost.members} cross terms were begun and {cost.finished} solved "
-            f"to the end, {share:.1%} of the passes of solving all",
+            f"to the end{share if known else ''}",
         ]
         ties = [
             f"{display(row.name)} is as near as {listing(row.tied, 4)}, up to "
@@ -163,7 +165,7 @@ class Ranking:
         ]
         if self.stopped_by == "rounding":
             ties.append("an index of precision=double tells more of them apart, or a larger tie")
-        return (*said, *ties, *_of_sampling(self.details.get("sampling")))
+        return (*said, *ties, *_of_sampling(self.details.get("sampling", ())))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of result.json, in JSON's own types; infinite numbers are None."""
@@ -190,13 +192,15 @@ class Ranking:
         return plot_ranking(self)
 
 
-def _of_sampling(intervals: Sequence[Mapping[str, float]] | None) -> list[str]:
-    """Say which neighbouring places the rows that were drawn do not separate."""
-    return [
+def _of_sampling(intervals: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say what the sampling intervals are, and which neighbouring places they do not separate."""
+    said = [f"{display(one['name'])} [{one['lower']:.4g}, {one['upper']:.4g}]" for one in intervals]
+    apart = [
         f"places {place} and {place + 1} differ by less than their sampling error"
-        for place, (one, other) in enumerate(pairwise(intervals or ()), 1)
+        for place, (one, other) in enumerate(pairwise(intervals), 1)
         if one["upper"] >= other["lower"]
     ]
+    return [f"sampling intervals: {', '.join(said)}", *apart] if said else []
 
 
 # `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes out.
@@ -293,12 +297,7 @@ def _index_of(
             f"{type(library).__name__}"
         )
     own, settings = library.settings.epsilon, library.settings
-    chosen = library.compute if compute is None else ComputeOptions.of(compute)
-    if chosen.precision != settings.precision:
-        raise InputError(
-            f"the index was built with precision={settings.precision}, got {chosen.precision}; "
-            "leave it out, or build another index"
-        )
+    chosen = library.compute if compute is None else settings.on(compute)
     if epsilon is None or epsilon == own:
         return replace(library, compute=chosen)
     if not rebuild:

@@ -214,6 +214,39 @@ def test_two_processes_do_not_build_one_index(given, tmp_path):
         otdd.index(members, tmp_path / "file")
 
 
+def test_what_another_process_has_added_is_not_lost(given, tmp_path, monkeypatch):
+    """It built after this one had read the list of members, and before this one wrote its own."""
+    _, members = given
+    real = module._building
+
+    def building(where):
+        monkeypatch.setattr(module, "_building", real)
+        otdd.index({"m1": members["m1"]}, tmp_path)
+        return real(where)
+
+    monkeypatch.setattr(module, "_building", building)
+    with pytest.raises(InputError, match=r"another process has changed the index in .*; try again"):
+        otdd.index({"m0": members["m0"]}, tmp_path)
+    assert otdd.index({"m0": members["m0"]}, tmp_path).names == ("m1", "m0")
+
+
+def test_the_precision_is_that_of_the_index(given, tmp_path):
+    """Where only a device is given, or nothing; options of another one are refused."""
+    query, members = given
+    otdd.index(members, tmp_path, compute=otdd.ComputeOptions("cpu", precision="double"))
+    loaded = otdd.Index.load(tmp_path, "cpu")
+    read = otdd.index({}, tmp_path)
+    assert loaded.compute.precision == read.compute.precision == "double"
+    assert otdd.nearest(query, tmp_path, 1, compute="cpu").certified
+    for ask in (
+        lambda compute: otdd.Index.load(tmp_path, compute),
+        lambda compute: otdd.index({}, tmp_path, compute=compute),
+        lambda compute: otdd.nearest(query, loaded, 1, compute=compute),
+    ):
+        with pytest.raises(InputError, match="built with precision=double, got fast; give the"):
+            ask(otdd.ComputeOptions("cpu"))
+
+
 def test_other_settings_are_refused_or_rebuilt(given, tmp_path, solved):
     query, members = given
     otdd.index(members, tmp_path, epsilon=0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -76,6 +77,7 @@ def test_stopped_before_anything_is_solved_nothing_is_proven_but_the_query_itsel
     assert not ranking.certified
     assert "1 of 2 places are proven, the solve stopped by max_seconds" in str(ranking)
     assert ranking.cost.touched == 0
+    assert "0 of 5 cross terms were begun and 0 solved to the end" in ranking.sentences()
 
 
 def test_the_query_itself_is_first_even_where_another_value_is_below_zero(monkeypatch):
@@ -192,6 +194,69 @@ def test_equal_values_end_in_a_tie():
     assert strict.sentences()[-1].startswith("an index of precision=double tells more")
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_ties_are_those_of_every_two_candidates(seed):
+    rng = np.random.default_rng(seed)
+    some = []
+    for k in range(30):
+        lower = rng.choice([0.0, 0.5, 1.0]) + rng.choice([0, 0.4, 0.9]) * TIE
+        upper = lower + rng.choice([0, 0.3 * TIE, 0.8 * TIE, 3 * TIE, 0.7, math.inf])
+        entry = SimpleNamespace(name=f"m{k}")
+        some.append(race._Candidate(entry, lower, upper, last=bool(rng.integers(2))))
+    found = race._Race._ties(SimpleNamespace(candidates=some, tie=TIE))
+    for one in some:
+        expected = set()
+        for other in some:
+            reach = max(one.upper, other.upper) - min(one.lower, other.lower)
+            overlap = max(one.lower, other.lower) < min(one.upper, other.upper)
+            if other is not one and (reach <= TIE or (one.last and other.last and overlap)):
+                expected.add(other.entry.name)
+        assert sorted(found[one]) == sorted(expected)
+
+
+def test_the_values_of_all_members_are_solved_a_few_at_a_time(monkeypatch):
+    """Where k is the number of members all places are proven, and all rows would be in memory."""
+    query, members = library(2)
+    sizes = []
+    real = race.cross_terms
+
+    def solve(terms, problems):
+        sizes.append(len(problems))
+        return real(terms, problems)
+
+    monkeypatch.setattr(race, "cross_terms", solve)
+    ranking = otdd.nearest(query, members, len(members))
+    assert ranking.cost.finished == len(members)
+    assert set(sizes) == {1}
+
+
+def test_a_gpu_begins_as_many_members_together_as_before(monkeypatch):
+    query, members = library(3)
+    sizes = []
+    real = race.cross_terms
+
+    def solve(terms, problems):
+        sizes.append(len(problems))
+        return real(terms, problems)
+
+    monkeypatch.setattr(race, "cross_terms", solve)
+    monkeypatch.setattr(bounds.Terms, "takes_many", lambda self, x, y: True)
+    monkeypatch.setattr(race, "AT_ONCE", 2)
+    index = otdd.index(
+        dict(list(members.items())[:3])
+        | {
+            f"copy {k}": otdd.LabeledSamples(query.features + k, query.labels, query.class_names)
+            for k in range(1, 8)
+        }
+    )
+    otdd.nearest(query, index, len(index), tie=0.0)
+    assert sizes[:3] == [2, 2, 4]
+    sizes.clear()
+    monkeypatch.setattr(race, "MOST_ENTRIES", 1)
+    otdd.nearest(query, index, len(index), tie=0.0)
+    assert max(sizes) == 2
+
+
 def test_many_side_by_side_give_the_same_ranking(monkeypatch):
     """As on a GPU: new cross terms of one query are solved together, to the end."""
     for seed in range(6):
@@ -289,7 +354,11 @@ def test_sampling_intervals_say_which_places_they_do_not_separate():
     assert [one["name"] for one in ranking.details["sampling"]] == [
         row.name for row in ranking.rows
     ]
-    assert "places 1 and 2 differ by less than their sampling error" in ranking.sentences()
+    said = ranking.sentences()
+    assert "places 1 and 2 differ by less than their sampling error" in said
+    one = ranking.details["sampling"][0]
+    shown = f"sampling intervals: {one['name']} [{one['lower']:.4g}, {one['upper']:.4g}], "
+    assert any(sentence.startswith(shown) for sentence in said)
 
 
 def test_a_ranking_as_table_and_as_json():
