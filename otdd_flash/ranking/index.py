@@ -341,8 +341,8 @@ def index(
         library: datasets of one dimension by name: samples, arrays (features, labels), any datasets
             of vectors that `otdd.embed` takes, names of datasets for `otdd.load`, or files that its
             reader `arrays` takes. With a folder those that it lacks are added; {} reads it.
-        folder: where to store the index; what it holds already is not computed again. None: in
-            memory.
+        folder: where to store the index; what it holds already is not computed again, and a name
+            that is given with other rows takes these. None: in memory.
         epsilon: entropic regularisation, in units of the cost, for good.
         epsilon_relative: the same as a multiple of the mean cost over sampled pairs of members.
             Neither given means 0.01 of that mean; 0 is the unregularised cost.
@@ -511,7 +511,8 @@ class _Reader:
             return given.read()
         if isinstance(given, str | os.PathLike):
             text = os.fspath(given)
-            given = load(text) if text in SOURCES else load("arrays", path=text)
+            named = text in SOURCES or not Path(text).suffix
+            given = load(text) if named else load("arrays", path=text)
         with placed(f"library[{name!r}]"):
             return self.settings.prepared(replace(as_samples(given, name), name=name))
 
@@ -585,7 +586,7 @@ def _build(
     if not entries:
         raise InputError(NO_MEMBER)
     first: dict[str, str] = {}
-    whole = {name: key for name, key in members.items() if key in entries}
+    whole = {n: members[n] for n in reader.library if members.get(n) in entries}
     twice = {name: first[key] for name, key in whole.items() if first.setdefault(key, name) != name}
     if twice:
         pairs = listing([f"{one} is {other}" for one, other in twice.items()], 8)

@@ -54,6 +54,8 @@ from otdd_flash.solver.term import TransportTerm
 
 # Members whose class distances are measured together on a GPU, and the entries of their features.
 MOST_AT_ONCE, MOST_ENTRIES = 128, 1 << 26
+# A tie that is more of the mean cost is told.
+MOST_TIE = 0.01
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -247,13 +249,19 @@ def nearest(
         InputError: the request cannot be met; the message says what to change.
 
     Warns:
-        DataNotice: the library has fewer than k members.
+        DataNotice: the library has fewer than k members, or `tie` is large beside the costs.
     """
     started = time.perf_counter()
     known = _index_of(library, epsilon, rebuild, compute, cache_dir)
     if k > len(known):
         warn(f"k={k} is above the {len(known)} members of the index: all are ranked", DataNotice)
         k = len(known)
+    if tie > MOST_TIE * known.settings.mean_cost > 0:
+        warn(
+            f"tie={tie:g} is large beside the mean cost {known.settings.mean_cost:.3g} between "
+            "rows of members: differences of most values may be below it; lower tie",
+            DataNotice,
+        )
     given = known.settings.prepared(as_samples(query, "query"))
     if given.dim != known.dim:
         raise InputError(
@@ -482,7 +490,9 @@ class _Race:
             # Each end takes the opposite ends of the self terms.
             one.lower = max(one.lower, term.bounds[0] - sum(two.bounds[1] for two in others) / 2)
             one.upper = min(one.upper, term.bounds[1] - sum(two.bounds[0] for two in others) / 2)
-            one.value = term.value - sum(two.value for two in others) / 2
+            value = term.value - sum(two.value for two in others) / 2
+            # An interval that was proven earlier may end below what was found later.
+            one.value = min(max(value, one.lower), one.upper)
             one.last = last or one.upper - one.lower <= self.tie / 2
 
     def ranked(self) -> tuple[tuple[Ranked, ...], tuple[Ranked, ...]]:

@@ -77,6 +77,16 @@ def test_it_is_extended_and_nothing_is_solved_twice(given, tmp_path, solved):
     assert otdd.nearest(query, whole, 2).certified
 
 
+def test_a_name_that_is_given_with_other_rows_takes_these_in_its_place(given, tmp_path, solved):
+    query, members = given
+    otdd.index(members, tmp_path)
+    del solved[:]
+    changed = otdd.index({"m1": query}, tmp_path)
+    assert solved == ["m1"]
+    assert changed.names == tuple(members)
+    assert otdd.nearest(query, changed, 1).rows[0].name == "m1"
+
+
 @pytest.mark.parametrize("what", ["cut", "flipped", "removed"])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_damaged_entry_is_solved_again(given, tmp_path, solved, what, again):
@@ -291,6 +301,7 @@ def test_members_that_cannot_be_are_refused_or_skipped(given):
         (bare, "bad has no labels, which labels=gaussian"),
         ([[float("nan")]], "bad"),
         ("no_such_dataset.npz", "no_such_dataset"),
+        ("no_such_name", "unknown dataset 'no_such_name'"),
     ):
         with pytest.raises(InputError, match=message):
             otdd.index({**members, "bad": bad})

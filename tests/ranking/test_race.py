@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ def check(ranking, values, k, *, ordered):
     assert {row.name for row in (*ranking.rows, *ranking.others)} == set(values)
     for row in (*ranking.rows, *ranking.others):
         assert row.lower - EXACT <= values[row.name] <= row.upper + EXACT, row
+        assert math.isnan(row.value) or row.lower <= row.value <= row.upper, row
     for place, row in enumerate(ranking.rows):
         if row.proven:
             assert values[row.name] <= kth + TIE + EXACT, (row, kth)
@@ -343,6 +345,32 @@ def test_refusals_and_notices():
     assert len(ranking.rows) == len(members)
     assert ranking.certified
     assert not ranking.others
+
+
+def test_the_value_of_one_row_is_within_its_interval():
+    """Budgets whose intervals share less than each has leave the last value outside."""
+    rng = np.random.default_rng(0)
+    for seed in range(6):
+        _, members = library(seed)
+        dim = next(iter(members.values())).dim
+        for _ in range(3):
+            one = otdd.LabeledSamples(rng.normal(size=(1, dim)).astype("f4"), [0], ("a",))
+            for row in otdd.nearest(one, otdd.index(members), 3, ordered=True).rows:
+                assert row.lower <= row.value <= row.upper, row
+
+
+def test_a_tie_beyond_the_costs_is_told():
+    query, members = library(2)
+    small = {
+        name: otdd.LabeledSamples(1e-3 * one.features, one.labels, one.class_names)
+        for name, one in members.items()
+    }
+    near = otdd.LabeledSamples(1e-3 * query.features, query.labels, query.class_names)
+    with pytest.warns(DataNotice, match=r"tie=0.0001 is large beside the mean cost .*; lower tie"):
+        otdd.nearest(near, small, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DataNotice)
+        otdd.nearest(near, small, 1, tie=1e-9)
 
 
 def test_sampling_intervals_say_which_places_they_do_not_separate():
