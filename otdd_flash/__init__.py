@@ -4,6 +4,7 @@ How data move through the package:
 
     load -> LabeledDataset -> embed -> LabeledSamples -> dataset_distance -> DistanceResult
                                                       -> pairwise_distances -> PairwiseResult
+                                                      -> index, nearest -> Ranking
                                                       -> sliced_distances -> SlicedResult
                                                       -> Study -> StudyResult
                                                       -> gradient_flow -> FlowResult
@@ -78,6 +79,8 @@ if TYPE_CHECKING:
     from otdd_flash.labels import ClassDistances, JointClassDistances, class_distances
     from otdd_flash.otdd import dataset_distance
     from otdd_flash.pairwise import PairwiseResult, pairwise_distances
+    from otdd_flash.ranking.index import Index, index
+    from otdd_flash.ranking.race import Ranking, nearest
     from otdd_flash.result import DistanceResult
     from otdd_flash.samples import LabeledSamples
     from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
@@ -112,6 +115,7 @@ __all__ = [
     "GeomlossSchedule",
     "GroundCost",
     "HessianProduct",
+    "Index",
     "InputError",
     "JointClassDistances",
     "LabeledSamples",
@@ -119,6 +123,7 @@ __all__ = [
     "NoiseFloor",
     "NotConvergedWarning",
     "PairwiseResult",
+    "Ranking",
     "SinkhornHessian",
     "SlicedResult",
     "SmallPlans",
@@ -135,12 +140,14 @@ __all__ = [
     "extractors",
     "features_file",
     "gradient_flow",
+    "index",
     "labels",
     "led",
     "load",
     "matrix_loss",
     "matrix_plan",
     "matrix_transport",
+    "nearest",
     "noise_floor",
     "pairwise_distances",
     "sinkhorn",
@@ -173,6 +180,7 @@ _HOMES = {
     "GeomlossSchedule": "otdd_flash.solver.schedules.geomloss",
     "GroundCost": "otdd_flash.cost.ground",
     "HessianProduct": "otdd_flash.derivatives.hessian",
+    "Index": "otdd_flash.ranking.index",
     "InputError": "otdd_flash.errors",
     "JointClassDistances": "otdd_flash.labels",
     "LabeledSamples": "otdd_flash.samples",
@@ -180,6 +188,7 @@ _HOMES = {
     "NoiseFloor": "otdd_flash.sampling",
     "NotConvergedWarning": "otdd_flash.errors",
     "PairwiseResult": "otdd_flash.pairwise",
+    "Ranking": "otdd_flash.ranking.race",
     "led": "otdd_flash.distributed.ranks",
     "Stepping": "otdd_flash.flows.stepping",
     "Study": "otdd_flash.study.study",
@@ -195,10 +204,12 @@ _HOMES = {
     "embed": "otdd_flash.extractors",
     "features_file": "otdd_flash.features.file_features",
     "gradient_flow": "otdd_flash.flows.run",
+    "index": "otdd_flash.ranking.index",
     "load": "otdd_flash.data.registry",
     "matrix_loss": "otdd_flash.solver.matrix.loss",
     "matrix_plan": "otdd_flash.solver.matrix.plan",
     "matrix_transport": "otdd_flash.solver.matrix.transport",
+    "nearest": "otdd_flash.ranking.race",
     "noise_floor": "otdd_flash.sampling",
     "pairwise_distances": "otdd_flash.pairwise",
     "sinkhorn": "otdd_flash.solver.clouds",
@@ -212,7 +223,8 @@ _HOMES = {
     "subsample_interval": "otdd_flash.sampling",
     "transport_map": "otdd_flash.derivatives.potentials",
 }
-_MODULES = ("extractors", "labels")
+# `nearest` is the module of a command, and can be called as the function.
+_MODULES = ("extractors", "labels", "nearest")
 
 
 if not TYPE_CHECKING:

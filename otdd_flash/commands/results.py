@@ -2,7 +2,8 @@
 
 `commands.compare` and `commands.adapt` call `write_run`: result.json is written and the tables are
 printed before anything is drawn, so an error in drawing loses no number. They and
-`commands.study` then call `track_distance`, `track_flow` and `track_study`. A tracker that fails
+the commands of studies and rankings then call `track_distance`, `track_flow`, `track_study` and
+`track_ranking`. A tracker that fails
 gives a notice and a missing file in the report, never an error, because the result is already on
 the disk. `_placed` decides where a run is stored. Users select numbers and series in their tracker
 by name, so the names must stay.
@@ -53,6 +54,7 @@ LONGEST_LABEL = 80
 
 if TYPE_CHECKING:
     from otdd_flash.flows.result import FlowResult
+    from otdd_flash.ranking.race import Ranking
     from otdd_flash.result import DistanceResult
     from otdd_flash.study.result import StudyResult
 
@@ -149,6 +151,17 @@ def track_study(result: StudyResult, log: LogSettings, config: Settings, directo
         key = f"{found.measure}/{found.statistic}"
         numbers |= {key: found.value, f"{key}/lower": found.lower, f"{key}/upper": found.upper}
     run = TrackedRun("study", directory, config, finite(numbers))
+    return _track(log, run)
+
+
+def track_ranking(ranking: Ranking, log: LogSettings, config: Settings, directory: Path) -> Report:
+    """Log value, bounds and whether it is proven of each of the first places."""
+    numbers: dict[str, float | None] = {}
+    for row in ranking.rows:
+        key = _label(row.name)
+        numbers |= {key: row.value, f"{key}/lower": row.lower, f"{key}/upper": row.upper}
+        numbers |= {f"{key}/proven": float(row.proven)}
+    run = TrackedRun(f"nearest to {_label(ranking.query)}", directory, config, finite(numbers))
     return _track(log, run)
 
 

@@ -92,7 +92,7 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
     numbers = settings.labels.method == Continuous.name
     extractor, standardised = build(settings.extractor, phases)
     logger.info("networks run on %s", resolve_device(settings.device))
-    chosen = {side: _load(side, node, phases, numbers) for side, node in nodes.items()}
+    chosen = {side: load_side(side, node, phases, numbers) for side, node in nodes.items()}
     loaded = chosen
     if whole:
         loaded = {side: _whole(side, node, phases, numbers) for side, node in nodes.items()}
@@ -140,7 +140,8 @@ def named(node: dict[str, Any], group: str) -> str:
     return str(node["name"])
 
 
-def _load(side: str, node: dict[str, Any], phases: Phases, numbers: bool) -> LabeledDataset:
+def load_side(side: str, node: dict[str, Any], phases: Phases, numbers: bool) -> LabeledDataset:
+    """Load one dataset; `node` has its name and its keys."""
     with phases.phase("load", f"loading {side}: {named(node, side)}"), blamed(side):
         keys = without_clustering(node)
         # Rows are drawn whatever their numbers, of which whole ones are read as classes.
@@ -158,7 +159,7 @@ def _whole(side: str, node: dict[str, Any], phases: Phases, numbers: bool) -> La
     """Return all rows of a side, without repeating the notices about them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DataNotice)
-        return _load(side, {**node, "max_samples": None}, phases, numbers)
+        return load_side(side, {**node, "max_samples": None}, phases, numbers)
 
 
 def embed_side(
