@@ -1,0 +1,107 @@
+"""The size of a shift: the distance less its null mean, in units of the mean cost.
+
+A large sample makes any difference significant, so a p-value needs a size beside it. T is positive
+for two samples of one law, by its null mean; the effect is what exceeds that. Its interval is by
+subsampling, as in `sampling.subsampling`: K times a half of the units of each side is drawn without
+replacement, and its T, less the null mean at its own size (each subsample is permuted a few times),
+deviates from the mean of the K as the effect of all rows does from its own, at rate sqrt((m / n) /
+(1 - m / n)) = 1. All of them are masses on the pooled rows of the test. Class distances and epsilon
+are held at those of all rows.
+
+Near 0 the statistic fluctuates as 1 / n instead, and no such interval covers: there is none unless
+the test rejects and the lower end is above 0. The interval is asymptotic, not exact as the p-value
+is. `shift.joint` calls `measure_effect`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import t
+from torch import Tensor
+
+from otdd_flash.shift.permutation import PermutationTest
+from otdd_flash.shift.pooled import PooledCost
+from otdd_flash.shift.rows import Mask, PooledRows
+
+# Subsamples, and permutations of each that estimate its null mean; width of bounds over T.
+SUBSAMPLES, NULLS, WIDTH = 39, 5, 0.01
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class ShiftEffect:
+    """How much the distance exceeds its null mean, in units of the mean cost of all rows.
+
+    Attributes:
+        value: the excess; about 0 without a shift.
+        lower: lower end of the interval; None near 0, where there is none.
+        upper: its upper end, likewise.
+        lower_limit: of a one-sided interval of the same level; None likewise.
+        level: of both.
+    """
+
+    value: float
+    lower: float | None = None
+    upper: float | None = None
+    lower_limit: float | None = None
+    level: float = LEVEL
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry of result.json."""
+        return asdict(self)
+
+
+def measure_effect(
+    pooled: PooledCost, rows: PooledRows, test: PermutationTest, *, alpha: float, seed: int
+) -> ShiftEffect:
+    """Estimate the effect, with an interval where the test rejects at `alpha`.
+
+    Args:
+        pooled: the costs of the joint test.
+        rows: all rows.
+        test: its result.
+        alpha: level of the joint test.
+        seed: of the subsamples.
+    """
+    unit = pooled.mean or 1.0
+    value = (test.statistic - float(test.null.mean())) / unit
+    if test.p_value > alpha or min(rows.sizes) < 4:
+        return ShiftEffect(value)
+    errors = _subsampled(pooled, rows, seed).std() / unit
+    lower, upper = (value + sign * _quantile(LEVEL / 2 + 0.5) * errors for sign in (-1, 1))
+    if lower <= 0:
+        return ShiftEffect(value)
+    limit = value - _quantile(LEVEL) * errors
+    return ShiftEffect(value, float(lower), float(upper), float(limit))
+
+
+def _quantile(level: float) -> float:
+    return float(t.ppf(level, SUBSAMPLES - 1))
+
+
+def _subsampled(pooled: PooledCost, rows: PooledRows, seed: int) -> Tensor:
+    """Return T of each subsample less its null mean (K,)."""
+    generator = np.random.default_rng((seed, SUBSAMPLES))
+    ours = np.flatnonzero(rows.unit_in_reference)
+    others = np.flatnonzero(~rows.unit_in_reference)
+    size = len(ours) // 2
+    sides: tuple[list[Mask], list[Mask]] = ([], [])
+    for _ in range(SUBSAMPLES):
+        drawn = np.concatenate(
+            (generator.permutation(ours)[:size], generator.permutation(others)[: len(others) // 2])
+        )
+        for k in range(1 + NULLS):
+            order = generator.permutation(drawn) if k else drawn
+            for side, part in zip(sides, (order[:size], order[size:]), strict=True):
+                chosen = np.zeros(len(rows.unit_in_reference), dtype=bool)
+                chosen[part] = True
+                side.append(chosen)
+    a, b = (
+        rows.shares(rows.side_of_rows(np.stack(side, 1))).to(pooled.cost.device) for side in sides
+    )
+    values = pooled.statistics(a, b, relative=WIDTH).value.reshape(SUBSAMPLES, 1 + NULLS)
+    return values[:, 0] - values[:, 1:].mean(1)

@@ -1,0 +1,143 @@
+"""The permutation test of T on pooled rows: draws, hits that bounds decide, and the p-value.
+
+Permutation k of a seed is the same whatever is computed beside it, and hits are counted in the
+order drawn, not in that of finishing. A hit is a permutation whose T is not proven to be below that
+of the rows as they are: upper(T_k) >= lower(T). There are at least as many of them as permutations
+with T_k >= T, so
+
+    p = (1 + hits) / (1 + B)
+
+is valid: P(p <= alpha) <= alpha for exchangeable units, at any size. With an early end after h hits
+p = h / l at the l-th permutation, if that is the h-th hit (Besag & Clifford 1991, Sequential Monte
+Carlo p-values). `shift.joint` and `shift.parts` call `permutation_test`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otdd_flash.arguments import Progress
+from otdd_flash.shift.pooled import PooledCost
+from otdd_flash.shift.rows import PooledRows
+
+# Statistics that are sums of counts are equal up to this share of the larger one.
+EQUAL = 1e-9
+
+
+class PermutationTest(NamedTuple):
+    """A statistic among its permutations.
+
+    Attributes:
+        p_value: valid at any number of rows.
+        statistic: T of the rows as they are.
+        bounds: of the statistic.
+        null: (l,) float64, T of the permutations in the order drawn; where bounds decided early, by
+            the dual values so far.
+        hits: permutations whose T may be as large.
+        count: l, how many permutations were counted.
+    """
+
+    p_value: float
+    statistic: float
+    bounds: tuple[float, float]
+    null: Tensor
+    hits: int
+    count: int
+
+
+def draws(rows: PooledRows, count: int, seed: int | tuple[int, ...], size: int) -> Iterator[Tensor]:
+    """Yield which rows (N, k) are on the reference's side, of `count` permutations in all.
+
+    Args:
+        rows: the units that are exchanged; as many as there are stay on each side.
+        count: permutations, each a uniform draw.
+        seed: of the draws.
+        size: k, but for the last.
+    """
+    generator = np.random.default_rng(seed)
+    for start in range(0, count, size):
+        drawn = [
+            generator.permutation(rows.unit_in_reference) for _ in range(min(size, count - start))
+        ]
+        yield rows.side_of_rows(np.stack(drawn, 1))
+
+
+def permutation_test(
+    pooled: PooledCost,
+    rows: PooledRows,
+    count: int,
+    seed: int | tuple[int, ...],
+    *,
+    stop_after: int | None = None,
+    progress: Progress | None = None,
+) -> PermutationTest:
+    """Compare T of the rows as they are with T of permutations.
+
+    Args:
+        pooled: costs of all rows.
+        rows: the rows, their weights and units.
+        count: B, the permutations drawn at most.
+        seed: of the draws.
+        stop_after: h, hits after which no more are drawn.
+        progress: called as progress(permutations done, B).
+    """
+    device = pooled.cost.device
+
+    def sides(ours: Tensor) -> tuple[Tensor, Tensor]:
+        return rows.shares(ours).to(device), rows.shares(~ours).to(device)
+
+    observed = pooled.statistics(*sides(torch.from_numpy(rows.in_reference)[:, None]))
+    threshold = float(observed.lower)
+    values, hits, done = list[Tensor](), 0, 0
+    size = pooled.batch if stop_after is None else min(pooled.batch, max(32, 2 * stop_after))
+    for drawn in draws(rows, count, seed, size):
+        found = pooled.statistics(*sides(drawn), threshold=threshold)
+        hit = found.upper >= threshold
+        counted = hits + hit.cumsum(0)
+        last = len(hit)
+        if stop_after is not None and int(counted[-1]) >= stop_after:
+            last = int((counted == stop_after).nonzero()[0]) + 1
+        values.append(found.value[:last])
+        hits, done = int(counted[last - 1]), done + last
+        if progress is not None:
+            progress(done, count)
+        if hits == stop_after:
+            break
+    p_value = hits / done if hits == stop_after else (1 + hits) / (1 + count)
+    bounds = (threshold, float(observed.upper))
+    return PermutationTest(p_value, float(observed.value), bounds, torch.cat(values), hits, done)
+
+
+def label_test(rows: PooledRows, count: int, seed: int) -> PermutationTest:
+    """Test class proportions alone by Pearson's chi-square, permuted.
+
+    With weights, the shares of the classes are those of masses. Permutations are those of the joint
+    test.
+
+    Args:
+        rows: labelled rows.
+        count: permutations.
+        seed: of the draws.
+    """
+    labels = rows.samples.labels
+    assert labels is not None
+    within = torch.nn.functional.one_hot(labels.cpu(), len(rows.samples.class_names)).double().T
+    pooled = within @ rows.weights / rows.weights.sum()
+
+    def statistic(ours: Tensor) -> Tensor:
+        """sum_c (p_c - q_c)^2 / pooled_c times n m / (n + m): Pearson's, of equal weights."""
+        gaps = within @ rows.shares(ours) - within @ rows.shares(~ours)
+        n = ours.sum(0).double()
+        return (gaps.square() / pooled[:, None]).sum(0) * n * (len(rows) - n) / len(rows)
+
+    observed = float(statistic(torch.from_numpy(rows.in_reference)[:, None]))
+    null = torch.cat([statistic(drawn) for drawn in draws(rows, count, seed, 256)])
+    hits = int((null >= observed * (1 - EQUAL) - EQUAL).sum())
+    return PermutationTest(
+        (1 + hits) / (1 + count), observed, (observed, observed), null, hits, count
+    )

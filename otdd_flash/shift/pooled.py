@@ -1,0 +1,300 @@
+"""Many debiased divergences on one cloud: costs and kernels are stored once, masses differ.
+
+    T(a, b) = OT(a, b) - OT(a, a) / 2 - OT(b, b) / 2,    a, b >= 0 on the N pooled rows
+
+Every permutation of rows between two sides is a problem (a, b) of the same costs C (N, N), with
+mass 0 on the rows of the other side. With
+
+    K_ij = exp((f0_i + f0_j - C_ij) / epsilon)
+
+a step of Sinkhorn's iteration of B problems is one product K @ (N, B). f0 is a potential of the
+pooled rows, so that scalings of all problems are moderate: of the self term for self terms, and of
+the self term without its diagonal for cross terms, where no row meets itself. Rows without mass
+cost a product four times the work that gathered kernels (B, n, m) take, which are read from memory
+in every step and are slower on processors and GPUs alike.
+
+Bounds need the same products. Potentials (f, g) after a step of columns have a plan P = a b exp((f
++ g - C) / epsilon) with exact columns, so <a, f> + <b, g> + epsilon (1 - sum P) is a lower bound.
+With s = min(1, a / P 1) the plan diag(s) P is below both marginals; the remainders r of rows and c
+of columns, each of sum delta, make it a plan of exact marginals, diag(s) P + r c^T / delta
+(Altschuler, Weed & Rigollet 2017), whose primal value is an upper bound. Its logarithms are those
+of potentials, so no entry of P is formed, and by the log-sum inequality KL of the sum is at most
+
+    KL(diag(s) P) + KL(r c^T / delta) - delta log delta - (1 - delta) log(1 - delta).
+
+`shift.permutation` calls it. All is float64. A problem whose scalings leave the range of float64,
+as with outliers at a tiny epsilon, is solved alone by `matrix_transport`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import NotConvergedWarning
+from otdd_flash.solver.matrix.transport import matrix_transport
+from otdd_flash.solver.schedules.converged import Converged
+
+# Widths of bounds at which a solve ends: relative to the value, and to the mean cost.
+RELATIVE_WIDTH, LEAST_WIDTH = 1e-4, 1e-6
+# Self terms, whose iterations converge fast, end at this width relative to the mean cost.
+SELF_WIDTH = 1e-6
+# Problems side by side, bounded by the bytes of one array of theirs.
+MOST_PROBLEMS, MOST_BYTES = 256, 1 << 28
+# Steps after which bounds are evaluated first, and the most steps.
+FIRST_LOOK, MOST_STEPS = 6, 2000
+# Logarithms of scalings, of both sides together, up to which what K loses to underflow is below
+# exp(600 - 745) of the mass; and the least product that counts as positive.
+MOST_LOG, TINY = 600.0, 1e-300
+STABILISING_STEPS = 6
+UNIT = 2.0**-53
+
+
+class Statistics(NamedTuple):
+    """Values of T of B problems with bounds, each (B,) float64 on the CPU.
+
+    Attributes:
+        value: by dual values, whose error is of second order; within the bounds.
+        lower: what T is at least.
+        upper: what T is at most.
+    """
+
+    value: Tensor
+    lower: Tensor
+    upper: Tensor
+
+
+class Potentials(NamedTuple):
+    """Potentials of one problem (a, b), each (N,): of the cross term and of both self terms."""
+
+    f: Tensor
+    g: Tensor
+    own: Tensor
+
+
+class Term(NamedTuple):
+    """State of B problems of one term: bounds (B,) and logarithms of scalings (N, B)."""
+
+    lower: Tensor
+    upper: Tensor
+    log_u: Tensor
+    log_v: Tensor
+
+
+class PooledCost:
+    """Costs between N pooled rows, stored with their kernels, at one epsilon.
+
+    Args:
+        cost: C (N, N) float64, symmetric, with the smallest entries of every row on its diagonal.
+        masses: (N,) positive, sum 1: of the pooled rows.
+        epsilon: in units of the cost.
+
+    Attributes:
+        mean: the mean cost of the pooled rows, the unit of effects.
+    """
+
+    def __init__(self, cost: Tensor, masses: Tensor, epsilon: float) -> None:
+        self.cost, self.epsilon = cost, epsilon
+        self.mean = float(masses @ (cost @ masses))
+        self._largest = float(cost.abs().max())
+        self._own_base = _stabiliser(cost, masses, epsilon)
+        self._own = _kernel(cost, self._own_base, epsilon)
+        apart = cost.clone().fill_diagonal_(torch.inf)
+        self._cross_base = _stabiliser(apart, masses, epsilon)
+        self._cross = _kernel(apart, self._cross_base, epsilon)
+
+    @classmethod
+    def at(
+        cls, cost: Tensor, weights: Tensor, epsilon: float | None, epsilon_relative: float | None
+    ) -> PooledCost:
+        """Store costs of rows with these weights (N,) at an epsilon, or at one over their mean.
+
+        Where all costs are 0 any epsilon gives 0.
+        """
+        masses = (weights / weights.sum()).to(cost.device)
+        if epsilon is None:
+            assert epsilon_relative is not None
+            epsilon = epsilon_relative * float(masses @ (cost @ masses)) or 1.0
+        return cls(cost, masses, epsilon)
+
+    def __len__(self) -> int:
+        return len(self.cost)
+
+    @property
+    def batch(self) -> int:
+        """How many problems are solved side by side."""
+        return max(1, min(MOST_PROBLEMS, MOST_BYTES // (8 * len(self))))
+
+    def statistics(
+        self, a: Tensor, b: Tensor, *, threshold: float | None = None, relative: float | None = None
+    ) -> Statistics:
+        """Compute T of B problems.
+
+        Args:
+            a: (N, B) masses of one side, of sum 1.
+            b: (N, B) masses of the other side, on other rows.
+            threshold: a problem is done as soon as T is proven to be above or below.
+            relative: width of the bounds over the value at which a problem is done.
+        """
+        parts = [
+            self._statistics(*each, threshold, relative or RELATIVE_WIDTH)
+            for each in zip(a.split(self.batch, 1), b.split(self.batch, 1), strict=True)
+        ]
+        return Statistics(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
+
+    def potentials(self, a: Tensor, b: Tensor) -> Potentials:
+        """Return the potentials of one problem, masses (N,)."""
+        a, b = a[:, None], b[:, None]
+        own = self._self_terms(a, b)
+        _, cross = self._cross_terms(a, b, own, None, RELATIVE_WIDTH)
+        f, g = (self._cross_base + self.epsilon * part[:, 0] for part in (cross.log_u, cross.log_v))
+        of_a, of_b = (self._own_base + self.epsilon * part for part in own.log_u.unbind(1))
+        return Potentials(f, g, torch.where(b[:, 0] > 0, of_b, of_a))
+
+    def _statistics(
+        self, a: Tensor, b: Tensor, threshold: float | None, relative: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        own = self._self_terms(a, b)
+        found, _ = self._cross_terms(a, b, own, threshold, relative)
+        value, lower, upper = found.unbind()
+        for k in (~(lower.isfinite() & upper.isfinite())).nonzero()[:, 0].tolist():
+            value[k], lower[k], upper[k] = self._alone(a[:, k], b[:, k])
+        return value, lower, upper
+
+    def _self_terms(self, a: Tensor, b: Tensor) -> Term:
+        """Solve OT(a, a) and OT(b, b): 2 B problems, by averaged steps, which converge fast."""
+        masses = torch.cat((a, b), 1)
+        log_u = torch.zeros_like(masses)
+        for step in range(1, MOST_STEPS + 1):
+            log_u = (log_u - _log_sums(self._own, log_u, masses)) / 2
+            if step % FIRST_LOOK == 0:
+                term = self._certified(self._own, self._own_base, log_u, masses, masses)
+                # An infinite bound is out of range: the problem will be solved alone.
+                width = (term.upper - term.lower).nan_to_num(posinf=0.0)
+                if float(width.max()) <= SELF_WIDTH * self.mean:
+                    break
+        return term
+
+    def _cross_terms(
+        self, a: Tensor, b: Tensor, own: Term, threshold: float | None, relative: float
+    ) -> tuple[Tensor, Term]:
+        """Solve OT(a, b) until T is decided; return value and bounds of T (3, B), and the term.
+
+        Problems that are done leave the iterations, so the term is that of the last ones.
+        """
+        count = a.shape[1]
+        least, most = ((end[:count] + end[count:]) / 2 for end in (own.lower, own.upper))
+        found = a.new_empty(3, count)
+        here = torch.arange(count, device=a.device)
+        log_u, look = torch.zeros_like(a), FIRST_LOOK
+        for step in range(1, MOST_STEPS + 1):
+            log_v = -_log_sums(self._cross, log_u, a)
+            log_u = -_log_sums(self._cross, log_v, b)
+            if step < look:
+                continue
+            term = self._certified(self._cross, self._cross_base, log_u, a, b)
+            lower, upper = term.lower - most[here], term.upper - least[here]
+            found[:, here] = torch.stack((term.lower - least[here], lower, upper))
+            goal = (relative * lower.abs()).clamp_min(LEAST_WIDTH * self.mean)
+            going = (upper - lower > goal) & lower.isfinite() & upper.isfinite()
+            if threshold is not None:
+                going &= (lower < threshold) & (upper >= threshold)
+            if not bool(going.any()):
+                break
+            if not bool(going.all()):
+                here, log_u, a, b = here[going], log_u[:, going], a[:, going], b[:, going]
+            look = step + max(FIRST_LOOK, step // 2)
+        return found, term
+
+    def _certified(
+        self, kernel: Tensor, base: Tensor, log_u: Tensor, a: Tensor, b: Tensor
+    ) -> Term:
+        """Return bounds of B terms from row potentials; infinite ones where sums leave the range.
+
+        Args:
+            kernel: K (N, N).
+            base: f0 (N,).
+            log_u: (N, B) logarithms of scalings of rows; those of columns follow.
+            a: (N, B) masses of rows.
+            b: (N, B) masses of columns.
+        """
+        rows, columns = a > 0, b > 0
+        log_v = -_log_sums(kernel, log_u, a)
+        from_u, from_v = log_u.exp() * a, log_v.exp() * b
+        # P 1 / a, and the plan below both marginals.
+        ratio = torch.where(rows, log_u.exp() * (kernel @ from_v), 1.0)
+        scale = ratio.reciprocal().clamp_max(1.0)
+        kept_rows = a * (ratio * scale)
+        kept_columns = torch.where(columns, log_v.exp() * (kernel @ (scale * from_u)), 1.0) * b
+        short, over = (a - kept_rows).clamp_min(0), (b - kept_columns).clamp_min(0)
+        delta = torch.maximum(short.sum(0), over.sum(0)).clamp(TINY, 1 - UNIT)
+        f, g = (base[:, None] + self.epsilon * part for part in (log_u, log_v))
+        lower = (a * f).sum(0) + (b * g).sum(0) + self.epsilon * (1 - (a * ratio).sum(0))
+        upper = (kept_rows * (f + self.epsilon * scale.log())).sum(0) + (kept_columns * g).sum(0)
+        upper += (short * (self.cost @ over)).sum(0) / delta
+        # xlogy(x, x / mass), 0 without mass.
+        entropy = torch.xlogy(short, short / torch.where(rows, a, 1.0)).sum(0)
+        entropy += torch.xlogy(over, over / torch.where(columns, b, 1.0)).sum(0)
+        upper += self.epsilon * (
+            entropy - 2 * delta * delta.log() - (1 - delta) * torch.log1p(-delta)
+        )
+        most_u, most_v = (
+            torch.where(side, part, -torch.inf).amax(0)
+            for side, part in ((rows, log_u), (columns, log_v))
+        )
+        # Sums of N positive products, of potentials times masses and of costs, each rounded.
+        size = self._largest + f.abs().mul(rows).amax(0) + g.abs().mul(columns).amax(0)
+        slack = 8 * (len(self) + 64) * UNIT * (size + self.epsilon)
+        outside = most_u + most_v > MOST_LOG
+        lower, upper = lower - slack, upper + slack
+        return Term(
+            torch.where(outside, -torch.inf, lower),
+            torch.where(outside, torch.inf, upper),
+            log_u,
+            log_v,
+        )
+
+    def _alone(self, a: Tensor, b: Tensor) -> tuple[float, float, float]:
+        """Return value and bounds of one problem, solved by the library's own iterations."""
+        value = lower = upper = 0.0
+        for (one, other), factor in (((a, b), 1.0), ((a, a), -0.5), ((b, b), -0.5)):
+            rows, columns = one.nonzero()[:, 0], other.nonzero()[:, 0]
+            with warnings.catch_warnings():
+                # Bounds hold where a solve stops early.
+                warnings.simplefilter("ignore", NotConvergedWarning)
+                term = matrix_transport(
+                    self.cost[rows][:, columns],
+                    one[rows],
+                    other[columns],
+                    epsilon=self.epsilon,
+                    options=Converged(tolerance=1e-5),
+                )
+            low, high = term.bounds if factor > 0 else term.bounds[::-1]
+            value, lower, upper = (
+                total + factor * part
+                for total, part in ((value, term.value), (lower, low), (upper, high))
+            )
+        return value, lower, upper
+
+
+def _log_sums(kernel: Tensor, log_scaling: Tensor, masses: Tensor) -> Tensor:
+    """Return log K (u o a), (N, B)."""
+    return (kernel @ (log_scaling.exp() * masses)).clamp_min_(TINY).log_()
+
+
+def _kernel(cost: Tensor, base: Tensor, epsilon: float) -> Tensor:
+    return ((base[:, None] + base - cost) / epsilon).exp_()
+
+
+def _stabiliser(cost: Tensor, masses: Tensor, epsilon: float) -> Tensor:
+    """Return a potential (N,) near that of OT(masses, masses), by averaged steps."""
+    f = torch.zeros_like(masses)
+    for _ in range(STABILISING_STEPS):
+        scores = (f - cost).div_(epsilon).add_(masses.log())
+        f = (f - epsilon * torch.logsumexp(scores, 1)) / 2
+    return f

@@ -1,0 +1,181 @@
+"""The result of a shift test: `ShiftReport`.
+
+`shift.joint` makes it; `commands.shift` writes `to_dict` as result.json and prints `sentences`,
+`report.shift` draws it. Keys of `to_dict` must stay, because users' pipelines read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from otdd_flash.shift.effect import ShiftEffect
+from otdd_flash.shift.parts import ShiftParts
+from otdd_flash.shown import display
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Classes that a sentence names.
+NAMED = 5
+
+
+@dataclass(frozen=True, eq=False)
+class ShiftReport:
+    """Whether data have shifted, how far and where.
+
+    Attributes:
+        p_value: of the joint test of features and labels; valid at any number of rows.
+        statistic: T, the debiased distance of reference and sample, in units of the cost.
+        bounds: solver bounds of the statistic.
+        null: (l,) float64, T of the permutations that were counted, in the order drawn.
+        hits: permutations whose T may be as large as the statistic.
+        requested: B, how many permutations there would have been without an early end.
+        alpha: the level that `shifted` compares the p-value with.
+        effect: the distance less its null mean, in units of the mean cost.
+        parts: where the shift is; None if it was not asked for.
+        min_effect: the least effect that counts as large; None if none was given.
+        epsilon: regularisation, in units of the cost.
+        mean_cost: of all rows, the unit of effects.
+        labels: how classes were compared.
+        sizes: rows of reference and sample.
+        units: groups of either side; None if rows were exchanged one by one.
+        names: of reference and sample.
+        seconds: wall time.
+    """
+
+    p_value: float
+    statistic: float
+    bounds: tuple[float, float]
+    null: Tensor = field(repr=False)
+    hits: int
+    requested: int
+    alpha: float
+    effect: ShiftEffect
+    parts: ShiftParts | None
+    min_effect: float | None
+    epsilon: float
+    mean_cost: float
+    labels: str
+    sizes: tuple[int, int]
+    units: tuple[int, int] | None
+    names: tuple[str, str]
+    seconds: float
+
+    @property
+    def permutations(self) -> int:
+        """How many permutations were counted."""
+        return len(self.null)
+
+    @property
+    def shifted(self) -> bool:
+        """Whether the p-value is at most `alpha`."""
+        return self.p_value <= self.alpha
+
+    @property
+    def exceeds(self) -> bool | None:
+        """Whether the effect exceeds `min_effect`, by its lower limit; None without one.
+
+        The limit is asymptotic, and no p-value is claimed.
+        """
+        if self.min_effect is None:
+            return None
+        limit = self.effect.lower_limit
+        return limit is not None and limit > self.min_effect
+
+    def sentences(self) -> list[str]:
+        """Say in words what was found: significance and size, then where."""
+        found = "differ" if self.shifted else "show no shift"
+        size = f"{100 * self.effect.value:.2g}% of the mean cost above its null mean"
+        if self.effect.lower is not None and self.effect.upper is not None:
+            size += f" (95%: {100 * self.effect.lower:.2g}% to {100 * self.effect.upper:.2g}%)"
+        words = [
+            f"{display(self.names[0])} and {display(self.names[1])} {found} at level "
+            f"{self.alpha:g}: p = {self.p_value:.2g} by {self.permutations} permutations. The "
+            f"distance is {size}; with {sum(self.sizes)} rows "
+            + (
+                "even a small shift is significant, so judge by the size."
+                if self.shifted
+                else "a shift that is small may go unseen."
+            )
+        ]
+        if self.min_effect is not None:
+            verb = "exceeds" if self.exceeds else "is not shown to exceed"
+            words.append(
+                f"By an asymptotic limit the effect {verb} min_effect={self.min_effect:g}; that is "
+                "no permutation test and has no p-value."
+            )
+        return words + self._where()
+
+    def _where(self) -> list[str]:
+        parts = self.parts
+        if parts is None or parts.label_p_value is None:
+            return []
+        words = [f"Class proportions: p = {parts.label_p_value:.2g}."]
+        low = [
+            each
+            for each in parts.classes
+            if each.adjusted is not None and each.adjusted <= self.alpha
+        ]
+        if low:
+            low.sort(key=lambda each: each.adjusted or 0.0)
+            named = ", ".join(
+                f"{display(each.name)} (p = {each.adjusted:.2g})" for each in low[:NAMED]
+            )
+            more = f" and {len(low) - NAMED} more" if len(low) > NAMED else ""
+            words.append(f"Features differ within {named}{more}; p-values by Holm.")
+        elif parts.permutations:
+            words.append("Features differ within no class, by Holm.")
+        if parts.untestable:
+            names = ", ".join(map(display, parts.untestable[:NAMED]))
+            rest = len(parts.untestable) - NAMED
+            words.append(
+                f"Too few rows on a side to test by themselves: {names}"
+                f"{f' and {rest} more' if rest > 0 else ''}."
+            )
+        return words
+
+    def __str__(self) -> str:
+        return " ".join(self.sentences())
+
+    def to_dict(self, **more: Any) -> dict[str, Any]:
+        """Return the content of result.json, with `more` beside it; null and rows are left out."""
+        return {
+            "reference": self.names[0],
+            "sample": self.names[1],
+            "p_value": self.p_value,
+            "shifted": self.shifted,
+            "alpha": self.alpha,
+            "statistic": self.statistic,
+            "bounds": list(self.bounds),
+            "null_mean": float(self.null.mean()),
+            "null_deviation": float(self.null.std(correction=0)),
+            "hits": self.hits,
+            "permutations": self.permutations,
+            "permutations_requested": self.requested,
+            "effect": self.effect.to_dict(),
+            "min_effect": self.min_effect,
+            "exceeds": self.exceeds,
+            "parts": None if self.parts is None else self.parts.to_dict(),
+            "epsilon": self.epsilon,
+            "mean_cost": self.mean_cost,
+            "labels": self.labels,
+            "n": self.sizes[0],
+            "m": self.sizes[1],
+            "groups": None if self.units is None else list(self.units),
+            "seconds": self.seconds,
+            "sentences": self.sentences(),
+            **more,
+        }
+
+    def plot(self) -> Figure:
+        """Draw the null distribution with the statistic, and classes as bars.
+
+        Returns:
+            A figure of matplotlib.
+        """
+        from otdd_flash.report.shift import plot_shift
+
+        return plot_shift(self)
