@@ -8,6 +8,7 @@ How data move through the package:
                                                       -> Study -> StudyResult
                                                       -> gradient_flow -> FlowResult
                                                       -> subsample_interval, noise_floor
+                                                      -> shift_test -> ShiftReport
 
 Conventions, the same everywhere:
 
@@ -81,6 +82,8 @@ if TYPE_CHECKING:
     from otdd_flash.result import DistanceResult
     from otdd_flash.samples import LabeledSamples
     from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
+    from otdd_flash.shift.joint import shift_test
+    from otdd_flash.shift.result import ShiftReport
     from otdd_flash.sliced.distances import sliced_distances
     from otdd_flash.sliced.result import SlicedResult
     from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
@@ -119,6 +122,7 @@ __all__ = [
     "NoiseFloor",
     "NotConvergedWarning",
     "PairwiseResult",
+    "ShiftReport",
     "SinkhornHessian",
     "SlicedResult",
     "SmallPlans",
@@ -143,6 +147,7 @@ __all__ = [
     "matrix_transport",
     "noise_floor",
     "pairwise_distances",
+    "shift_test",
     "sinkhorn",
     "sinkhorn_divergence",
     "sinkhorn_hessian",
@@ -185,6 +190,7 @@ _HOMES = {
     "Study": "otdd_flash.study.study",
     "StudyResult": "otdd_flash.study.result",
     "Transfer": "otdd_flash.study.networks",
+    "ShiftReport": "otdd_flash.shift.result",
     "SinkhornHessian": "otdd_flash.derivatives.hessian",
     "SlicedResult": "otdd_flash.sliced.result",
     "SmallPlans": "otdd_flash.batched.plans",
@@ -201,6 +207,7 @@ _HOMES = {
     "matrix_transport": "otdd_flash.solver.matrix.transport",
     "noise_floor": "otdd_flash.sampling",
     "pairwise_distances": "otdd_flash.pairwise",
+    "shift_test": "otdd_flash.shift.joint",
     "sinkhorn": "otdd_flash.solver.clouds",
     "sinkhorn_divergence": "otdd_flash.solver.clouds",
     "sinkhorn_hessian": "otdd_flash.derivatives.hessian",

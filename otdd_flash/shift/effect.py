@@ -24,7 +24,7 @@ from scipy.stats import t
 from torch import Tensor
 
 from otdd_flash.shift.permutation import PermutationTest
-from otdd_flash.shift.pooled import PooledCost
+from otdd_flash.shift.pooled import PooledCost, Until
 from otdd_flash.shift.rows import Mask, PooledRows
 
 # Subsamples, and permutations of each that estimate its null mean; width of bounds over T.
@@ -103,5 +103,5 @@ def _subsampled(pooled: PooledCost, rows: PooledRows, seed: int) -> Tensor:
     a, b = (
         rows.shares(rows.side_of_rows(np.stack(side, 1))).to(pooled.cost.device) for side in sides
     )
-    values = pooled.statistics(a, b, relative=WIDTH).value.reshape(SUBSAMPLES, 1 + NULLS)
+    values = pooled.statistics(a, b, Until(width=WIDTH)).value.reshape(SUBSAMPLES, 1 + NULLS)
     return values[:, 0] - values[:, 1:].mean(1)

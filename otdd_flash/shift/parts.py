@@ -188,7 +188,9 @@ def shift_parts(
             pooled.epsilon if epsilon_relative is None else None,
             epsilon_relative,
         )
-        found[label] = permutation_test(cost, own, count, (seed, label), stop_after=stop_after)
+        found[label] = permutation_test(
+            cost, own, count, (seed, label), stop_after=stop_after, null_width=math.inf
+        )
         if progress is not None:
             progress(done, len(family))
     adjusted = holm([found[label].p_value for label in family])

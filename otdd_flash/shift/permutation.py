@@ -22,11 +22,14 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Progress
-from otdd_flash.shift.pooled import PooledCost
+from otdd_flash.shift.pooled import PooledCost, Until
 from otdd_flash.shift.rows import PooledRows
 
 # Statistics that are sums of counts are equal up to this share of the larger one.
 EQUAL = 1e-9
+# Width of bounds over T up to which a permutation is solved once it is decided, so that the mean of
+# all is that of converged values.
+NULL_WIDTH = 0.05
 
 
 class PermutationTest(NamedTuple):
@@ -36,8 +39,8 @@ class PermutationTest(NamedTuple):
         p_value: valid at any number of rows.
         statistic: T of the rows as they are.
         bounds: of the statistic.
-        null: (l,) float64, T of the permutations in the order drawn; where bounds decided early, by
-            the dual values so far.
+        null: (l,) float64, T of the permutations in the order drawn, by dual values, whose error is
+            of second order in that of the plan.
         hits: permutations whose T may be as large.
         count: l, how many permutations were counted.
     """
@@ -74,6 +77,7 @@ def permutation_test(
     seed: int | tuple[int, ...],
     *,
     stop_after: int | None = None,
+    null_width: float = NULL_WIDTH,
     progress: Progress | None = None,
 ) -> PermutationTest:
     """Compare T of the rows as they are with T of permutations.
@@ -84,6 +88,8 @@ def permutation_test(
         count: B, the permutations drawn at most.
         seed: of the draws.
         stop_after: h, hits after which no more are drawn.
+        null_width: of bounds over T, up to which decided permutations are solved; infinite where
+            only hits matter.
         progress: called as progress(permutations done, B).
     """
     device = pooled.cost.device
@@ -93,10 +99,11 @@ def permutation_test(
 
     observed = pooled.statistics(*sides(torch.from_numpy(rows.in_reference)[:, None]))
     threshold = float(observed.lower)
+    until = Until(threshold=threshold, decided_width=null_width)
     values, hits, done = list[Tensor](), 0, 0
     size = pooled.batch if stop_after is None else min(pooled.batch, max(32, 2 * stop_after))
     for drawn in draws(rows, count, seed, size):
-        found = pooled.statistics(*sides(drawn), threshold=threshold)
+        found = pooled.statistics(*sides(drawn), until)
         hit = found.upper >= threshold
         counted = hits + hit.cumsum(0)
         last = len(hit)

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import math
 import warnings
 from typing import NamedTuple
 
@@ -40,10 +41,8 @@ from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.solver.matrix.transport import matrix_transport
 from otdd_flash.solver.schedules.converged import Converged
 
-# Widths of bounds at which a solve ends: relative to the value, and to the mean cost.
-RELATIVE_WIDTH, LEAST_WIDTH = 1e-4, 1e-6
-# Self terms, whose iterations converge fast, end at this width relative to the mean cost.
-SELF_WIDTH = 1e-6
+# Width of bounds over the mean cost at which any solve ends; self terms, which converge fast, do.
+LEAST_WIDTH = 1e-6
 # Problems side by side, bounded by the bytes of one array of theirs.
 MOST_PROBLEMS, MOST_BYTES = 256, 1 << 28
 # Steps after which bounds are evaluated first, and the most steps.
@@ -53,6 +52,24 @@ FIRST_LOOK, MOST_STEPS = 6, 2000
 MOST_LOG, TINY = 600.0, 1e-300
 STABILISING_STEPS = 6
 UNIT = 2.0**-53
+
+
+class Until(NamedTuple):
+    """When a problem is done.
+
+    Attributes:
+        width: at bounds so far apart, over the value.
+        threshold: as soon as T is proven to be above or below this number, too;
+        decided_width: then if bounds are so far apart, over the value: a value that is only proven
+            to be on one side may be far off.
+    """
+
+    width: float = 1e-4
+    threshold: float = math.nan
+    decided_width: float = math.inf
+
+
+CONVERGED = Until()
 
 
 class Statistics(NamedTuple):
@@ -130,19 +147,16 @@ class PooledCost:
         """How many problems are solved side by side."""
         return max(1, min(MOST_PROBLEMS, MOST_BYTES // (8 * len(self))))
 
-    def statistics(
-        self, a: Tensor, b: Tensor, *, threshold: float | None = None, relative: float | None = None
-    ) -> Statistics:
+    def statistics(self, a: Tensor, b: Tensor, until: Until = CONVERGED) -> Statistics:
         """Compute T of B problems.
 
         Args:
             a: (N, B) masses of one side, of sum 1.
             b: (N, B) masses of the other side, on other rows.
-            threshold: a problem is done as soon as T is proven to be above or below.
-            relative: width of the bounds over the value at which a problem is done.
+            until: when a problem is done.
         """
         parts = [
-            self._statistics(*each, threshold, relative or RELATIVE_WIDTH)
+            self._statistics(*each, until)
             for each in zip(a.split(self.batch, 1), b.split(self.batch, 1), strict=True)
         ]
         return Statistics(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
@@ -151,16 +165,14 @@ class PooledCost:
         """Return the potentials of one problem, masses (N,)."""
         a, b = a[:, None], b[:, None]
         own = self._self_terms(a, b)
-        _, cross = self._cross_terms(a, b, own, None, RELATIVE_WIDTH)
+        _, cross = self._cross_terms(a, b, own, CONVERGED)
         f, g = (self._cross_base + self.epsilon * part[:, 0] for part in (cross.log_u, cross.log_v))
         of_a, of_b = (self._own_base + self.epsilon * part for part in own.log_u.unbind(1))
         return Potentials(f, g, torch.where(b[:, 0] > 0, of_b, of_a))
 
-    def _statistics(
-        self, a: Tensor, b: Tensor, threshold: float | None, relative: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _statistics(self, a: Tensor, b: Tensor, until: Until) -> tuple[Tensor, Tensor, Tensor]:
         own = self._self_terms(a, b)
-        found, _ = self._cross_terms(a, b, own, threshold, relative)
+        found, _ = self._cross_terms(a, b, own, until)
         value, lower, upper = found.unbind()
         for k in (~(lower.isfinite() & upper.isfinite())).nonzero()[:, 0].tolist():
             value[k], lower[k], upper[k] = self._alone(a[:, k], b[:, k])
@@ -176,12 +188,12 @@ class PooledCost:
                 term = self._certified(self._own, self._own_base, log_u, masses, masses)
                 # An infinite bound is out of range: the problem will be solved alone.
                 width = (term.upper - term.lower).nan_to_num(posinf=0.0)
-                if float(width.max()) <= SELF_WIDTH * self.mean:
+                if float(width.max()) <= LEAST_WIDTH * self.mean:
                     break
         return term
 
     def _cross_terms(
-        self, a: Tensor, b: Tensor, own: Term, threshold: float | None, relative: float
+        self, a: Tensor, b: Tensor, own: Term, until: Until
     ) -> tuple[Tensor, Term]:
         """Solve OT(a, b) until T is decided; return value and bounds of T (3, B), and the term.
 
@@ -200,10 +212,12 @@ class PooledCost:
             term = self._certified(self._cross, self._cross_base, log_u, a, b)
             lower, upper = term.lower - most[here], term.upper - least[here]
             found[:, here] = torch.stack((term.lower - least[here], lower, upper))
-            goal = (relative * lower.abs()).clamp_min(LEAST_WIDTH * self.mean)
-            going = (upper - lower > goal) & lower.isfinite() & upper.isfinite()
-            if threshold is not None:
-                going &= (lower < threshold) & (upper >= threshold)
+            width = upper - lower
+            going = width > (until.width * lower.abs()).clamp_min(LEAST_WIDTH * self.mean)
+            decided = (lower >= until.threshold) | (upper < until.threshold)
+            going &= ~(decided & (width <= until.decided_width * lower.abs()))
+            # Infinite bounds: the problem will be solved alone.
+            going &= lower.isfinite() & upper.isfinite()
             if not bool(going.any()):
                 break
             if not bool(going.all()):
