@@ -61,7 +61,7 @@ def samples(
     weights: Numbers | None = None,
 ) -> LabeledSamples:
     if labels is None:
-        return LabeledSamples(torch.from_numpy(features), None, (), weights)
+        return LabeledSamples(torch.from_numpy(features), None, ())
     return LabeledSamples.from_arrays(features, labels, weights)
 
 
@@ -115,7 +115,7 @@ def grouped(generator: Generator) -> Null:
         labels = generator.integers(0, 3, 15)[own]
         sides.append(samples(centres[own] + 0.5 * generator.normal(size=(len(own), 4)), labels))
         groups.append((100 * side + own).tolist())
-    return Null(*sides, groups)
+    return Null(sides[0], sides[1], groups)
 
 
 KINDS = {
@@ -184,8 +184,14 @@ def validity(simulations: int, kinds: Sequence[str]) -> Iterator[list[dict[str, 
 def sabotaged(seed: int, *, pooled: bool) -> float:
     """The p-value with class distances of the reference alone, or as they should be."""
     generator = np.random.default_rng((seed, 7))
-    labels = np.repeat(np.arange(5), 3)
-    sides = [samples(generator.normal(size=(15, 20)), labels) for _ in range(2)]
+    classes, size = 10, 30
+    while True:
+        # Classes, too, are divided at random between the sides, each of which has all of them.
+        labels = generator.permutation(np.repeat(np.arange(classes), 2 * size // classes))
+        if all(len(set(side)) == classes for side in (labels[:size], labels[size:])):
+            break
+    x = generator.normal(size=(2 * size, 20))
+    sides = [samples(x[side], labels[side]) for side in (np.s_[:size], np.s_[size:])]
     rows = PooledRows.of(sides[0], sides[1], Gaussian(), None)
     cost = rows.cost(GroundCost(), Gaussian() if pooled else NoLabels(), torch.device("cpu"))
     if not pooled:

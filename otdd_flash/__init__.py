@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
     from otdd_flash.shift.joint import shift_test
     from otdd_flash.shift.result import ShiftReport
+    from otdd_flash.shift.windows import shift_windows
     from otdd_flash.sliced.distances import sliced_distances
     from otdd_flash.sliced.result import SlicedResult
     from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
@@ -148,6 +149,7 @@ __all__ = [
     "noise_floor",
     "pairwise_distances",
     "shift_test",
+    "shift_windows",
     "sinkhorn",
     "sinkhorn_divergence",
     "sinkhorn_hessian",
@@ -208,6 +210,7 @@ _HOMES = {
     "noise_floor": "otdd_flash.sampling",
     "pairwise_distances": "otdd_flash.pairwise",
     "shift_test": "otdd_flash.shift.joint",
+    "shift_windows": "otdd_flash.shift.windows",
     "sinkhorn": "otdd_flash.solver.clouds",
     "sinkhorn_divergence": "otdd_flash.solver.clouds",
     "sinkhorn_hessian": "otdd_flash.derivatives.hessian",

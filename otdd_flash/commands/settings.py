@@ -3,8 +3,8 @@
 The dataclasses here have the keys of the files in `conf`; each command has a dataclass of its own,
 in its module, that extends or holds some of them. `parse` checks a configuration and builds the
 dataclass, `DatasetPairSettings.arguments` makes the arguments of a solve, and `recorded` returns
-the settings as results store them. `commands.compare`, `commands.adapt` and `commands.study`, the
-work of the three commands, and `commands.sides` and `commands.results` use this module.
+the settings as results store them. `commands.compare`, `commands.adapt`, `commands.shift` and
+`commands.study`, the work of the four commands, and `commands.sides` and `commands.results` use this module.
 
 A key of `conf` needs a field of the same name here, because `parse` refuses unknown keys. Values
 from environment variables may be secret: `recorded` must replace them by their names before
@@ -283,12 +283,18 @@ class FlowNode:
 
 
 @dataclass
-class DatasetPairSettings(ComparisonSettings, RuntimeSettings):
+class EmbeddingSettings(RuntimeSettings):
+    """How datasets are embedded."""
+
+    extractor: dict[str, Any]
+
+
+@dataclass
+class DatasetPairSettings(ComparisonSettings, EmbeddingSettings):
     """Two datasets, how both are embedded and compared, and what is written."""
 
     source: dict[str, Any]
     target: dict[str, Any]
-    extractor: dict[str, Any]
     report: ReportSettings
     save_result: bool
 

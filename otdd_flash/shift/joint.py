@@ -185,4 +185,3 @@ def check_permutations(permutations: int) -> None:
             f"permutations must be at most {MOST_PERMUTATIONS}, got {permutations}; a p-value of "
             "so many is as good"
         )
-

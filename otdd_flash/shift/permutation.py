@@ -42,7 +42,7 @@ class PermutationTest(NamedTuple):
         null: (l,) float64, T of the permutations in the order drawn, by dual values, whose error is
             of second order in that of the plan.
         hits: permutations whose T may be as large.
-        count: l, how many permutations were counted.
+        drawn: l, how many permutations were counted.
     """
 
     p_value: float
@@ -50,7 +50,7 @@ class PermutationTest(NamedTuple):
     bounds: tuple[float, float]
     null: Tensor
     hits: int
-    count: int
+    drawn: int
 
 
 def draws(rows: PooledRows, count: int, seed: int | tuple[int, ...], size: int) -> Iterator[Tensor]:

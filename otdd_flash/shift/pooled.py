@@ -28,8 +28,6 @@ as with outliers at a tiny epsilon, is solved alone by `matrix_transport`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import math
 import warnings
 from typing import NamedTuple
@@ -157,7 +155,9 @@ class PooledCost:
         """
         parts = [
             self._statistics(*each, until)
-            for each in zip(a.split(self.batch, 1), b.split(self.batch, 1), strict=True)
+            for each in zip(
+                torch.split(a, self.batch, 1), torch.split(b, self.batch, 1), strict=True
+            )
         ]
         return Statistics(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
 
@@ -192,9 +192,7 @@ class PooledCost:
                     break
         return term
 
-    def _cross_terms(
-        self, a: Tensor, b: Tensor, own: Term, until: Until
-    ) -> tuple[Tensor, Term]:
+    def _cross_terms(self, a: Tensor, b: Tensor, own: Term, until: Until) -> tuple[Tensor, Term]:
         """Solve OT(a, b) until T is decided; return value and bounds of T (3, B), and the term.
 
         Problems that are done leave the iterations, so the term is that of the last ones.
@@ -225,9 +223,7 @@ class PooledCost:
             look = step + max(FIRST_LOOK, step // 2)
         return found, term
 
-    def _certified(
-        self, kernel: Tensor, base: Tensor, log_u: Tensor, a: Tensor, b: Tensor
-    ) -> Term:
+    def _certified(self, kernel: Tensor, base: Tensor, log_u: Tensor, a: Tensor, b: Tensor) -> Term:
         """Return bounds of B terms from row potentials; infinite ones where sums leave the range.
 
         Args:

@@ -84,7 +84,9 @@ class PooledRows:
                 "one side has weights and the other has none; a row's weight is exchanged with it, "
                 "so give weights on one scale for both sides, or for none"
             )
-        named = [_named(side, place) for place, side in zip(("reference", "sample"), sides)]
+        named = [
+            _named(side, place) for place, side in zip(("reference", "sample"), sides, strict=True)
+        ]
         units = _units(groups, [len(side) for side in sides])
         # `mass` is the sum of the weights that were given.
         weights = [
@@ -94,21 +96,29 @@ class PooledRows:
             for side in sides
         ]
         kept = [(each > 0).nonzero()[:, 0] for each in weights]
-        names, labels = (), None
+        names: tuple[str, ...] = ()
+        labels = None
         if not isinstance(metric, NoLabels):
-            names, labels = _united([each[rows.numpy()] for each, rows in zip(named, kept)])
-        features = [side.points_of(rows.to(side.features.device)) for side, rows in zip(sides, kept)]
+            names, labels = _united(
+                [each[rows.numpy()] for each, rows in zip(named, kept, strict=True)]
+            )
+        features = [
+            side.points_of(rows.to(side.features.device))
+            for side, rows in zip(sides, kept, strict=True)
+        ]
         pooled = LabeledSamples(
             torch.cat([part.double() for part in features]), labels, names, name="all rows"
         )
         in_reference = np.repeat([True, False], [len(rows) for rows in kept])
-        chosen = np.concatenate([each[rows.numpy()] for each, rows in zip(units, kept)])
+        chosen = np.concatenate(
+            [each[rows.numpy()] for each, rows in zip(units, kept, strict=True)]
+        )
         _, unit = np.unique(chosen, return_inverse=True)
         of_units = np.zeros(unit.max() + 1, dtype=bool)
         of_units[unit[in_reference]] = True
         found = cls(
             pooled,
-            torch.cat([each[rows] for each, rows in zip(weights, kept)]),
+            torch.cat([each[rows] for each, rows in zip(weights, kept, strict=True)]),
             in_reference,
             unit,
             of_units,
@@ -202,7 +212,8 @@ class PooledRows:
 def _named(side: LabeledSamples, place: str) -> NDArray[Any]:
     if side.labels is None:
         return np.empty(len(side), dtype=object)
-    return np.asarray(side.class_names, dtype=object)[side.labels.cpu().numpy()]
+    found: NDArray[Any] = np.asarray(side.class_names, dtype=object)[side.labels.cpu().numpy()]
+    return found
 
 
 def _united(named: Sequence[NDArray[Any]]) -> tuple[tuple[str, ...], Tensor]:
@@ -218,8 +229,8 @@ def _united(named: Sequence[NDArray[Any]]) -> tuple[tuple[str, ...], Tensor]:
             "labels=none to compare features alone"
         )
     united = sorted(first | second)
-    place = {name: k for k, name in enumerate(united)}
-    labels = torch.tensor([place[name] for names in named for name in names])
+    number = {name: k for k, name in enumerate(united)}
+    labels = torch.tensor([number[name] for names in named for name in names])
     return tuple(united), labels
 
 

@@ -1,0 +1,212 @@
+"""The work of `python -m otdd_flash.shift`: one shift test, or one a window, and its files.
+
+For the entry point `otdd_flash.shift.__main__`, `commands.start.run_work` imports this module by
+name and `commands.outcome.run_job` calls `shift`. result.json is written and tables are printed
+before anything is drawn. A shift is no failure: the exit code is 0 unless `fail_on_shift` is given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+
+from otdd_flash.arguments import Count, Positive, Share, check_fields
+from otdd_flash.commands.messages import Terminal
+from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.results import track_shift
+from otdd_flash.commands.settings import (
+    EmbeddingSettings,
+    LabelSettings,
+    ReportSettings,
+    parse,
+    recorded,
+)
+from otdd_flash.commands.sides import prepare_sides
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.errors import InputError, ShiftFound
+from otdd_flash.files.atomic import write_json
+from otdd_flash.files.result_files import SUMMARY_FILE, remove_result
+from otdd_flash.report.shift import class_table, shift_table, write_shift_report
+from otdd_flash.shift.joint import check_permutations, shift_test
+from otdd_flash.shift.result import ShiftReport
+from otdd_flash.shift.windows import shift_windows
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term import refuse_both
+
+
+@dataclass
+class ShiftSettings(EmbeddingSettings):
+    """The settings of conf/shift.yaml."""
+
+    reference: dict[str, Any]
+    sample: dict[str, Any]
+    labels: LabelSettings
+    ground: str
+    lambda_x: float
+    lambda_y: float
+    epsilon: Positive | None
+    epsilon_relative: Positive | None
+    permutations: Count
+    stop_after: Count | None
+    alpha: Share
+    groups: list[str] | None
+    parts: bool
+    min_effect: Positive | None
+    window: Count | None
+    fail_on_shift: Share | None
+    report: ReportSettings
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keywords of `shift_test` and `shift_windows`, after checks without data."""
+        check_fields(self)
+        check_permutations(self.permutations)
+        refuse_both(self.epsilon, self.epsilon_relative)
+        GroundCost(self.lambda_x, self.lambda_y, self.ground)
+        self.report.check()
+        self.log.check()
+        least = self.fail_on_shift
+        if least is not None and self.window is None and 1 / (1 + self.permutations) > least:
+            raise InputError(
+                f"fail_on_shift={least:g} is below any p-value of permutations={self.permutations};"
+                f" set permutations={math.ceil(1 / least - 1e-9) - 1}"
+            )
+        if self.window is not None and self.sample.get("max_samples", self.max_samples) is not None:
+            raise InputError(
+                "window= takes the rows of sample in their order, and max_samples draws some of "
+                "them; leave sample.max_samples out"
+            )
+        if self.groups is not None and len(self.groups) != 2:
+            raise InputError("groups must be two files, [REFERENCE.npy,SAMPLE.npy], one id a row")
+        if self.labels.full:
+            raise InputError("labels.full=true has no meaning here; leave it out")
+        return {
+            "permutations": self.permutations,
+            "stop_after": self.stop_after,
+            "groups": None if self.groups is None else list(map(_ids, self.groups)),
+            "labels": self.labels.metric(Converged().asked_tolerance, self.epsilon),
+            "parts": self.parts,
+            "min_effect": self.min_effect,
+            "epsilon": self.epsilon,
+            "epsilon_relative": self.epsilon_relative,
+            "lambda_x": self.lambda_x,
+            "lambda_y": self.lambda_y,
+            "ground": self.ground,
+            "compute": self.compute_options(),
+            "cache_dir": self.cache_dir,
+            "seed": self.seed,
+        }
+
+    @property
+    def level(self) -> float:
+        """The level of all windows: of `fail_on_shift`, if that is smaller."""
+        return min(self.alpha, self.fail_on_shift or self.alpha)
+
+
+def shift(config: DictConfig, directory: Path) -> None:
+    """Test for a shift and write the files into `directory`.
+
+    Raises:
+        ShiftFound: `fail_on_shift` is given and a p-value is as small; all files are written.
+    """
+    settings = parse(config, ShiftSettings)
+    kept = recorded(settings, config)
+    arguments = settings.arguments()
+    with Phases() as phases:
+        sides = prepare_sides(settings, phases, whole=False, roles=("reference", "sample"))
+        what = "permutations" if settings.window is None else "windows"
+        with phases.phase("test", what) as progress:
+            pair = sides.source, sides.target
+            if settings.window is None:
+                one = shift_test(*pair, alpha=settings.alpha, progress=progress, **arguments)
+                reports = [one]
+            else:
+                reports = shift_windows(
+                    *pair,
+                    window=settings.window,
+                    alpha=settings.level,
+                    progress=progress,
+                    **arguments,
+                )
+    more = {
+        "seconds": phases.all_seconds({}),
+        "seed": settings.seed,
+        "choices": sides.choices,
+        "config": kept,
+    }
+    summary = _summary(reports, settings.window, more)
+    console, content = Terminal(), settings.report.content
+    try:
+        remove_result(directory)
+        write_json(directory / SUMMARY_FILE, summary)
+    finally:
+        _print(reports, settings.window, content, console)
+    with Phases() as phases, phases.phase("report", "drawing"):
+        report = write_shift_report(reports, directory, window=settings.window, content=content)
+    if content != "none":
+        console.print(f"written to {directory}", soft_wrap=True)
+    report += track_shift(reports, settings.log, kept, directory)
+    report.require_complete()
+    _fail(reports, settings)
+
+
+def _summary(
+    reports: Sequence[ShiftReport], window: int | None, more: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the content of result.json; of windows that with the least p-value over its level."""
+    worst = min(reports, key=lambda each: each.p_value / each.alpha)
+    found = worst.to_dict(**more)
+    # What summaries of a multirun read of any result.
+    found |= {"source": worst.names[0], "target": worst.names[1], "value": worst.statistic}
+    found |= {"converged": True}
+    if window is not None:
+        found |= {"window": window, "windows": [each.to_dict() for each in reports]}
+    return found
+
+
+def _print(
+    reports: Sequence[ShiftReport], window: int | None, content: str, console: Terminal
+) -> None:
+    for place, report in enumerate(reports, 1):
+        if content == "none":
+            console.print(f"{report.p_value:.6g}")
+            continue
+        if window is not None:
+            found = "shifted" if report.shifted else "no shift found"
+            console.print(
+                f"window {place}: p = {report.p_value:.3g} at level {report.alpha:.3g}, {found}"
+            )
+            continue
+        console.print(shift_table(report))
+        if report.parts is not None and report.parts.classes:
+            console.print(class_table(report.parts.classes))
+        for sentence in report.sentences():
+            console.print(sentence, soft_wrap=True, markup=False)
+
+
+def _fail(reports: Sequence[ShiftReport], settings: ShiftSettings) -> None:
+    if settings.fail_on_shift is None:
+        return
+    if settings.window is None:
+        found = [each for each in reports if each.p_value <= settings.fail_on_shift]
+    else:
+        found = [each for each in reports if each.shifted]
+    if found:
+        least = min(each.p_value for each in found)
+        raise ShiftFound(
+            f"the data have shifted: p = {least:.3g}, and fail_on_shift={settings.fail_on_shift:g}"
+            " is set; the result is written"
+        )
+
+
+def _ids(path: str) -> list[str]:
+    """Read one group a row from a .npy file."""
+    try:
+        return [str(each) for each in np.load(path, allow_pickle=False).reshape(-1)]
+    except (OSError, ValueError) as error:
+        raise InputError(f"groups: cannot read {path} as .npy ({error})") from error

@@ -1,0 +1,230 @@
+"""The report of a shift test: tables for the terminal, csv files and one picture.
+
+`write_shift_report` writes null.csv, classes.csv, rows.csv and shift.png; of windows windows.csv
+and windows.png. `commands.shift` calls it, and `ShiftReport.plot` calls `plot_shift`. Users'
+scripts read the files, so names and columns must stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from otdd_flash.report.figures.page import (
+    INK,
+    SOURCE_COLOR,
+    TARGET_COLOR,
+    Report,
+    Writers,
+    figure_of,
+    fit_title,
+    new_figure,
+    save_picture,
+    write_each,
+)
+from otdd_flash.report.tables import facts_table, write_table_csv
+from otdd_flash.shift.parts import ClassShift
+from otdd_flash.shift.result import ShiftReport
+from otdd_flash.shown import bounded, display, epsilon_shown, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+# More classes than this have no bar, those with the largest p-values first; characters of a name.
+MOST_BARS, LONGEST = 30, 24
+WIDTH, HEIGHT, BAR = 9.0, 3.6, 0.22  # inches
+# The least p-value that a logarithmic axis shows apart from 1.
+WINDOW_COLUMNS = ("window", "p_value", "level", "shifted", "statistic", "effect", "permutations")
+
+
+def write_shift_report(
+    reports: Sequence[ShiftReport], directory: Path, *, window: int | None, content: str
+) -> Report:
+    """Write csv files and the picture of a test, or of its windows.
+
+    Args:
+        reports: one, or one a window.
+        directory: of the run.
+        window: rows of a window; None for one test.
+        content: `full`, `table` for no pictures or `none` for no files.
+
+    Warns:
+        MissingFileNotice: a file could not be written; the others are written.
+    """
+    first = reports[0]
+    classes = first.parts.classes if first.parts is not None else ()
+    names = [*first.names, *(each.name for each in classes)]
+    writers: Writers = {}
+    if window is None:
+        null = [(k + 1, value) for k, value in enumerate(first.null.tolist())]
+        writers[directory / "null.csv"] = lambda path: write_table_csv(
+            path, ("permutation", "statistic"), null
+        )
+        if first.parts is not None:
+            writers[directory / "rows.csv"] = lambda path: write_table_csv(
+                path, ("side", "row", "contribution"), _rows(first)
+            )
+            if classes:
+                columns = [each.name for each in fields(ClassShift)]
+                writers[directory / "classes.csv"] = lambda path: write_table_csv(
+                    path,
+                    columns,
+                    [list(asdict(each).values()) for each in classes],
+                )
+        writers[directory / "shift.png"] = lambda path: save_picture(_draw(first), path)
+    else:
+        writers[directory / "windows.csv"] = lambda path: write_table_csv(
+            path,
+            WINDOW_COLUMNS,
+            [
+                (k, r.p_value, r.alpha, r.shifted, r.statistic, r.effect.value, r.permutations)
+                for k, r in enumerate(reports, 1)
+            ],
+        )
+        writers[directory / "windows.png"] = lambda path: save_picture(
+            _draw_windows(reports, window), path
+        )
+    return write_each({} if content == "none" else writers, names, pictures=content == "full")
+
+
+def _rows(report: ShiftReport) -> Iterator[tuple[str, int, float]]:
+    """Yield side, place and contribution of every row with weight, the largest first."""
+    assert report.parts is not None
+    found = [
+        (side, row, value)
+        for side, values in (
+            ("reference", report.parts.reference_rows),
+            ("sample", report.parts.sample_rows),
+        )
+        for row, value in enumerate(values.tolist())
+        if value == value
+    ]
+    yield from sorted(found, key=lambda each: -each[2])
+
+
+def shift_table(report: ShiftReport) -> Table:
+    """Make the terminal's table of one test."""
+    effect = f"{report.effect.value:.4g} of the mean cost"
+    if report.effect.lower is not None:
+        effect += f" [{report.effect.lower:.4g}, {report.effect.upper:.4g}]"
+    found = [
+        ("p-value", f"{report.p_value:.4g} ({'shifted' if report.shifted else 'no shift found'})"),
+        ("effect", effect),
+    ]
+    details = [
+        ("distance", bounded(report.statistic, *report.bounds)),
+        ("null mean", f"{float(report.null.mean()):.6g}"),
+        ("permutations", f"{report.permutations}, {report.hits} with a distance as large"),
+        ("level", f"{report.alpha:.4g}"),
+        ("rows", "{} and {}".format(*report.sizes)),
+        ("epsilon", epsilon_shown(report.epsilon, report.mean_cost)),
+        ("class distances", report.labels),
+        ("seconds", f"{report.seconds:.2f}"),
+    ]
+    if report.units is not None:
+        details.insert(5, ("groups", "{} and {}".format(*report.units)))
+    title = f"shift: {display(report.names[0])} → {display(report.names[1])}"
+    return facts_table(title, found, None, details)
+
+
+def class_table(classes: Sequence[ClassShift]) -> Table:
+    """Make the terminal's table of classes, the smallest adjusted p-value first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="classes", title_justify="left")
+    for name in ("class", "reference", "sample", "p", "adjusted p", "share of the cost"):
+        table.add_column(name, justify="left" if name == "class" else "right")
+    for each in _by_p(classes)[:MOST_BARS]:
+        p_values = [
+            "too few rows" if p is None else f"{p:.3g}" for p in (each.p_value, each.adjusted)
+        ]
+        table.add_row(
+            Text(display(each.name)),
+            str(each.reference),
+            str(each.sample),
+            *p_values,
+            f"{each.share:.1%}",
+        )
+    return table
+
+
+def _by_p(classes: Sequence[ClassShift]) -> list[ClassShift]:
+    return sorted(classes, key=lambda each: 2.0 if each.adjusted is None else each.adjusted)
+
+
+def plot_shift(report: ShiftReport) -> Figure:
+    """Draw the picture of a test for a notebook."""
+    classes = report.parts.classes if report.parts is not None else ()
+    return figure_of(lambda: _draw(report), [*report.names, *(each.name for each in classes)])
+
+
+def _draw(report: ShiftReport) -> Figure:
+    tested: list[ClassShift] = []
+    if report.parts is not None:
+        tested = [each for each in _by_p(report.parts.classes) if each.adjusted is not None]
+    height = max(HEIGHT, 1.2 + BAR * min(len(tested), MOST_BARS))
+    figure = new_figure(WIDTH if tested else WIDTH / 2, height)
+    figure.set_layout_engine("constrained")
+    axes: Any = figure.subplots(1, 2 if tested else 1, squeeze=False)[0]
+    title = f"{report.names[0]} and {report.names[1]}: p = {report.p_value:.3g}"
+    figure.suptitle(fit_title(figure, title, figure.get_size_inches()[0] - 0.3), x=0.02, ha="left")
+    _draw_null(axes[0], report)
+    if tested:
+        _draw_classes(axes[1], tested[:MOST_BARS], report.alpha)
+    return figure
+
+
+def _draw_null(axes: Axes, report: ShiftReport) -> None:
+    bins = min(40, max(8, report.permutations // 15))
+    axes.hist(report.null.numpy(), bins=bins, color=SOURCE_COLOR, alpha=0.6)
+    axes.axvline(report.statistic, color=TARGET_COLOR, linewidth=2)
+    axes.annotate(
+        "the rows as they are",
+        (report.statistic, 0.97),
+        xycoords=("data", "axes fraction"),
+        rotation=90,
+        va="top",
+        ha="right",
+        fontsize=8,
+        color=INK,
+    )
+    axes.set_xlabel("distance, in units of the cost")
+    axes.set_ylabel("permutations")
+
+
+def _draw_classes(axes: Axes, tested: Sequence[ClassShift], alpha: float) -> None:
+    at = np.arange(len(tested))
+    p_values = [each.adjusted or 1.0 for each in tested]
+    colors = [TARGET_COLOR if p <= alpha else "0.7" for p in p_values]
+    axes.barh(at, [-np.log10(p) for p in p_values], color=colors, height=0.7)
+    axes.axvline(-np.log10(alpha), color=INK, linewidth=1, linestyle=":")
+    axes.set_yticks(at, [shorten(each.name, LONGEST) for each in tested], fontsize=8)
+    axes.set_ylim(len(tested) - 0.5, -0.5)
+    axes.set_xlabel(f"-log10 of adjusted p of features; dotted: {alpha:g}")
+
+
+def _draw_windows(reports: Sequence[ShiftReport], window: int) -> Figure:
+    """Draw p-values of windows with their levels, and effects, over time."""
+    figure = new_figure(WIDTH, 1.3 * HEIGHT)
+    figure.set_layout_engine("constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    at = np.arange(1, len(reports) + 1)
+    shifted = np.array([report.shifted for report in reports])
+    colors = np.where(shifted, TARGET_COLOR, SOURCE_COLOR)
+    upper.semilogy(at, [report.alpha for report in reports], color=INK, linestyle=":")
+    upper.scatter(at, [report.p_value for report in reports], c=colors, s=20)
+    upper.set_ylabel("p-value; dotted: its level")
+    lower.axhline(0, color="0.8")
+    lower.scatter(at, [100 * report.effect.value for report in reports], c=colors, s=20)
+    lower.set_ylabel("effect, % of the mean cost")
+    lower.set_xlabel(f"window of {window} rows")
+    title = f"{reports[0].names[1]} against {reports[0].names[0]}: {int(shifted.sum())} shifted"
+    figure.suptitle(fit_title(figure, title, WIDTH - 0.3), x=0.02, ha="left")
+    return figure
