@@ -4,7 +4,8 @@ The dataclasses here have the keys of the files in `conf`; each command has a da
 in its module, that extends or holds some of them. `parse` checks a configuration and builds the
 dataclass, `DatasetPairSettings.arguments` makes the arguments of a solve, and `recorded` returns
 the settings as results store them. `commands.compare`, `commands.adapt`, `commands.shift` and
-`commands.study`, the work of the four commands, and `commands.sides` and `commands.results` use this module.
+`commands.study`, the work of the four commands, and `commands.sides` and `commands.results` use
+this module.
 
 A key of `conf` needs a field of the same name here, because `parse` refuses unknown keys. Values
 from environment variables may be secret: `recorded` must replace them by their names before

@@ -41,6 +41,8 @@ from otdd_flash.solver.schedules.converged import Converged
 
 # Width of bounds over the mean cost at which any solve ends; self terms, which converge fast, do.
 LEAST_WIDTH = 1e-6
+# Width over T where potentials are read, whose error is of first order.
+POTENTIALS_WIDTH = 1e-6
 # Problems side by side, bounded by the bytes of one array of theirs.
 MOST_PROBLEMS, MOST_BYTES = 256, 1 << 28
 # Steps after which bounds are evaluated first, and the most steps.
@@ -116,6 +118,8 @@ class PooledCost:
     def __init__(self, cost: Tensor, masses: Tensor, epsilon: float) -> None:
         self.cost, self.epsilon = cost, epsilon
         self.mean = float(masses @ (cost @ masses))
+        # Where all costs are 0, epsilon is the only scale.
+        self._least_width = LEAST_WIDTH * (self.mean or epsilon)
         self._largest = float(cost.abs().max())
         self._own_base = _stabiliser(cost, masses, epsilon)
         self._own = _kernel(cost, self._own_base, epsilon)
@@ -165,7 +169,7 @@ class PooledCost:
         """Return the potentials of one problem, masses (N,)."""
         a, b = a[:, None], b[:, None]
         own = self._self_terms(a, b)
-        _, cross = self._cross_terms(a, b, own, CONVERGED)
+        _, cross = self._cross_terms(a, b, own, Until(width=POTENTIALS_WIDTH))
         f, g = (self._cross_base + self.epsilon * part[:, 0] for part in (cross.log_u, cross.log_v))
         of_a, of_b = (self._own_base + self.epsilon * part for part in own.log_u.unbind(1))
         return Potentials(f, g, torch.where(b[:, 0] > 0, of_b, of_a))
@@ -188,7 +192,7 @@ class PooledCost:
                 term = self._certified(self._own, self._own_base, log_u, masses, masses)
                 # An infinite bound is out of range: the problem will be solved alone.
                 width = (term.upper - term.lower).nan_to_num(posinf=0.0)
-                if float(width.max()) <= LEAST_WIDTH * self.mean:
+                if float(width.max()) <= self._least_width:
                     break
         return term
 
@@ -211,7 +215,7 @@ class PooledCost:
             lower, upper = term.lower - most[here], term.upper - least[here]
             found[:, here] = torch.stack((term.lower - least[here], lower, upper))
             width = upper - lower
-            going = width > (until.width * lower.abs()).clamp_min(LEAST_WIDTH * self.mean)
+            going = width > (until.width * lower.abs()).clamp_min(self._least_width)
             decided = (lower >= until.threshold) | (upper < until.threshold)
             going &= ~(decided & (width <= until.decided_width * lower.abs()))
             # Infinite bounds: the problem will be solved alone.
