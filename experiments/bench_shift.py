@@ -2,10 +2,10 @@
 
     python -m experiments.bench_shift [--device cuda] [--output DIR]
 
-Medians of `shift_test` without parts, rows of both sides from one law in 64 dimensions, so that many
-permutations are close to the statistic and bounds decide late. A call gets rows that it has not
-seen, and ends when the p-value is there. Beside it is the same by `sinkhorn_losses`, which stores
-the scores of every problem, for as many permutations as `--rival` says, scaled up.
+Medians of `shift_test` without parts, rows of both sides from one law in 64 dimensions, so that
+many permutations are close to the statistic and bounds decide late. A call gets rows that it has
+not seen, and ends when the p-value is there. Beside it is the same by `sinkhorn_losses`, which
+stores the scores of every problem, for as many permutations as `--rival` says, scaled up.
 """
 
 from __future__ import annotations
