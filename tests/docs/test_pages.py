@@ -60,7 +60,7 @@ def test_marks_are_few_and_counted():
     assert Counter(block.mark for block in MARKED) == {
         "Needs several GPUs.": 1,
         "Needs the network.": 9,
-        "Needs your own data.": 1,
+        "Needs your own data.": 2,
         "Takes minutes.": 3,
     }
 
