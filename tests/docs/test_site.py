@@ -12,7 +12,7 @@ FILES = sorted(
     path
     for path in (ROOT / "conf").rglob("*.yaml")
     # These only name a file of conf/dataset.
-    if path.parent.name not in ("source", "target")
+    if path.parent.name not in ("source", "target", "reference", "sample")
 )
 
 
