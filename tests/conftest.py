@@ -46,6 +46,12 @@ def _keep_first_cases(items: list[pytest.Item]) -> None:
             item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Give a GPU's free memory back after a test, as other processes of the suite need it."""
+    if item.get_closest_marker("gpu") and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quicker_interpreter() -> None:
     quicken_interpreter()

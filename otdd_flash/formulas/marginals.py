@@ -290,16 +290,18 @@ class RelaxedByKL(Marginal):
     def terms(self, potential: Tensor, step: Tensor, epsilon: float | Tensor) -> tuple[Tensor, ...]:
         after = potential + step
         change = torch.exp((potential - self.softmin_of(after, epsilon)) / epsilon)
-        owed, left = torch.exp(potential / -self.rho), torch.exp(after / -self.rho)
-        rise = torch.expm1(step / -self.rho) * owed * -self.rho
+        exponent = potential / -self.rho
+        owed, more = torch.exp(exponent), torch.expm1(exponent)
+        # The update makes it owed + grown.
+        grown = torch.expm1(step / -self.rho) * owed
         return (
-            self.dual(potential),
+            more * -self.rho,
             potential.abs(),
             (change - owed).abs_(),
             change,
             owed,
-            # The gain of the update is rise + epsilon (change - left).
-            rise - epsilon * (left - 1),
+            # The gain of the update is -rho grown + epsilon (change - owed - grown).
+            grown * -(self.rho + epsilon) - more * epsilon,
         )
 
     def numbers(self, totals: Sequence[Any], mean_step: Any) -> ColumnNumbers:

@@ -42,7 +42,8 @@ class DatasetDistance(Metric):  # type: ignore[misc]
         **kwargs: keywords of `torchmetrics.Metric`.
 
     Raises:
-        InputError: `max_rows` is below 1, or both epsilons are given.
+        InputError: `max_rows` is below 1, both epsilons are given, or `options` hold a penalty that
+            is relative to the mean cost.
     """
 
     is_differentiable = False
@@ -72,6 +73,11 @@ class DatasetDistance(Metric):  # type: ignore[misc]
             **(options or {}),
         }
         refuse_both(self.settings["epsilon"], self.settings["epsilon_relative"])
+        if self.settings.get("unbalanced_relative") is not None:
+            raise InputError(
+                "unbalanced_relative is a multiple of the mean cost of the rows seen, and numbers "
+                "at different penalties do not compare; give unbalanced, in units of the cost"
+            )
         # The first `compute` fixes it, as numbers at different epsilons do not compare.
         self.epsilon = self.settings["epsilon"]
         self.add_state("fixed_epsilon", default=self._as_state(), dist_reduce_fx=_smallest)

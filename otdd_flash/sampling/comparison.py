@@ -66,7 +66,8 @@ class SubsetComparison:
 
     Raises:
         InputError: `epsilon` is not among the arguments, nor a solver that has it 0, or
-            `epsilon_relative` is; the epsilon of `sinkhorn` is missing; or features are not finite.
+            `epsilon_relative` or `unbalanced_relative` is; the epsilon of `sinkhorn` is missing; or
+            features are not finite.
     """
 
     def __init__(
@@ -82,6 +83,11 @@ class SubsetComparison:
             raise InputError(
                 "parts of the data are compared at the epsilon of the whole: give the result's, "
                 f"epsilon=result.epsilon{instead}"
+            )
+        if self._settings.get("unbalanced_relative") is not None:
+            raise InputError(
+                "parts of the data are compared at the penalty of the whole: give it in units of "
+                "the cost, unbalanced=rho * result.mean_cost, instead of unbalanced_relative"
             )
         check_squares(source, target)
         for key in ("cache_dir", "class_progress", "progress"):

@@ -118,6 +118,7 @@ REFUSED = [
     ({"labels": "none"}, (ZEROS, ZEROS[:, :3]), "of 4 features and target of 3; both"),
     ({"max_rows": 0}, (ZEROS, ZEROS), "max_rows must be at least 1, got 0"),
     ({"epsilon": 1.0, "epsilon_relative": 0.1}, (ZEROS, ZEROS), "got both"),
+    ({"options": {"unbalanced_relative": 0.1}}, (ZEROS, ZEROS), "give unbalanced, in units of the"),
 ]
 
 

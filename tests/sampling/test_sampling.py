@@ -279,6 +279,15 @@ def compared(monkeypatch):
     return calls
 
 
+def test_halves_have_the_penalty_of_the_whole(compared):
+    source, target = numbered(21, 20), numbered(60, 50)
+    given = {"labels": "means", "epsilon": 1000.0}
+    with pytest.raises(InputError, match=r"unbalanced=rho \* result\.mean_cost, instead of"):
+        noise_floor(source, target, **given, unbalanced_relative=1.0)
+    noise_floor(source, target, **given, unbalanced=50.0)
+    assert [result.constraints.rows.rho for *_, result in compared] == [50.0] * 3
+
+
 def test_halves_are_disjoint_parts_of_one_dataset_and_all_of_one_size(compared):
     source, target = numbered(21, 20), numbered(60, 50)
     floor = noise_floor(source, target, labels="means", epsilon=1000.0)

@@ -78,7 +78,7 @@ FEW_ENTRIES = 1 << 15
 
 # The epsilon of the first potentials over the mean cost: small enough that the arcs of the optimal
 # plan are among the least reduced costs, large enough for few iterations.
-FIRST_LEVEL = 1e-3
+FIRST_LEVEL = 3e-4
 
 # By how much that is raised where its precision cannot hold it.
 RAISED = 10.0
