@@ -6,7 +6,8 @@
 0.05 and 0.01 is counted, of the joint test, of class proportions, of the least adjusted p-value of
 classes (the family) and of the first class by itself. With 2,000 simulations a valid test stays
 below 0.067 and 0.018, three and a half standard errors above; on continuous data the joint test is
-also above 0.033. Fewer simulations have wider limits. Seeds are those of the simulation's number: none was chosen after a look.
+also above 0.033. Fewer simulations have wider limits. Seeds are those of the simulation's number:
+none was chosen after a look.
 
 `sabotage`: the same with class distances of all rows, of the reference alone and of each side by
 itself, held fixed, for 3 rows a class in 20 dimensions; the last must break it.

@@ -32,12 +32,18 @@ from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError, ShiftFound
 from otdd_flash.files.atomic import write_json
 from otdd_flash.files.result_files import SUMMARY_FILE, remove_result
-from otdd_flash.report.shift import class_table, shift_table, write_shift_report
+from otdd_flash.report.shift import shift_table, write_shift_report
 from otdd_flash.shift.joint import check_permutations, shift_test
 from otdd_flash.shift.result import ShiftReport
 from otdd_flash.shift.windows import shift_windows
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term import refuse_both
+
+# Settings that `shift_test` takes as they are.
+PASSED_ON = (
+    *("permutations", "stop_after", "parts", "min_effect", "epsilon", "epsilon_relative"),
+    *("lambda_x", "lambda_y", "ground", "cache_dir", "seed"),
+)
 
 
 @dataclass
@@ -85,21 +91,11 @@ class ShiftSettings(EmbeddingSettings):
             raise InputError("groups must be two files, [REFERENCE.npy,SAMPLE.npy], one id a row")
         if self.labels.full:
             raise InputError("labels.full=true has no meaning here; leave it out")
-        return {
-            "permutations": self.permutations,
-            "stop_after": self.stop_after,
+        found = {key: getattr(self, key) for key in PASSED_ON}
+        return found | {
             "groups": None if self.groups is None else list(map(_ids, self.groups)),
             "labels": self.labels.metric(Converged().asked_tolerance, self.epsilon),
-            "parts": self.parts,
-            "min_effect": self.min_effect,
-            "epsilon": self.epsilon,
-            "epsilon_relative": self.epsilon_relative,
-            "lambda_x": self.lambda_x,
-            "lambda_y": self.lambda_y,
-            "ground": self.ground,
             "compute": self.compute_options(),
-            "cache_dir": self.cache_dir,
-            "seed": self.seed,
         }
 
     @property
@@ -175,32 +171,25 @@ def _print(
     for place, report in enumerate(reports, 1):
         if content == "none":
             console.print(f"{report.p_value:.6g}")
-            continue
-        if window is not None:
+        elif window is not None:
             found = "shifted" if report.shifted else "no shift found"
-            console.print(
-                f"window {place}: p = {report.p_value:.3g} at level {report.alpha:.3g}, {found}"
-            )
-            continue
-        console.print(shift_table(report))
-        if report.parts is not None and report.parts.classes:
-            console.print(class_table(report.parts.classes))
-        for sentence in report.sentences():
-            console.print(sentence, soft_wrap=True, markup=False)
+            console.print(f"window {place}: p = {report.p_value:.3g}, {found}")
+        else:
+            console.print(shift_table(report))
+            for sentence in report.sentences():
+                console.print(sentence, soft_wrap=True, markup=False)
 
 
 def _fail(reports: Sequence[ShiftReport], settings: ShiftSettings) -> None:
-    if settings.fail_on_shift is None:
+    limit = settings.fail_on_shift
+    if limit is None:
         return
-    if settings.window is None:
-        found = [each for each in reports if each.p_value <= settings.fail_on_shift]
-    else:
-        found = [each for each in reports if each.shifted]
+    alone = settings.window is None
+    found = [r.p_value for r in reports if (r.p_value <= limit if alone else r.shifted)]
     if found:
-        least = min(each.p_value for each in found)
         raise ShiftFound(
-            f"the data have shifted: p = {least:.3g}, and fail_on_shift={settings.fail_on_shift:g}"
-            " is set; the result is written"
+            f"the data have shifted: p = {min(found):.3g}, and fail_on_shift={limit:g} is set; the "
+            "result is written"
         )
 
 

@@ -7,8 +7,9 @@ scripts read the files, so names and columns must stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from otdd_flash.report.figures.page import (
     write_each,
 )
 from otdd_flash.report.tables import facts_table, write_table_csv
-from otdd_flash.shift.parts import ClassShift
+from otdd_flash.shift.parts import ClassShift, ShiftParts
 from otdd_flash.shift.result import ShiftReport
 from otdd_flash.shown import bounded, display, epsilon_shown, shorten
 
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 # More classes than this have no bar, those with the largest p-values first; characters of a name.
 MOST_BARS, LONGEST = 30, 24
 WIDTH, HEIGHT, BAR = 9.0, 3.6, 0.22  # inches
-# The least p-value that a logarithmic axis shows apart from 1.
 WINDOW_COLUMNS = ("window", "p_value", "level", "shifted", "statistic", "effect", "permutations")
 
 
@@ -66,17 +66,14 @@ def write_shift_report(
         writers[directory / "null.csv"] = lambda path: write_table_csv(
             path, ("permutation", "statistic"), null
         )
-        if first.parts is not None:
+        if (parts := first.parts) is not None:
             writers[directory / "rows.csv"] = lambda path: write_table_csv(
-                path, ("side", "row", "contribution"), _rows(first)
+                path, ("side", "row", "contribution"), _rows(parts)
             )
-            if classes:
-                columns = [each.name for each in fields(ClassShift)]
-                writers[directory / "classes.csv"] = lambda path: write_table_csv(
-                    path,
-                    columns,
-                    [list(asdict(each).values()) for each in classes],
-                )
+        if classes:
+            writers[directory / "classes.csv"] = lambda path: write_table_csv(
+                path, list(asdict(classes[0])), [[*asdict(each).values()] for each in classes]
+            )
         writers[directory / "shift.png"] = lambda path: save_picture(_draw(first), path)
     else:
         writers[directory / "windows.csv"] = lambda path: write_table_csv(
@@ -93,19 +90,16 @@ def write_shift_report(
     return write_each({} if content == "none" else writers, names, pictures=content == "full")
 
 
-def _rows(report: ShiftReport) -> Iterator[tuple[str, int, float]]:
-    """Yield side, place and contribution of every row with weight, the largest first."""
-    assert report.parts is not None
+def _rows(parts: ShiftParts) -> list[tuple[str, int, float]]:
+    """Return side, place and contribution of every row with weight, the largest first."""
+    sides = {"reference": parts.reference_rows, "sample": parts.sample_rows}
     found = [
         (side, row, value)
-        for side, values in (
-            ("reference", report.parts.reference_rows),
-            ("sample", report.parts.sample_rows),
-        )
+        for side, values in sides.items()
         for row, value in enumerate(values.tolist())
-        if value == value
+        if not math.isnan(value)
     ]
-    yield from sorted(found, key=lambda each: -each[2])
+    return sorted(found, key=lambda each: -each[2])
 
 
 def shift_table(report: ShiftReport) -> Table:
@@ -127,32 +121,10 @@ def shift_table(report: ShiftReport) -> Table:
         ("class distances", report.labels),
         ("seconds", f"{report.seconds:.2f}"),
     ]
-    if report.units is not None:
-        details.insert(5, ("groups", "{} and {}".format(*report.units)))
+    if report.groups is not None:
+        details.insert(5, ("groups", "{} and {}".format(*report.groups)))
     title = f"shift: {display(report.names[0])} → {display(report.names[1])}"
     return facts_table(title, found, None, details)
-
-
-def class_table(classes: Sequence[ClassShift]) -> Table:
-    """Make the terminal's table of classes, the smallest adjusted p-value first."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title="classes", title_justify="left")
-    for name in ("class", "reference", "sample", "p", "adjusted p", "share of the cost"):
-        table.add_column(name, justify="left" if name == "class" else "right")
-    for each in _by_p(classes)[:MOST_BARS]:
-        p_values = [
-            "too few rows" if p is None else f"{p:.3g}" for p in (each.p_value, each.adjusted)
-        ]
-        table.add_row(
-            Text(display(each.name)),
-            str(each.reference),
-            str(each.sample),
-            *p_values,
-            f"{each.share:.1%}",
-        )
-    return table
 
 
 def _by_p(classes: Sequence[ClassShift]) -> list[ClassShift]:

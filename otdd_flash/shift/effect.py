@@ -15,8 +15,7 @@ is. `shift.joint` calls `measure_effect`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.stats import t
@@ -48,10 +47,6 @@ class ShiftEffect:
     upper: float | None = None
     lower_limit: float | None = None
     level: float = LEVEL
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the entry of result.json."""
-        return asdict(self)
 
 
 def measure_effect(

@@ -122,8 +122,8 @@ def shift_test(
         class_permutations(rows, alpha, permutations)
     if rows.least_p > alpha:
         warn(
-            f"{rows.sizes[0]} and {rows.sizes[1]} {'rows' if groups is None else 'groups'} allow no "
-            f"p-value below {rows.least_p:.2g}, and alpha is {alpha:g}; take more of them",
+            f"{rows.sizes[0]} and {rows.sizes[1]} {'rows' if groups is None else 'groups'} allow "
+            f"no p-value below {rows.least_p:.2g}, and alpha is {alpha:g}; take more of them",
             DataNotice,
         )
     if epsilon is None and epsilon_relative is None:

@@ -172,10 +172,7 @@ def shift_parts(
     """
     family, count = class_permutations(rows, alpha, permutations)
     described = describe(pooled, rows)
-    reference, sample = (
-        described.contributions[torch.from_numpy(side)]
-        for side in (rows.in_reference, ~rows.in_reference)
-    )
+    reference, sample = rows.on_sides(described.contributions)
     if rows.samples.labels is None:
         return ShiftParts(None, None, (), 0, reference, sample)
     labels = label_test(rows, permutations, seed)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 # Classes that a sentence names.
 NAMED = 5
+# What result.json holds as it is.
+WRITTEN = (
+    *("p_value", "shifted", "alpha", "statistic", "bounds", "hits", "permutations", "requested"),
+    *("min_effect", "exceeds", "epsilon", "mean_cost", "labels", "sizes", "groups", "seconds"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +46,7 @@ class ShiftReport:
         mean_cost: of all rows, the unit of effects.
         labels: how classes were compared.
         sizes: rows of reference and sample.
-        units: groups of either side; None if rows were exchanged one by one.
+        groups: how many either side has; None if rows were exchanged one by one.
         names: of reference and sample.
         seconds: wall time.
     """
@@ -60,7 +65,7 @@ class ShiftReport:
     mean_cost: float
     labels: str
     sizes: tuple[int, int]
-    units: tuple[int, int] | None
+    groups: tuple[int, int] | None
     names: tuple[str, str]
     seconds: float
 
@@ -114,27 +119,14 @@ class ShiftReport:
         if parts is None or parts.label_p_value is None:
             return []
         words = [f"Class proportions: p = {parts.label_p_value:.2g}."]
-        low = [
-            each
-            for each in parts.classes
-            if each.adjusted is not None and each.adjusted <= self.alpha
-        ]
-        if low:
-            low.sort(key=lambda each: each.adjusted or 0.0)
-            named = ", ".join(
-                f"{display(each.name)} (p = {each.adjusted:.2g})" for each in low[:NAMED]
-            )
-            more = f" and {len(low) - NAMED} more" if len(low) > NAMED else ""
-            words.append(f"Features differ within {named}{more}; p-values by Holm.")
-        elif parts.permutations:
-            words.append("Features differ within no class, by Holm.")
-        if parts.untestable:
-            names = ", ".join(map(display, parts.untestable[:NAMED]))
-            rest = len(parts.untestable) - NAMED
-            words.append(
-                f"Too few rows on a side to test by themselves: {names}"
-                f"{f' and {rest} more' if rest > 0 else ''}."
-            )
+        found = sorted(
+            (c.adjusted, display(c.name)) for c in parts.classes if c.adjusted is not None
+        )
+        low = [f"{name} (p = {p:.2g})" for p, name in found if p <= self.alpha]
+        if found:
+            words.append(f"Features differ within {_named(low) or 'no class'}; p-values by Holm.")
+        if few := _named(list(map(display, parts.untestable))):
+            words.append(f"Too few rows on a side to test by themselves: {few}.")
         return words
 
     def __str__(self) -> str:
@@ -142,30 +134,14 @@ class ShiftReport:
 
     def to_dict(self, **more: Any) -> dict[str, Any]:
         """Return the content of result.json, with `more` beside it; null and rows are left out."""
-        return {
-            "reference": self.names[0],
-            "sample": self.names[1],
-            "p_value": self.p_value,
-            "shifted": self.shifted,
-            "alpha": self.alpha,
-            "statistic": self.statistic,
-            "bounds": list(self.bounds),
+        first, second = self.names
+        found: dict[str, Any] = {"reference": first, "sample": second}
+        found |= {key: getattr(self, key) for key in WRITTEN}
+        return found | {
             "null_mean": float(self.null.mean()),
             "null_deviation": float(self.null.std(correction=0)),
-            "hits": self.hits,
-            "permutations": self.permutations,
-            "permutations_requested": self.requested,
-            "effect": self.effect.to_dict(),
-            "min_effect": self.min_effect,
-            "exceeds": self.exceeds,
+            "effect": asdict(self.effect),
             "parts": None if self.parts is None else self.parts.to_dict(),
-            "epsilon": self.epsilon,
-            "mean_cost": self.mean_cost,
-            "labels": self.labels,
-            "n": self.sizes[0],
-            "m": self.sizes[1],
-            "groups": None if self.units is None else list(self.units),
-            "seconds": self.seconds,
             "sentences": self.sentences(),
             **more,
         }
@@ -179,3 +155,8 @@ class ShiftReport:
         from otdd_flash.report.shift import plot_shift
 
         return plot_shift(self)
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

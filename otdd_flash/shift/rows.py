@@ -46,6 +46,7 @@ class PooledRows:
         unit: (N,) the unit of each row, from 0.
         unit_in_reference: (U,) which units are the reference's.
         places: (N,) the number of each row on its own side.
+        given: rows of each side, those of weight 0 included.
     """
 
     samples: LabeledSamples
@@ -54,6 +55,7 @@ class PooledRows:
     unit: Numbers
     unit_in_reference: Mask
     places: Numbers
+    given: tuple[int, int]
 
     @classmethod
     def of(
@@ -123,6 +125,7 @@ class PooledRows:
             unit,
             of_units,
             torch.cat(kept).numpy(),
+            (len(reference), len(sample)),
         )
         found.check_sizes("groups" if groups is not None else "rows of positive weight")
         return found
@@ -172,7 +175,15 @@ class PooledRows:
             unit,
             self.unit_in_reference[units],
             self.places[here],
+            self.given,
         )
+
+    def on_sides(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return values (N,) of rows as (n,) and (m,), NaN for rows of weight 0."""
+        found = [torch.full((size,), torch.nan, dtype=values.dtype) for size in self.given]
+        for side, own in zip(found, (self.in_reference, ~self.in_reference), strict=True):
+            side[self.places[own]] = values[own]
+        return found[0], found[1]
 
     def side_of_rows(self, of_units: Mask) -> Tensor:
         """Expand which units are on a side, (U,) or (U, B), to rows, (N,) or (N, B)."""

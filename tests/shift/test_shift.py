@@ -174,7 +174,7 @@ def test_groups_make_a_shift_of_few_groups_insignificant():
             *pair, labels="none", permutations=99, parts=False, groups=[own[:30], own[30:]]
         )
     assert grouped.p_value > 0.05
-    assert grouped.units == (3, 3)
+    assert grouped.groups == (3, 3)
 
 
 def test_scalings_out_of_range_are_solved_alone(monkeypatch):
@@ -259,6 +259,26 @@ def test_contributions_are_those_of_a_distance():
     for pair, part in (((one, other), slice(12)), ((other, one), slice(12, None))):
         expected = otdd.dataset_distance(*pair, **settings).contributions().values
         assert torch.allclose(found[part], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_rows_without_weight_have_no_part_and_keep_the_places_of_others():
+    generator = np.random.default_rng(16)
+    one, other = side(generator, 9, weights=True), side(generator, 8, weights=True)
+    weights = one.weights * one.mass
+    weights[4] = 0.0
+    one = LabeledSamples(one.features, one.labels, one.class_names, weights)
+    report = otdd.shift_test(one, other, permutations=19)
+    assert report.sizes == (8, 8)
+    assert report.parts.reference_rows.isnan().nonzero().tolist() == [[4]]
+    assert report.parts.sample_rows.isfinite().all()
+    without = LabeledSamples(
+        *(part[weights > 0] for part in (one.features, one.labels)),
+        one.class_names,
+        weights[weights > 0],
+    )
+    kept = otdd.shift_test(without, other, permutations=19)
+    assert report.statistic == pytest.approx(kept.statistic, rel=1e-6)
+    assert report.p_value == kept.p_value
 
 
 def test_effects_are_sizes_with_intervals_away_from_zero_alone():
