@@ -25,6 +25,7 @@ from otdd_flash.report.figures.page import (
     fit_title,
     new_figure,
     save_picture,
+    scale_logarithmically,
     write_each,
 )
 from otdd_flash.report.tables import facts_table, write_table_csv
@@ -156,17 +157,8 @@ def _draw(report: ShiftReport) -> Figure:
 def _draw_null(axes: Axes, report: ShiftReport) -> None:
     bins = min(40, max(8, report.permutations // 15))
     axes.hist(report.null.numpy(), bins=bins, color=SOURCE_COLOR, alpha=0.6)
-    axes.axvline(report.statistic, color=TARGET_COLOR, linewidth=2)
-    axes.annotate(
-        "the rows as they are",
-        (report.statistic, 0.97),
-        xycoords=("data", "axes fraction"),
-        rotation=90,
-        va="top",
-        ha="right",
-        fontsize=8,
-        color=INK,
-    )
+    axes.axvline(report.statistic, color=TARGET_COLOR, linewidth=2, label="the rows as they are")
+    axes.legend(loc="best", fontsize=8)
     axes.set_xlabel("distance, in units of the cost")
     axes.set_ylabel("permutations")
 
@@ -190,7 +182,8 @@ def _draw_windows(reports: Sequence[ShiftReport], window: int) -> Figure:
     at = np.arange(1, len(reports) + 1)
     shifted = np.array([report.shifted for report in reports])
     colors = np.where(shifted, TARGET_COLOR, SOURCE_COLOR)
-    upper.semilogy(at, [report.alpha for report in reports], color=INK, linestyle=":")
+    scale_logarithmically(upper, "y")
+    upper.plot(at, [report.alpha for report in reports], color=INK, linestyle=":")
     upper.scatter(at, [report.p_value for report in reports], c=colors, s=20)
     upper.set_ylabel("p-value; dotted: its level")
     lower.axhline(0, color="0.8")
