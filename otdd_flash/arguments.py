@@ -173,7 +173,12 @@ count = integer(at_least=1)
 
 
 def penalties(name: str, value: Any) -> Any:
-    """Accept a penalty of unmatched mass, or [of rows, of columns], where None is exact."""
+    """Accept a penalty of unmatched mass, or [of rows, of columns], where None is exact.
+
+    A pair may be an array or a tensor.
+    """
+    if getattr(value, "ndim", 0) == 1:
+        value = value.tolist()
     if not isinstance(value, list | tuple):
         return positive(name, value)
     return sequence(optional(positive), length=2)(name, value)

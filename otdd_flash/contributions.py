@@ -7,8 +7,9 @@ by -a_i s_i to first order: a row with s_i > 0 keeps the datasets apart. For equ
 without debiasing it is the calibrated gradient of Just et al. 2023, LAVA: data valuation without
 pre-specified learning algorithms.
 
-Masses act in two ways. With fixed class distances, g is f_xy - f_xx, or f_xy without debiasing. In
-addition the moments of a row's class move with its mass, and with them the class distances,
+Masses act in two ways. With fixed class distances, g is f_xy - f_xx, or f_xy without debiasing; of
+marginals that are relaxed by a fixed rho it has phi(f) of `formulas.marginals` in the place of f.
+In addition the moments of a row's class move with its mass, and with them the class distances,
 
     m = sum_i w_i x_i,    S = sum_i w_i (x_i - m)(x_i - m)^T / z,    w_i = a_i / sum of the class
 
@@ -38,6 +39,7 @@ from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table, mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.operators.comparison import Comparison
+from otdd_flash.operators.label_costs import has_sets
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.exact.term import ExactTerm
@@ -62,7 +64,8 @@ class Contributions(NamedTuple):
             with the potentials of each group as they are: of all offsets that are equally good in
             the cross term and in the source's self term. Both are equal if the masses determine
             the potentials, NaN for classes with all or none of the mass, at epsilon 0 but for
-            rounding, and for a slope that was not found there, which a warning says.
+            rounding, and for a slope that was not found there, which a warning says. Rows with
+            several labels count as one class.
     """
 
     values: Tensor
@@ -79,7 +82,7 @@ def contributions_of(
         comparison: both datasets and the class distances that were used, on the device.
         divergence: the solved terms.
         method: the method of class distances; those of `gaussian` and `means` move with the masses,
-            unless the table is of other rows.
+            unless the table is of other rows or rows have several labels.
         required: whether potentials that the masses do not determine are an error.
 
     Raises:
@@ -88,7 +91,8 @@ def contributions_of(
     Warns:
         NotConvergedWarning: potentials are not determined, and not `required`.
     """
-    moved = bool(_tables(method))
+    # With several labels a row stands in the moments of all its classes.
+    moved = bool(_tables(method)) and not has_sets(comparison.given)
     needs: Needs = frozenset({"a", "classes"}) if moved else frozenset({"a"})
     gradient = DivergenceGradient(comparison, needs)
     for name, term in divergence.terms.items():
@@ -146,10 +150,11 @@ def exact_contributions(
 
 def _class_masses(source: LabeledSamples) -> tuple[Tensor, Tensor]:
     """Return the masses (V,) of the classes, and the labels (n,), on the CPU."""
-    masses, count = source.masses.cpu(), max(1, source.class_total)
+    masses, count = source.masses.cpu(), 1
     labels = torch.zeros(len(masses), dtype=torch.int64)
-    if source.labels is not None:
-        labels = source.labels.cpu()
+    # Rows with several labels count as one class, of which there is no slope.
+    if source.labels is not None and source.label_sets is None:
+        labels, count = source.labels.cpu(), source.class_total
     return mass_per_class(masses, labels, count), labels
 
 

@@ -61,7 +61,11 @@ VERSION = 2
 
 
 def fingerprint(
-    features: Tensor, labels: Tensor | None, weights: Tensor | None, class_names: Sequence[str]
+    features: Tensor,
+    labels: Tensor | None,
+    weights: Tensor | None,
+    class_names: Sequence[str],
+    targets: Tensor | None = None,
 ) -> str:
     """Return the fingerprint of samples, in row order.
 
@@ -70,12 +74,13 @@ def fingerprint(
         labels: (n,) class indices, or None.
         weights: (n,) masses, or None.
         class_names: names of the classes.
+        targets: (n, q) numbers, or None.
     """
-    total = 0
+    total, parts = 0, (labels, weights, targets)
     for rows in row_blocks(len(features), features.shape[1] * features.element_size()):
         values = _read(features, rows)
         values = values if values.dtype == torch.float64 else values.to(torch.float32)
-        others = [part[rows].cpu().numpy() for part in (labels, weights) if part is not None]
+        others = [part[rows].cpu().numpy() for part in parts if part is not None]
         columns = [np.arange(rows.start, rows.stop), values.numpy(), *others]
         narrow = np.ones(len(values), np.bool_)
         if values.dtype == torch.float64:
@@ -84,7 +89,8 @@ def fingerprint(
             # Rows of one kind, which is the usual case, are not copied.
             some = columns if chosen.all() else [column[chosen] for column in columns]
             total += _sum_of_values(some, kind)
-    there = [part is not None for part in (labels, weights)]
+    # Without targets it is the header of versions that had none.
+    there = [part is not None for part in (parts if targets is not None else parts[:2])]
     header = repr((VERSION, tuple(features.shape), there, list(class_names))).encode()
     return hashlib.sha256(header + (total % MODULUS).to_bytes(32, "little")).hexdigest()
 
@@ -110,7 +116,8 @@ def digest_of_rows(features: Tensor, *, first: int = 0) -> int:
 def _sum_of_values(columns: Sequence[NDArray[Any]], dtype: str) -> int:
     """Sum the digests of rows: numbers (k,), features (k, d) in a type, labels, weights."""
     numbers, values, *others = columns
-    kinds = [(dtype, values.shape[1:]), *(other.dtype.newbyteorder("<") for other in others)]
+    kinds: list[Any] = [(dtype, values.shape[1:])]
+    kinds += [(other.dtype.newbyteorder("<"), other.shape[1:]) for other in others]
     places = [f"{place}" for place in range(len(columns))]
     content = np.empty(len(numbers), list(zip(places, ["<i8", *kinds], strict=True)))
     # Column 1 is the features; in them -0 becomes 0.
@@ -176,7 +183,7 @@ class Unchanged:
 
 def mark_of(samples: LabeledSamples) -> Mark:
     """Return the mark of features, labels and weights; see `mark_of_tensors`."""
-    return mark_of_tensors(samples.features, samples.labels, samples.weights)
+    return mark_of_tensors(samples.features, samples.labels, samples.weights, samples.targets)
 
 
 def mark_of_tensors(*parts: Tensor | None) -> Mark:

@@ -38,6 +38,7 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
+from otdd_flash.labels.numbers import refuse_table, with_numbers
 from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
@@ -124,6 +125,8 @@ def dataset_distance(
     source, target = as_samples(source, "source"), as_samples(target, "target")
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
     metric = metric_of(labels)
+    refuse_table(metric, class_distances)
+    metric, cost, (source, target) = with_numbers(metric, cost, (source, target), class_statistics)
     options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
     refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias, ground=ground)
     if class_distances is not None:

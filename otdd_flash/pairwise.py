@@ -23,7 +23,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -60,13 +60,19 @@ from otdd_flash.labels import (
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import as_datasets, measure_all
+from otdd_flash.labels.numbers import refuse_table, with_numbers
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.otdd import prepared
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.shown import NOT_SAMPLED, convergence_text, display, listing
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.penalties import penalties_of, refuse_unbalanced, resolve_constraints
+from otdd_flash.solver.penalties import (
+    penalties_of,
+    penalties_text,
+    refuse_unbalanced,
+    resolve_constraints,
+)
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact, schedule_of
@@ -143,7 +149,10 @@ def pairwise_distances(
         NotConvergedWarning: a term stopped early.
     """
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
+    whole = as_datasets(datasets, at_least=2)
     metric = metric_of(labels)
+    refuse_table(metric, class_distances)
+    metric, cost, whole = with_numbers(metric, cost, whole)
     options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
     refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=True, ground=ground)
     if not isinstance(options, Exact) and (
@@ -154,7 +163,6 @@ def pairwise_distances(
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
         )
     measured_by = metric if class_distances is None else None
-    whole = as_datasets(datasets, at_least=2)
     sides, comparison = prepared(whole, cost, compute, measured_by, min_class_size)
 
     started = time.perf_counter()
@@ -187,7 +195,7 @@ def pairwise_distances(
         **({} if labels_epsilon is None else {"labels_epsilon": labels_epsilon}),
         **({} if constraints.exact else {"unbalanced": penalties_of(constraints)}),
         "mean_cost": mean,
-        **asdict(cost),
+        **cost.to_dict(),
         "fingerprints": [samples.fingerprint for samples in sides],
         "seconds": {"class_distances": measured - started, "solve": solved - measured},
         "versions": versions(),
@@ -353,10 +361,13 @@ class PairwiseResult:
 
     def __repr__(self) -> str:
         """Return the number of datasets and epsilon; `pairs()` lists distances."""
-        converged = convergence_text(bool(self.converged.all()))
+        converged, penalties = (
+            convergence_text(bool(self.converged.all())),
+            self.details.get("unbalanced"),
+        )
         return (
             f"PairwiseResult({len(self.names)} datasets: {listing(self.names, 12)}; "
-            f"epsilon={self.epsilon:.6g}, {converged})"
+            f"epsilon={self.epsilon:.6g}, {penalties_text(penalties)}{converged})"
         )
 
     def __str__(self) -> str:

@@ -58,9 +58,16 @@ def encode_labels(labels: Any) -> tuple[NDArray[np.int64], tuple[str, ...]]:
         The indices and the class names (the distinct labels as text).
 
     Raises:
-        InputError: the labels are not one-dimensional integers or strings, or some are missing.
+        InputError: the labels are not one-dimensional integers or strings, or some are missing or
+            infinite.
     """
     values = raw_values(labels)
+    if values.dtype.kind == "f" and (infinite := np.isinf(values)).any():
+        rows = infinite.reshape(len(values), -1).any(1) if values.ndim else infinite.ravel()
+        raise InputError(
+            f"targets must be finite, got {values[infinite][0]:g} {rows_shown(rows)}; leave those "
+            "rows out of features and labels"
+        )
     check_one_dimensional(labels, values)
     if (missing := missing_labels(values)).any():
         raise InputError(
@@ -111,16 +118,13 @@ def one_label_a_row(labels: Any, values: NDArray[Any]) -> str:
         given = "labels.to_pylist()"
     if values.size == max(values.shape):
         return f"take {'labels.ravel()' if array else f'np.ravel({given})'}"
-    argmax = "labels.argmax(axis=1)" if array else f"np.argmax({given}, axis=1)"
-    advice = "several labels for one row are not supported: choose one of its columns"
+    advice = (
+        "of several labels for one row give an indicator (n, V) of 0 and 1, or a list of lists or "
+        "sets; of numbers give floats"
+    )
     if values.ndim != 2 or values.dtype.kind not in "iubf":
         return advice
-    if bool(((values == 0) | (values == 1)).all()):
-        counts = (values == 1).sum(1)
-        if bool((counts == 1).all()):
-            return f"of one-hot labels take {argmax}"
-        row = int((counts != 1).argmax())
-        return f"row {row} has {counts[row]} labels, and exactly one is supported: choose it"
+    argmax = "labels.argmax(axis=1)" if array else f"np.argmax({given}, axis=1)"
     if bool((values >= 0).all()) and np.allclose(values.sum(1, dtype=np.float64), 1, 0, 1e-3):
         return (
             "its rows are probabilities of classes, and classes themselves are compared: where the "
@@ -374,7 +378,7 @@ def _is_of(library: str, given: Any, *kinds: str) -> bool:
 
 
 def _of_hugging_face(column: Any) -> Column:
-    """Return a `datasets.Column`; class labels as their names."""
+    """Return a `datasets.Column`; class labels as their names, also in lists."""
     import pyarrow
 
     source, name = column.source, column.column_name
@@ -384,7 +388,16 @@ def _of_hugging_face(column: Any) -> Column:
     # In Arrow format: the library itself would decode images, and wrap large integers.
     table = source.select_columns([name]).with_format("arrow")[:]
     found = _of_arrow(None, table.column(name))
-    if (names := getattr(source.features[name], "names", None)) is None:
+    feature = source.features[name]
+    if (names := getattr(getattr(feature, "feature", None), "names", None)) is not None:
+        rows = np.empty(len(found.values), object)
+        for place, (row, gone) in enumerate(zip(found.values, found.missing, strict=True)):
+            rows[place] = [
+                None if label is None or label < 0 else names[label]
+                for label in (() if gone else row)
+            ]
+        return Column(None, rows, found.missing)
+    if (names := getattr(feature, "names", None)) is None:
         return found
     missing = found.missing | (found.values < 0)
     return Column(None, np.array(names)[np.where(missing, 0, found.values)], missing)

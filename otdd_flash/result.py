@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import takes
+from otdd_flash.arguments import Count, Index, takes
 from otdd_flash.contributions import Contributions, contributions_of, exact_contributions
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import SIDES
@@ -38,17 +38,20 @@ from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.formulas.marginals import EXACT, Constraints
+from otdd_flash.label_sets import named_sets
 from otdd_flash.labels import ClassDistances
+from otdd_flash.labels.numbers import targets_of
 from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.real_numbers import real_tensor
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import TENSORS, LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
-from otdd_flash.solver.penalties import penalties_of, resolve_constraints, shown_penalties
+from otdd_flash.solver.penalties import penalties_of, penalties_text, resolve_constraints
 from otdd_flash.solver.term import TransportTerm
+from otdd_flash.target_changes import TargetHistogram, histogram, mean_changes
 from otdd_flash.unmatched import Unmatched, unmatched_of
 from otdd_flash.version import __version__
 
@@ -69,8 +72,8 @@ class DistanceResult:
         cost: the weights of the ground cost.
         compute: where and how passes ran, and will run for the plan.
         method: the method of class distances.
-        labels_epsilon: the regularisation of class distances by `sinkhorn`, in units of ||.||^2;
-            else None.
+        labels_epsilon: the regularisation of class distances by `sinkhorn`, alone or added to a
+            tree, in units of ||.||^2; else None.
         seconds: wall time of each phase.
         comparison: both datasets on the device, for the plan; a loaded result prepares its own at
             the first question.
@@ -104,17 +107,12 @@ class DistanceResult:
 
     def __repr__(self) -> str:
         """Return the distance, its solver bounds and what was compared, in one line."""
+        penalties = penalties_text(penalties_of(self.constraints))
         return (
             f"DistanceResult({bounded(self.value, *self.bounds)}, "
-            f"epsilon={self.epsilon:.6g}, {self._penalties}{convergence_text(self.converged)}, "
+            f"epsilon={self.epsilon:.6g}, {penalties}{convergence_text(self.converged)}, "
             f"{self.source!r} to {self.target!r}, class distances {self.method})"
         )
-
-    @property
-    def _penalties(self) -> str:
-        """What a line of text says of penalties, "" if marginals are exact."""
-        given = penalties_of(self.constraints)
-        return "" if given is None else f"unbalanced={shown_penalties(given)}, "
 
     def __str__(self) -> str:
         """Return the line of `repr`, and one on the sampling error, which bounds do not hold."""
@@ -232,13 +230,44 @@ class DistanceResult:
     def class_coupling(self) -> Tensor:
         """Return the mass moved from each source class to each target class, (V_x, V_y) float64.
 
-        It sums to 1, as the rounding error of the sum is divided out, or to the mass that moves
-        where marginals are relaxed.
+        Of rows with several labels each label moves its part, u_i^T P_ij v_j. It sums to 1, as the
+        rounding error of the sum is divided out, or to the mass that moves where marginals are
+        relaxed.
         """
         per_row = self._applied(self._one_hot(self.target)).values
         per_row = per_row.double()
         coupling = self._one_hot(self.source).double().to(per_row.device).T @ per_row
         return (coupling / coupling.sum() if self.constraints.exact else coupling).cpu()
+
+    @computes
+    def target_changes(self) -> Tensor:
+        """Return the mean of |t_i - s_j| under the plan, (q,) float64, in units of the numbers.
+
+        Target numbers count in groups of neighbours if there are more than 512 different ones.
+
+        Raises:
+            InputError: rows have no numbers.
+        """
+        self._check_numbers()
+        return mean_changes(self._applied, self.source, self.target)
+
+    @computes
+    @takes()
+    def target_histogram(self, column: Index = 0, bins: Count = 24) -> TargetHistogram:
+        """Return the mass that moves between intervals of one column of numbers.
+
+        Args:
+            column: of the numbers, from 0.
+            bins: intervals of equal length over the numbers of both sides.
+
+        Raises:
+            InputError: rows have no numbers, or no such column.
+        """
+        self._check_numbers()
+        count = targets_of(self.source).shape[1]
+        if column >= count:
+            raise InputError(f"there is no column {column} of numbers; there are {count}, from 0")
+        return histogram(self._applied, self.source, self.target, column, bins)
 
     @computes
     def barycentric_map(self) -> Tensor:
@@ -282,11 +311,6 @@ class DistanceResult:
             NotConvergedWarning: the same, if not required; `slopes` then gives the range.
         """
         self._check_unchanged()
-        if not self.constraints.exact:
-            raise InputError(
-                "contributions are those of exact marginals; with unbalanced, result.unmatched() "
-                "says which rows the other dataset does not have"
-            )
         term = self.divergence.xy
         if isinstance(term, ExactTerm):
             return exact_contributions(self._prepared, self.divergence, term)
@@ -320,6 +344,7 @@ class DistanceResult:
         """
         self._check_unchanged()
         names = {"source": self.source.feature_names, "target": self.target.feature_names}
+        scale = self.cost.target_scale
         content = {
             "source": self.source.name,
             "target": self.target.name,
@@ -334,7 +359,7 @@ class DistanceResult:
             "classes": dict(zip(("source", "target"), map(list, self.class_names), strict=True)),
             "labels": self.method,
             **({} if self.labels_epsilon is None else {"labels_epsilon": self.labels_epsilon}),
-            **asdict(self.cost),
+            **self.cost.to_dict(),
             "fingerprints": {
                 "source": self.source.fingerprint,
                 "target": self.target.fingerprint,
@@ -349,6 +374,7 @@ class DistanceResult:
             "compute": self.compute.settings,
             **({} if self.shared == ALONE else self.shared._asdict()),
             **({} if self.streamed is None else {"streamed": dict(self.streamed)}),
+            **({} if scale is None else {"target_changes": self.target_changes().tolist()}),
             "config": None,
         }
         return json_content({**content, **more})
@@ -435,6 +461,12 @@ class DistanceResult:
             f, g = self._potentials_on_device()
             return self._operator.plan(f, g, self.epsilon).applied(values.to(f.device))
 
+    def _check_numbers(self) -> None:
+        if self.source.targets is None or self.target.targets is None:
+            raise InputError(
+                "these rows have no numbers; labels=continuous compares rows that have some"
+            )
+
     def _conditional_means(self) -> Tensor:
         """Return the means of the target points by the conditional plan of each source point."""
         # With equal masses points without mass have a plan, too.
@@ -445,6 +477,8 @@ class DistanceResult:
             term = replace(self.divergence.xy, f=f, g=g)
             term = settle_images(self._prepared, term, required=self.required)
             f, g = term.f, term.g
+        # Of softmins, as a row may be so far that its plan has no mass.
+        f = self.constraints.rows.softmin_of(f, self.epsilon)
         # The plan is of the points after the ground cost's transform; it is applied to the given
         # ones.
         points = self._prepared.points("xy")[0], self._prepared.given_points(1)
@@ -503,14 +537,15 @@ class DistanceResult:
     def _built(self, *, weighted: bool = True) -> Operator:
         comparison = self._prepared
         if not weighted:
-            source, target = comparison.transformed
-            comparison = comparison.with_points(replace(source, weights=None), target)
+            comparison = comparison.unweighted(0)
         # Precision `fast` rounds the points for its passes, and potentials are of unrounded points.
         return comparison.operator("xy", keep_scores=False).refined
 
     def _one_hot(self, samples: LabeledSamples) -> Tensor:
         if samples.labels is None:
             return torch.ones(len(samples), 1)
+        if samples.label_sets is not None:
+            return samples.shares.float()
         return torch.nn.functional.one_hot(samples.labels, samples.class_total).float()
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -523,7 +558,7 @@ class DistanceResult:
             tensors |= {f"{name}.f": term.f, f"{name}.g": term.g, **plan_tensors(name, term)}
         for side in ("source", "target"):
             samples: LabeledSamples = getattr(self, side)
-            for key in ("features", "labels", "weights"):
+            for key in (*TENSORS, "members"):
                 if getattr(samples, key) is not None:
                     tensors[f"{side}.{key}"] = getattr(samples, key)
         return tensors
@@ -546,8 +581,9 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
         sides[side] = LabeledSamples(
             tensors[f"{side}.features"],
             tensors.get(f"{side}.labels"),
-            tuple(names[side]),
-            tensors.get(f"{side}.weights"),
+            weights=tensors.get(f"{side}.weights"),
+            targets=tensors.get(f"{side}.targets"),
+            **named_sets(tensors.get(f"{side}.members"), names[side]),
             name=summary[side],
             subset_hash=summary["subset_hash"][side],
             feature_names=summary.get("feature_names", {}).get(side),

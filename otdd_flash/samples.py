@@ -34,9 +34,9 @@ from otdd_flash.eager import check_transforms, own_settings, untraced
 from otdd_flash.errors import InputError, placed, prefixed
 from otdd_flash.features.file_features import FileFeatures, row_blocks
 from otdd_flash.fingerprint import Mark, fingerprint, mark_of
+from otdd_flash.label_sets import Encoded, LabelSets, encode_rows, several_of
 from otdd_flash.raw_labels import (
     check_unrounded,
-    encode_labels,
     missing_rows,
     names_of_columns,
     one_label_a_row,
@@ -51,6 +51,8 @@ LEAST_MASS, MOST_MASS = 1e-300, 1e300
 
 NO_MASS = "weights must not all be zero"
 
+BOTH_KINDS = "rows have labels or targets, and not both; leave one of them out"
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LabeledSamples:
@@ -61,8 +63,10 @@ class LabeledSamples:
             or float64 if they hold integers beyond 2^24 that float32 cannot. Numbers that float64
             would round are refused. Tables of pandas and pyarrow are read with all types of
             numbers, sparse matrices made dense.
-        labels: (n,) class indices in [0, V), also as whole floats, or None for unlabelled data.
-        class_names: V names, one per class index; none for unlabelled data.
+        labels: (n,) class indices in [0, V), also as whole floats, or an indicator (n, V) of 0 and
+            1 of rows with several labels, or None for unlabelled data.
+        class_names: V names, one per class index; none for unlabelled data. Given an indicator,
+            they become those of its distinct rows, which `labels` then are indices of.
         weights: (n,) non-negative masses, normalised here to sum to 1, those below 2^-1022 to 0;
             None means uniform.
         name: the dataset's name in reports.
@@ -72,10 +76,12 @@ class LabeledSamples:
             it.
         feature_names: d names, by which the order of features is checked if both datasets have
             some; None takes the names of a table's columns, and other features have none.
+        label_sets: of rows with several labels, which are in each set; made of an indicator.
+        targets: (n, q) or (n,) numbers that `labels="continuous"` compares; `labels` is then None.
 
     Raises:
         InputError: shapes or names disagree, a value is not finite or has an imaginary part, a
-            label is missing or out of range, or all weights are 0.
+            label is missing or out of range, there are labels and targets, or all weights are 0.
     """
 
     features: Tensor
@@ -86,6 +92,8 @@ class LabeledSamples:
     subset_hash: str | None = field(default=None, kw_only=True)
     mass: Positive = field(default=1.0, kw_only=True)
     feature_names: tuple[str, ...] | None = field(default=None, kw_only=True)
+    label_sets: LabelSets | None = field(default=None, kw_only=True)
+    targets: Tensor | None = field(default=None, kw_only=True)
 
     @untraced
     def __post_init__(self) -> None:
@@ -112,6 +120,27 @@ class LabeledSamples:
             )
         n = features.shape[0]
         object.__setattr__(self, "features", features)
+        several = None
+        if self.labels is not None and self.label_sets is None and _dimension(self.labels) == 2:
+            several = several_of(self.labels, self.class_names)
+        if several is not None:
+            if len(several[1]) != len(self.class_names):
+                raise InputError(
+                    f"labels are an indicator of {len(several[1])} labels, and class_names has "
+                    f"{len(self.class_names)}; give one name a column"
+                )
+            found = Encoded.of_indicator(*several)
+            assert found.labels is not None
+            for name in ("labels", "class_names", "label_sets"):
+                object.__setattr__(self, name, getattr(found, name))
+            object.__setattr__(self, "labels", torch.from_numpy(found.labels))
+        if self.labels is None:
+            object.__setattr__(self, "label_sets", None)
+        if self.targets is not None:
+            targets = _as_targets(self.targets, n)
+            if self.labels is not None:
+                raise InputError(BOTH_KINDS)
+            object.__setattr__(self, "targets", targets.to(features.device))
         if self.labels is not None:
             labels = _as_class_indices(self.labels, n, self.class_names)
             object.__setattr__(self, "labels", labels.to(features.device))
@@ -124,6 +153,10 @@ class LabeledSamples:
         """Return name and sizes, without tensors."""
         rows, columns = self.features.shape
         classes = "no labels" if self.labels is None else f"{len(self.class_names)} classes"
+        if self.label_sets is not None:
+            classes = f"{len(self.label_names)} labels in {len(self.class_names)} sets"
+        if self.targets is not None:
+            classes = f"{self.targets.shape[1]} targets"
         return f"LabeledSamples({display(repr(self.name))}, {rows} x {columns}, {classes})"
 
     @classmethod
@@ -158,10 +191,20 @@ class LabeledSamples:
         """Build samples from raw labels: integers or strings in any numbering, gaps allowed.
 
         Classes are the distinct labels in sorted order; their names are the labels as text. Whole
-        numbers in floats are integers.
+        numbers in floats are integers. Several labels a row are an indicator (n, V) of 0 and 1, or
+        a list of lists or sets; lists of one length of 0 and 1 are an indicator. Floats with
+        fractions, (n,) or (n, q), are numbers.
         """
-        indices, class_names = encode_labels(labels)
-        return cls(features, torch.from_numpy(indices), class_names, weights, name=name)
+        found = encode_rows(labels)
+        return cls(
+            features,
+            None if found.labels is None else torch.from_numpy(found.labels),
+            found.class_names,
+            weights,
+            name=name,
+            label_sets=found.label_sets,
+            targets=None if found.targets is None else torch.from_numpy(found.targets),
+        )
 
     def __len__(self) -> int:
         return self.features.shape[0]
@@ -191,16 +234,45 @@ class LabeledSamples:
         return 1 if self.labels is None else len(self.class_names)
 
     @property
+    def label_names(self) -> tuple[str, ...]:
+        """Names of the V labels, of which a row may have several."""
+        return self.class_names if self.label_sets is None else self.label_sets.names
+
+    @property
+    def members(self) -> Tensor | None:
+        """Which labels each set has, (S, V) bool on the CPU; None where rows have one class."""
+        return None if self.label_sets is None else self.label_sets.members
+
+    @property
+    def shares(self) -> Tensor:
+        """The part of a row that each label is, (n, V) float64; rows sum to 1."""
+        if self.labels is None:
+            return torch.ones(len(self), 1, dtype=torch.float64)
+        of_sets = torch.eye(len(self.class_names), dtype=torch.float64)
+        if self.label_sets is not None:
+            of_sets = self.label_sets.shares
+        return of_sets.to(self.labels.device)[self.labels]
+
+    def label_counts(self, rows: Tensor | None = None) -> list[int]:
+        """Return the rows that have each label (V,), of all or of those of a mask (n,)."""
+        assert self.labels is not None
+        labels = self.labels if rows is None else self.labels[rows]
+        counts = torch.bincount(labels, minlength=len(self.class_names)).cpu()
+        if self.label_sets is not None:
+            counts = counts @ self.label_sets.members.long()
+        return list(counts.tolist())
+
+    @property
     def class_counts(self) -> Tensor:
         """Samples per class (V,), int64."""
         if self.labels is None:
-            raise InputError(f"{self.name} has no labels; {HOW_TO_LABEL}")
+            raise without_classes(self)
         return torch.bincount(self.labels, minlength=len(self.class_names))
 
     @property
     @untraced
     def fingerprint(self) -> str:
-        """SHA-256 of features, labels, class names and weights, in row order.
+        """SHA-256 of features, labels, targets, class names and weights, in row order.
 
         It is the same on every device, and in every floating-point type that holds the numbers
         exactly. It is kept until they are changed in place.
@@ -209,13 +281,16 @@ class LabeledSamples:
         known: tuple[Mark, str] | None = self.__dict__.get("_fingerprint")
         if known is not None and known[0] == mark:
             return known[1]
-        found = fingerprint(self.features, self.labels, self.weights, self.class_names)
+        names = self.class_names
+        if (sets := self.label_sets) is not None:
+            names = (*sets.names, "in sets", sets.members.numpy().tobytes().hex())
+        found = fingerprint(self.features, self.labels, self.weights, names, self.targets)
         self.__dict__["_fingerprint"] = mark, found
         return found
 
     def detached(self) -> LabeledSamples:
         """Return the samples without autograd and inference mode; themselves if unchanged."""
-        parts = {"features": self.features, "labels": self.labels, "weights": self.weights}
+        parts = {name: getattr(self, name) for name in TENSORS}
         # Autograd cannot save inference tensors. Operations on features in files return plain ones.
         copied: dict[str, Any] = {
             name: part.clone()
@@ -264,6 +339,22 @@ class LabeledSamples:
             features=self.points_of(rows),
             labels=None if self.labels is None else self.labels[rows],
             weights=None if self.weights is None else self.weights[rows],
+            targets=None if self.targets is None else self.targets[rows],
+        )
+
+    def keep_labels(self, keep: Sequence[int]) -> LabeledSamples:
+        """Keep these of the V labels, in the given order, and the rows that have one of them."""
+        if self.label_sets is None:
+            return self.keep_classes(keep)
+        assert self.labels is not None
+        rows, found = Encoded(self.labels.cpu().numpy(), self.class_names, self.label_sets).kept(
+            keep
+        )
+        assert found.labels is not None
+        kept = self if len(rows) == len(self) else self.take(torch.from_numpy(rows))
+        labels = torch.from_numpy(found.labels)
+        return replace(
+            kept, labels=labels, class_names=found.class_names, label_sets=found.label_sets
         )
 
     @takes()
@@ -274,7 +365,7 @@ class LabeledSamples:
         they stay in files or in shared memory.
         """
         if self.labels is None:
-            raise InputError(f"{self.name} has no labels; {HOW_TO_LABEL}")
+            raise without_classes(self)
         for c in keep:
             if c >= len(self.class_names):
                 raise InputError(
@@ -292,6 +383,7 @@ class LabeledSamples:
             labels=labels[rows],
             class_names=tuple(self.class_names[c] for c in keep),
             weights=None if self.weights is None else self.weights[rows],
+            label_sets=None if self.label_sets is None else self.label_sets.take(list(keep)),
         )
 
 
@@ -324,6 +416,9 @@ def unchecked(
     return found
 
 
+# The parts of samples that are tensors, a row each.
+TENSORS = ("features", "labels", "weights", "targets")
+
 # Sums over a dataset of squares up to this stay finite in float64.
 LARGEST_SQUARE = 1e300
 
@@ -336,6 +431,17 @@ HOW_TO_LABEL = (
     "source.pseudo_labels=kmeans or target.pseudo_labels=kmeans), or compare features alone with "
     "labels=none"
 )
+
+
+def without_classes(samples: LabeledSamples) -> InputError:
+    """Return the error for samples whose classes are asked for, and that have none."""
+    if samples.targets is not None:
+        return InputError(
+            f"{samples.name} has numbers and no classes; labels=continuous compares them, or cut "
+            "them into classes first"
+        )
+    return InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
+
 
 HOW_TO_SCALE = (
     "scale them, such as with extractor.standardize=true (in Python otdd.extractors.standardize)"
@@ -478,6 +584,15 @@ def _not_finite(features: Tensor) -> InputError:
     )
 
 
+def _dimension(labels: Any) -> int:
+    try:
+        return np.ndim(labels)
+    except ValueError:
+        raise InputError(
+            "labels are lists of several lengths; LabeledSamples.from_arrays reads lists of labels"
+        ) from None
+
+
 def _as_class_indices(values: Any, n: int, class_names: tuple[str, ...]) -> Tensor:
     labels = real_tensor("labels", values)
     if labels.shape != (n,):
@@ -514,10 +629,22 @@ def _whole(labels: Tensor) -> Tensor:
         first = float(labels[fractions][0])
         raise InputError(
             f"labels must be class indices, got {first:g} "
-            f"{rows_shown(fractions.cpu().numpy())}; cut a continuous target into classes first"
+            f"{rows_shown(fractions.cpu().numpy())}; give numbers as targets=, or cut them into "
+            "classes first"
         )
     # The caller reports numbers beyond the range of integers as out of range.
     return labels.double().clamp(-(2.0**62), 2.0**62)
+
+
+def _as_targets(values: Any, n: int) -> Tensor:
+    """Return numbers (n, q), float64."""
+    targets = in_double("targets", real_tensor("targets", values))
+    if targets.ndim not in (1, 2) or len(targets) != n or targets.numel() == 0:
+        raise InputError(f"targets must be ({n},) or ({n}, q), got {tuple(targets.shape)}")
+    targets = targets.reshape(n, -1)
+    if (bad := ~targets.isfinite().all(1)).any():
+        raise InputError(f"targets must be finite numbers, {rows_shown(bad.cpu().numpy())} are not")
+    return targets
 
 
 def check_masses(weights: NDArray[np.float64]) -> None:
@@ -568,10 +695,9 @@ def _may_be_shard() -> bool:
 
 def same_content(one: LabeledSamples, other: LabeledSamples) -> bool:
     """Return whether features, labels, class names and weights agree row by row, in any type."""
-    parts = ("features", "labels", "weights")
     return one is other or (
         one.class_names == other.class_names
-        and all(_equal(getattr(one, part), getattr(other, part)) for part in parts)
+        and all(_equal(getattr(one, part), getattr(other, part)) for part in (*TENSORS, "members"))
     )
 
 

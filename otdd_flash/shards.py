@@ -109,6 +109,11 @@ def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
                 f"{name}: the weights of a shard add up to {shard.mass:.0e} or beyond; bring those "
                 "of all shards to another unit"
             )
+        if shard.label_sets is not None:
+            raise InputError(
+                f"{name}: shards of rows with several labels are not put together; give each "
+                "process all rows, and lead the work from rank 0 with otdd.led"
+            )
 
     ranks.together(check)
     # A shard without names of features, as of an array, takes those of the others.
@@ -119,6 +124,7 @@ def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
         ("names of features", _short(feature_names)),
         ("whether there are labels", shard.labels is not None),
         ("whether there are weights", shard.weights is not None),
+        ("whether there are numbers", shard.targets is not None),
         ("class names", _short(shard.class_names)),
     ):
         advice = "a shard may lack rows of a class, but names all classes and columns in one order"
@@ -140,6 +146,7 @@ def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
         features=features,
         labels=labels,
         weights=weights,
+        targets=None if shard.targets is None else ranks.concatenated(shard.targets),
         subset_hash=None,
         mass=1.0,
         feature_names=feature_names,

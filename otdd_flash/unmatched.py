@@ -4,8 +4,8 @@
 
 Transport with a penalty always leaves some mass, where points are sparse most of all, and leaves it
 between a dataset and itself, too. So every class has beside it the same share of its own self term:
-only what exceeds that says that the other dataset has no counterpart. Where r_l exceeds a_l the
-penalty has created mass, the surplus.
+what exceeds that has no counterpart in the other dataset, or too few of them. In the second case
+the class has less mass there, or a surplus: where r_l exceeds a_l the penalty has created mass.
 
 The marginals are those that the potentials owe, r = a e^(-f / rho): sums of the plan are as near as
 the marginal error, relative to the mass that moves, and no pass is needed.
@@ -24,8 +24,11 @@ from otdd_flash.cost.points import class_indices, mass_per_class
 from otdd_flash.formulas.marginals import Constraints, Marginal
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.shown import LONGEST_NAME, shorten
+from otdd_flash.shown import shorten
 from otdd_flash.solver.divergence import Divergence
+
+# What tables say of the share beside that of the self term.
+MEANING = "above its self term: no counterpart, or too few of them"
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -39,7 +42,8 @@ class UnmatchedClass(NamedTuple):
         name: of the class; "" of unlabelled data.
         mass: a_l.
         moved: r_l.
-        unmatched: 1 - r_l / a_l, 0 where r_l is more.
+        unmatched: 1 - r_l / a_l, 0 where r_l is more. Far above `own` the other dataset lacks the
+            class, or has less mass of it: its own proportion of that class is smaller.
         own: that share in the self term of its dataset; None without self terms.
         surplus: r_l - a_l, 0 where it is less.
     """
@@ -61,9 +65,9 @@ class Unmatched:
         moved: the mass that the plan moves in all, of 1 on either side.
         classes: source classes, then target classes, each in its dataset's order; those without
             mass are left out.
-        source_rows: (n,) float64 on the CPU, 1 - r_i / a_i of each source row, below 0 where mass
-            was created; NaN without mass.
-        target_rows: (m,) likewise.
+        source_rows: (n,) float64 on the CPU, 1 - r_i / a_i of each row of `result.source`, which
+            lacks classes that were left out; below 0 where mass was created, NaN without mass.
+        target_rows: (m,) likewise, of `result.target`.
     """
 
     moved: float
@@ -84,6 +88,8 @@ class Unmatched:
             cells = [side.ljust(widths[0]), name.ljust(widths[1])]
             cells += [text.rjust(width) for text, width in zip(numbers, widths[2:], strict=True)]
             lines.append("  ".join(cells).rstrip())
+        if any(each.own is not None for each in self.classes):
+            lines.append(MEANING)
         return "\n".join(lines)
 
 
@@ -92,6 +98,9 @@ def by_excess(classes: tuple[UnmatchedClass, ...]) -> list[UnmatchedClass]:
     sides = {"source": 0, "target": 1}
     return sorted(classes, key=lambda each: (sides[each.side], (each.own or 0.0) - each.unmatched))
 
+
+# As in the other tables of classes.
+LONGEST_NAME = 24
 
 HEADS = "side", "class", "mass", "unmatched", "in its self term", "surplus"
 
@@ -134,9 +143,12 @@ def _owed(samples: LabeledSamples, marginal: Marginal, potential: Tensor) -> tup
 def _of_classes(
     samples: LabeledSamples, side: str, masses: Tensor, moved: Tensor, own: Tensor | None
 ) -> list[UnmatchedClass]:
-    labels, names = class_indices(samples).cpu(), samples.class_names or ("",)
-    parts = [masses, moved, *([] if own is None else [own])]
-    sums = torch.stack([mass_per_class(part, labels, len(names)) for part in parts], 1)
+    labels, names = class_indices(samples).cpu(), samples.label_names or ("",)
+    parts, count = [masses, moved, *([] if own is None else [own])], samples.class_total
+    sums = torch.stack([mass_per_class(part, labels, count) for part in parts], 1)
+    if samples.label_sets is not None:
+        # Each label has its part of a row's mass.
+        sums = samples.label_sets.shares.T @ sums
     found = []
     for name, (mass, taken, *in_self) in zip(names, sums.tolist(), strict=True):
         if mass > 0:

@@ -216,6 +216,49 @@ def unbalanced_transport(
     return float(unbalanced_dual(cost, a, b, f, g, epsilon, rho)), f, g
 
 
+def potentials_of(
+    cost: Tensor, a: Tensor, b: Tensor, epsilon: float, rho: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Relaxed potentials f (n,) and g (m,) for autograd, once, by the implicit function theorem.
+
+    Newton's method in logarithms, f / rho_x + log sum_j b_j e_ij = 0, whose last step has the
+    derivatives by cost and masses. A potential without mass is the update of the others.
+    """
+    held, there = (cost.detach(), a.detach(), b.detach()), (a > 0, b > 0)
+    part = held[0][there[0]][:, there[1]]
+    _, inner_f, inner_g = unbalanced_transport(
+        part, held[1][there[0]], held[2][there[1]], epsilon, rho
+    )
+    f, g = torch.zeros_like(held[1]), torch.zeros_like(held[2])
+    f[there[0]], g[there[1]] = inner_f, inner_g
+    shares = [1.0 if p == math.inf else p / (p + epsilon) for p in rho]
+    f = torch.where(there[0], f, -shares[0] * epsilon * _log_sum(held[2], (g - held[0]) / epsilon))
+    g = torch.where(
+        there[1], g, -shares[1] * epsilon * _log_sum(held[1], (f - held[0].T) / epsilon)
+    )
+    n = len(a)
+    for step in range(4):
+        c, of_a, of_b = (cost, a, b) if step == 3 else held
+        exponents = (f[:, None] + g - c) / epsilon
+        by_row = f / rho[0] + _log_sum(of_b, exponents)
+        by_column = g / rho[1] + _log_sum(of_a, exponents.T)
+        at = exponents.detach()
+        jacobian = torch.zeros(n + len(b), n + len(b), dtype=torch.float64)
+        jacobian[:n, :n].fill_diagonal_(1 / epsilon + 1 / rho[0])
+        jacobian[n:, n:].fill_diagonal_(1 / epsilon + 1 / rho[1])
+        jacobian[:n, n:] = (at - _log_sum(held[2], at)[:, None]).exp() * held[2] / epsilon
+        jacobian[n:, :n] = (at.T - _log_sum(held[1], at.T)[:, None]).exp() * held[1] / epsilon
+        moved = torch.linalg.solve(jacobian, torch.cat((by_row, by_column)))
+        f, g = f - moved[:n], g - moved[n:]
+    return f, g
+
+
+def _log_sum(masses: Tensor, exponents: Tensor) -> Tensor:
+    """Return log sum_j m_j e^(x_ij), differentiable by masses of 0 as well."""
+    top = exponents.detach().amax(1, keepdim=True)
+    return top[:, 0] + ((exponents - top).exp() @ masses).log()
+
+
 def sinkhorn_divergence(
     costs: tuple[Tensor, Tensor, Tensor], a: Tensor, b: Tensor, epsilon: float
 ) -> float:
@@ -249,31 +292,40 @@ def hessian_product(
     along: tuple[Tensor, Tensor],
     epsilon: float,
     lambda_x: float = 0.5,
+    rho: tuple[float, float] = (math.inf, math.inf),
 ) -> tuple[Tensor, Tensor]:
     """How the gradients of OT_epsilon by x and y change along A (n, d), B (m, d), sums of P fixed.
 
-    Dense: both potentials answer by the pseudo-inverse of the whole system.
+    Dense: both potentials answer by the pseudo-inverse of the whole system. Sums of a relaxed side
+    give way.
     """
     (x, y), (a, b), n = points, along, len(coupling)
     r, c = coupling.sum(1), coupling.sum(0)
+    softness = torch.cat((r * (epsilon / rho[0]), c * (epsilon / rho[1])))
     change = 2 * lambda_x * ((x[:, None] - y[None]) * (a[:, None] - b[None])).sum(2)
     weighted = coupling * change
     matrix = torch.cat((torch.cat((r.diag(), coupling), 1), torch.cat((coupling.T, c.diag()), 1)))
-    w = torch.linalg.pinv(matrix, rtol=1e-13, hermitian=True) @ torch.cat(
+    w = torch.linalg.pinv(matrix + softness.diag(), rtol=1e-13, hermitian=True) @ torch.cat(
         (weighted.sum(1), weighted.sum(0))
     )
     moved = (coupling * (w[:n, None] + w[None, n:]) - weighted) / epsilon
-    by_x = 2 * lambda_x * (r[:, None] * a - coupling @ b - moved @ y)
-    return by_x, 2 * lambda_x * (c[:, None] * b - coupling.T @ a - moved.T @ x)
+    lost = (softness * w / epsilon)[:, None]
+    by_x = 2 * lambda_x * (r[:, None] * a - coupling @ b - moved @ y - lost[:n] * x)
+    by_y = 2 * lambda_x * (c[:, None] * b - coupling.T @ a - moved.T @ x - lost[n:] * y)
+    return by_x, by_y
 
 
 def own_hessian_product(
-    coupling: Tensor, x: Tensor, along: Tensor, epsilon: float, lambda_x: float = 0.5
+    coupling: Tensor,
+    x: Tensor,
+    along: Tensor,
+    epsilon: float,
+    lambda_x: float = 0.5,
+    rho: tuple[float, float] = (math.inf, math.inf),
 ) -> Tensor:
     """Likewise of the self term, both of whose arguments are x."""
-    return sum(
-        hessian_product(coupling, (x, x), (along, along), epsilon, lambda_x), torch.zeros(())
-    )
+    by_both = hessian_product(coupling, (x, x), (along, along), epsilon, lambda_x, rho)
+    return by_both[0] + by_both[1]
 
 
 def adjoint(

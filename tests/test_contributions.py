@@ -37,6 +37,7 @@ UNEVEN = some(0, weights=True)
     ("source", "labels", "options"),
     [
         (UNEVEN, "gaussian", {}),
+        (UNEVEN, "gaussian", {"unbalanced": 2.0}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -44,6 +45,8 @@ UNEVEN = some(0, weights=True)
                 (SOURCE, "means", {"debias": False}),
                 (SOURCE, "gaussian", {"ground": "cosine", "epsilon": 0.2}),
                 (SOURCE, "none", {"ground": "inner", "debias": False}),
+                (UNEVEN, "none", {"unbalanced": [0.5, None], "debias": False}),
+                (UNEVEN, "means", {"unbalanced": [None, 20.0], "debias": False}),
             )
         ),
     ],

@@ -23,8 +23,8 @@ NAN = float("nan")
 WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 0.0, 5.0, 6.0])
 
 
-def samples(features=FEATURES, labels=LABELS, names=NAMES, weights=None):
-    return LabeledSamples(features, labels, names, weights)
+def samples(features=FEATURES, labels=LABELS, names=NAMES, weights=None, targets=None):
+    return LabeledSamples(features, labels, names, weights, targets=targets)
 
 
 def with_value(row, column, value):
@@ -44,7 +44,11 @@ def with_value(row, column, value):
         ({"labels": LABELS + 0.5}, "must be class indices, got 0.5 at rows 0, 1, 2"),
         ({"labels": LABELS[:5]}, r"must have shape \(6,\) as features, got \(5,\)"),
         ({"labels": LABELS - 1}, r"must lie in \[0, 3\).* got -1 to 1"),
-        ({"labels": torch.eye(6)}, r"must have shape \(6,\) as .*labels\.argmax\(axis=1\)"),
+        ({"labels": torch.eye(6)}, "an indicator of 6 labels, and class_names has 3; give one"),
+        ({"labels": torch.eye(6, 3)}, "3 rows have no label, at rows 3, 4, 5"),
+        ({"labels": torch.eye(6) * 2}, "of several labels .* give an indicator"),
+        ({"targets": LABELS[:5]}, r"must be \(6,\) or \(6, q\), got \(5,\)"),
+        ({"targets": torch.tensor([0, NAN, 1, 2, 3, 0])}, "finite numbers, at row 1 are not"),
         ({"labels": LABELS[:, None]}, r"must have shape \(6,\) as .*labels\.ravel\(\)"),
         (
             {"labels": LABELS.half() + 2048, "names": [*map(str, range(3000))]},
@@ -177,11 +181,8 @@ def test_labels_that_are_no_classes_or_may_have_been_rounded_are_refused(labels,
         (np.array([[0], [1], [1]]), r"take labels\.ravel\(\)$"),
         ([[0], [1], [1]], r"take np\.ravel\(labels\)$"),
         (pd.DataFrame({"y": [0, 1, 1]}), r"take np\.ravel\(labels\)$"),
-        (np.eye(3), r"of one-hot labels take labels\.argmax\(axis=1\)$"),
-        (pd.DataFrame(np.eye(3)), r"of one-hot labels take np\.argmax\(labels, axis=1\)$"),
-        (np.array([[1, 0, 0], [1, 1, 0]]), "row 1 has 2 labels, and exactly one is supported"),
         (np.array([[0.2, 0.8], [0.7, 0.3]]), "probabilities of classes, .* likeliest is meant"),
-        (np.array([[3, 1], [2, 5]]), "several labels for one row are not supported"),
+        (np.array([[3, 1], [2, 5]]), "of several labels for one row give an indicator"),
         (np.array(3), "give an array of them"),
         (scipy.sparse.csr_array(np.eye(3)), r"give labels\.toarray\(\)$"),
         (pd.Series([[0], [1], [1]]), r"take np\.ravel\(labels\.tolist\(\)\)$"),

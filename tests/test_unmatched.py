@@ -108,6 +108,7 @@ def test_pairs_of_datasets_are_those_of_single_distances() -> None:
         one = otdd.dataset_distance(sides[i], sides[j], epsilon=0.1, unbalanced=0.5, labels="means")
         assert float(found.values[i, j]) == pytest.approx(one.value, rel=1e-9)
     assert found.details["unbalanced"] == [0.5, 0.5]
+    assert "unbalanced=[0.5, 0.5], " in repr(found)
 
 
 def test_parts_of_a_comparison_keep_the_penalties() -> None:
@@ -137,3 +138,47 @@ def test_a_flow_leaves_particles_without_a_counterpart_where_they_are(mode: str)
     assert relaxed.settings["unbalanced"] == [1.0, 1.0]
     with pytest.raises(otdd.InputError, match=r"conditional plans|moves more"):
         relaxed.map("entropic")
+
+
+def test_a_class_with_fewer_rows_on_the_other_side_is_not_said_to_have_no_counterpart() -> None:
+    """Label shift: a class leaves most of its mass where the other side has it, but less of it."""
+    draw = torch.Generator().manual_seed(0)
+    cats, dogs = torch.randn(50, 1, generator=draw), torch.randn(50, 1, generator=draw) + 30
+
+    def samples(first: int, second: int, *, weighted: bool = False) -> otdd.LabeledSamples:
+        labels = torch.tensor([0] * first + [1] * second)
+        weights = 1 / labels.bincount()[labels] if weighted else None
+        rows = torch.cat((cats[:first], dogs[:second]))
+        return otdd.LabeledSamples(rows, labels, ("cat", "dog"), weights=weights)
+
+    settings = {"unbalanced_relative": 0.3, "labels": "none"}
+    found = otdd.dataset_distance(samples(50, 5), samples(5, 50), **settings).unmatched()
+    by_name = {(each.side, each.name): each for each in found.classes}
+    assert by_name["source", "cat"].unmatched > 0.5
+    assert by_name["target", "cat"].surplus > 0.1
+    assert str(found).splitlines()[-1].endswith("no counterpart, or too few of them")
+    # As the page says, masses that are equal on both sides leave what rows do not match.
+    equal = samples(50, 5, weighted=True), samples(5, 50, weighted=True)
+    for each in otdd.dataset_distance(*equal, **settings).unmatched().classes:
+        assert each.own is not None
+        assert each.unmatched < each.own + 0.1
+
+
+def test_rows_are_those_of_the_result_without_dropped_classes() -> None:
+    rows = torch.tensor([[0.0], [0.1], [50.0], [0.2], [51.0], [0.3]])
+    labels = torch.tensor([1, 0, 2, 0, 2, 0])
+    source = otdd.LabeledSamples(rows, labels, ("near", "alone", "far"))
+    with pytest.warns(otdd.DataNotice):
+        result = otdd.dataset_distance(
+            source, clusters(0.0), unbalanced=1.0, epsilon=0.1, labels="means", min_class_size=2
+        )
+    shares = result.unmatched().source_rows
+    assert result.source.features[shares > 0.9].squeeze(1).tolist() == [50.0, 51.0]
+
+
+def test_long_names_are_cut_as_in_other_tables() -> None:
+    each = UnmatchedClass("source", "x" * 300 + "\x1b", 1.0, 0.5, 0.5, None, 0.0)
+    found = Unmatched(0.5, (each,), torch.zeros(1), torch.zeros(1))
+    lines = str(found).splitlines()
+    assert lines[0] == "0.5 of the mass moves"
+    assert lines[2].split()[1] == "x" * 23 + "…"

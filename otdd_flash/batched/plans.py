@@ -22,11 +22,14 @@ from otdd_flash.arguments import BatchedGradient, Count, MarginalError, Positive
 from otdd_flash.batched import checking
 from otdd_flash.batched.balance import differentiable_balance
 from otdd_flash.batched.chunks import parts
+from otdd_flash.batched.relaxed import RelaxedProblems, bounds_of_relaxed, relaxed_plans
 from otdd_flash.checks import optional, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
+from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.kernels.batched.problems import Balanced, Problems, computed_in, within
+from otdd_flash.solver.penalties import Unbalanced, resolve_constraints
 
 # How far from 1 masses may sum to, as those of a softmax in float32 do.
 SUM_SLACK = 1e-4
@@ -49,6 +52,7 @@ def sinkhorn_plans(
     max_iterations: Count = 1000,
     gradient: BatchedGradient = "implicit",
     sizes: Tensor | None = None,
+    unbalanced: Unbalanced | None = None,
     compute: Compute | None = None,
 ) -> SmallPlans:
     """P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon) of many matrices C, for autograd.
@@ -72,6 +76,9 @@ def sinkhorn_plans(
             a row or column without mass is beyond the type: leave it out. `none` keeps nothing.
         sizes: (B, 2) integers, rows and columns of each problem that there are. Those beyond have
             mass 0 and no influence; masses not given are uniform over the rest.
+        unbalanced: rho or [rho_x, rho_y], the price of mass that is not matched, in units of the
+            cost, as in `matrix_transport`. Iterations are operations of PyTorch in float64 then,
+            up to ten times slower, and gradients `implicit`.
         compute: where and how, or only the device; by default where the costs are.
 
     Returns:
@@ -86,6 +93,12 @@ def sinkhorn_plans(
         NotConvergedWarning: masses require an implicit gradient, which is undetermined, as
             potentials are (`SmallPlans.f`); told with the first result that is read.
     """
+    constraints = resolve_constraints(unbalanced, None, lambda: 1.0)
+    if not constraints.exact and gradient == "unrolled":
+        raise InputError(
+            "with unbalanced, gradients of plans are those of the solution, and there are none of "
+            'the iterations made; take gradient="implicit"'
+        )
     checking.check_matrices("costs", costs)
     if costs.ndim != 3:
         one = "pass costs[None] of one" if costs.ndim == 2 else "pass costs.flatten(0, -3)"
@@ -115,20 +128,34 @@ def sinkhorn_plans(
     if gradient == "none":
         matrices, eps = matrices.detach(), eps.detach()
         rows, columns = rows.detach(), columns.detach()
-    problems = Problems(
-        matrices, 1 / eps, rows, columns, sizes, max_iterations, tolerance, negated=True
-    )
-    found = differentiable_balance(
-        problems, potentials=True, gradient=gradient, in_triton=in_triton
-    )
+    if constraints.exact:
+        problems = Problems(
+            matrices, 1 / eps, rows, columns, sizes, max_iterations, tolerance, negated=True
+        )
+        found = differentiable_balance(
+            problems, potentials=True, gradient=gradient, in_triton=in_triton
+        )
+    else:
+        relaxed = RelaxedProblems(sizes, constraints, tolerance, max_iterations)
+        found = relaxed_plans(matrices, rows, columns, eps, relaxed)
     flaws = _flaws(matrices.detach(), rows.detach(), columns.detach(), sizes, eps.detach())
     home = costs.device, costs.dtype
-    given = masses[0].detach().double(), masses[1].detach().double(), eps.detach()
+    given = masses[0].detach().double(), masses[1].detach().double(), eps
     by_masses = rows.requires_grad or columns.requires_grad
     # Not so in `no_grad`.
     by_masses = by_masses and gradient == "implicit" and found.rows.requires_grad
     result = SmallPlans(
-        matrices, (rows, columns), sizes, tolerance, given, found, flaws, home, by_masses
+        matrices,
+        (rows, columns),
+        sizes,
+        tolerance,
+        given,
+        found,
+        flaws,
+        home,
+        # Penalties determine every offset.
+        by_masses and constraints.exact,
+        constraints,
     )
     if device.type == "cpu":
         result.check()
@@ -216,7 +243,8 @@ class SmallPlans:
     _masses: tuple[Tensor, Tensor] = field(repr=False)
     _sizes: Tensor | None = field(repr=False)
     _tolerance: float = field(repr=False)
-    # Masses before they were rounded to the type that is computed in, and epsilon, all float64.
+    # Masses before they were rounded to the type that is computed in, detached, and epsilon, all
+    # float64.
     _given: tuple[Tensor, Tensor, Tensor] = field(repr=False)
     _found: Balanced = field(repr=False)
     # What is wrong with the input, of `FLAWS`.
@@ -225,6 +253,7 @@ class SmallPlans:
     _home: tuple[torch.device, torch.dtype] = field(repr=False)
     # Whether gradients by masses, which are potentials, may be asked for.
     _by_masses: bool = field(repr=False)
+    _constraints: Constraints = field(repr=False)
 
     def check(self) -> None:
         """Raise the `InputError` of problems that have no solution, waiting for the device."""
@@ -253,13 +282,13 @@ class SmallPlans:
 
     @property
     def g(self) -> Tensor:
-        """Potentials (B, m) of columns, as `f`, with <b, g> = 0."""
+        """Potentials (B, m) of columns, as `f`, with <b, g> = 0 where both marginals are exact."""
         _ = self._reported
         return self._at_home(self._shifted[1])
 
     @property
     def value(self) -> Tensor:
-        """OT_epsilon (B,), in units of the cost: the dual value <a, f> + <b, g>."""
+        """OT_epsilon (B,), in units of the cost: <a, f> + <b, g> of exact marginals."""
         return self._at_home(self._value.to(self._found.rows.dtype))
 
     @cached_property
@@ -275,17 +304,21 @@ class SmallPlans:
         count, n, m = matrices.shape
         found = torch.empty((count, 2), dtype=torch.float64, device=matrices.device)
         a, b, epsilon = (
-            given.expand(count, *shape)
+            given.detach().expand(count, *shape)
             for given, shape in zip(self._given, ((n,), (m,), ()), strict=True)
         )
         for part in parts(matrices):
             costs = matrices[part].detach().double()
             # Pairs without mass have no price, whatever stands there.
             costs = torch.where((a[part, :, None] > 0) & (b[part, None] > 0), costs, 0)
-            found[part] = bounds_of(
-                costs, a[part], b[part], solved.rows[part].detach().double(),
-                solved.columns[part].detach().double(), epsilon[part],
-            )  # fmt: skip
+            f, g = (each[part].detach().double() for each in (solved.rows, solved.columns))
+            if self._constraints.exact:
+                found[part] = bounds_of(costs, a[part], b[part], f, g, epsilon[part])
+            else:
+                masses = a[part], b[part]
+                found[part] = bounds_of_relaxed(
+                    costs, masses, (f, g), epsilon[part], self._constraints
+                )
         value = self.value.detach().double().to(found.device)
         found[:, 0] = torch.minimum(found[:, 0], value)
         found[:, 1] = torch.maximum(found[:, 1], value)
@@ -297,8 +330,9 @@ class SmallPlans:
     def marginal_error(self) -> Tensor:
         """The larger of ||P 1 - a||_1 and ||P^T 1 - b||_1 (B,), exact but for rounding.
 
-        It is that of rows: columns have their masses after the last update. Plans that are given
-        back in float16 or bfloat16 are rounded after it was measured.
+        It is that of rows: columns have their masses after the last update. Of relaxed marginals it
+        is the larger distance between sums and what potentials owe, over the mass that moves. Plans
+        that are given back in float16 or bfloat16 are rounded after it was measured.
         """
         return self._at_home(self._checked.errors)
 
@@ -326,7 +360,8 @@ class SmallPlans:
     def _reported(self) -> None:
         """Report undetermined potentials, once for both sides."""
         _ = self._checked
-        self._report("potentials")
+        if self._constraints.exact:
+            self._report("potentials")
 
     @computes
     def _report(self, what: str) -> None:
@@ -337,20 +372,26 @@ class SmallPlans:
         found, (a, b) = self._found, self._masses
         tensors = (self._costs, found.matrices, a, b, found.rows, found.columns)
         costs, plans, a, b, rows, columns = (each.detach() for each in tensors)
-        report_open(what, costs, plans, (a, b), (rows, columns), self._given[2], self._sizes)
+        epsilon = self._given[2].detach()
+        report_open(what, costs, plans, (a, b), (rows, columns), epsilon, self._sizes)
 
     @cached_property
     def _value(self) -> Tensor:
-        found, (a, b) = self._checked, self._masses
-        # Columns have their masses, so the plan has the mass 1.
-        return (a * found.rows.double()).sum(1) + (b * found.columns.double()).sum(1)
+        found, (a, b), sides = self._checked, self._masses, self._constraints
+        f, g = found.rows.double(), found.columns.double()
+        value = (a * sides.rows.dual(f)).sum(1) + (b * sides.columns.dual(g)).sum(1)
+        if sides.exact:
+            # Columns have their masses, so the plan has the mass 1.
+            return value
+        return value + self._given[2] * (1 - found.matrices.double().sum((1, 2)))
 
     @cached_property
     def _shifted(self) -> tuple[Tensor, Tensor]:
         found = self._checked
-        dtype = found.rows.dtype
-        mean = (self._masses[1] * found.columns.double()).sum(1, keepdim=True)
-        f, g = (found.rows + mean).to(dtype), (found.columns - mean).to(dtype)
+        dtype, f, g = found.rows.dtype, found.rows, found.columns
+        if self._constraints.exact:
+            mean = (self._masses[1] * found.columns.double()).sum(1, keepdim=True)
+            f, g = (found.rows + mean).to(dtype), (found.columns - mean).to(dtype)
         if self._sizes is None:
             return f, g
         rows, columns = (within(self._sizes, side, of.shape[1]) for side, of in enumerate((f, g)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,17 @@ from otdd_flash.commands.settings import DatasetPairSettings, SamplingSettings, 
 from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.contributions import Contributions
 from otdd_flash.errors import ConvergenceError, InputError
-from otdd_flash.labels import ClassDistances, Given, LabelMetric, NoLabels, Sinkhorn
+from otdd_flash.labels import (
+    ClassDistances,
+    Continuous,
+    Given,
+    LabelMetric,
+    NoLabels,
+    settled_metric,
+)
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.distance import (
+    WITHOUT_CLASSES,
     nearest_table,
     summary_table,
     unmatched_table,
@@ -69,14 +77,6 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
                 "contributions=true at epsilon=0 is of a plan that is proven optimal; add "
                 "solver=exact solver.bound_width=0"
             )
-        if self.unbalanced is None and self.unbalanced_relative is None:
-            return
-        for key in ("subsample", "contributions"):
-            if getattr(self, key):
-                raise InputError(
-                    f"{key} is for exact marginals: leave out {key} or unbalanced, whose "
-                    "unmatched.csv says what is left of every class"
-                )
 
 
 def compare(config: DictConfig, directory: Path) -> None:
@@ -131,7 +131,7 @@ def compare(config: DictConfig, directory: Path) -> None:
 
     def tables(summary: dict[str, Any]) -> Iterator[RenderableType]:
         yield summary_table(summary)
-        if result.method != "none":
+        if result.method not in WITHOUT_CLASSES:
             yield nearest_table(result.class_distances.nearest())
         if not result.constraints.exact:
             yield unmatched_table(result.unmatched())
@@ -210,13 +210,12 @@ def _contributions_through_classes(
     """Return what result.json holds of contributions, if they were asked for."""
     if contributions is None:
         return {}
+    named = () if result.source.label_sets is not None else result.source.class_names
     slopes = {
         # An unbounded end is null, because JSON has no infinity. Without labels there is one slope
         # and no name.
         name: None if math.isnan(ends[0]) else [end if math.isfinite(end) else None for end in ends]
-        for name, ends in zip(
-            result.source.class_names, contributions.slopes.T.tolist(), strict=False
-        )
+        for name, ends in zip(named, contributions.slopes.T.tolist(), strict=False)
     }
     return {
         "contributions_through_classes": contributions.through_classes,
@@ -258,9 +257,12 @@ def measure_sampling(
     rows = (result.source, result.target)
     # With `labels=none` there are no class distances to keep.
     full = settings.labels.full and not isinstance(metric, NoLabels)
+    if result.cost.target_scale is not None:
+        # Numbers of subsamples have the scale of the whole.
+        metric = Continuous(result.cost.target_scale)
     if result.labels_epsilon is not None:
         # Class distances of subsamples use the whole datasets' epsilon.
-        metric = Sinkhorn(result.labels_epsilon, solver.asked_tolerance)
+        metric = settled_metric(metric, result.labels_epsilon, ())
     # The distance of two halves is nearly 0, so no relative width can be reached.
     if isinstance(solver, Converged):
         solver = replace(solver, bound_width=None)
@@ -269,7 +271,7 @@ def measure_sampling(
     fixed_classes = full or isinstance(metric, Given)
     arguments: dict[str, Any] = {
         "epsilon": result.epsilon,
-        **asdict(result.cost),
+        **{key: getattr(result.cost, key) for key in ("lambda_x", "lambda_y", "ground")},
         "labels": metric,
         "class_distances": result.class_distances if fixed_classes else None,
         "debias": settings.debias,

@@ -32,7 +32,8 @@ from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import DataNotice, InputError, choose
 from otdd_flash.integrations.tracking import check_tracker
-from otdd_flash.labels import METRICS, LabelMetric, fields_of, metric_named
+from otdd_flash.labels import METRICS, LabelMetric, Tree, fields_of, metric_named
+from otdd_flash.labels.metrics import POOLED
 from otdd_flash.report.figures.heat_maps import ORDERS
 from otdd_flash.report.figures.page import CONTENTS
 from otdd_flash.shown import display, hidden
@@ -101,6 +102,9 @@ class LabelSettings:
     diagonal: bool
     epsilon: float | None
     path: str | None
+    scale: Any = POOLED
+    power: float = 1.0
+    add: str | None = None
     # Further keys, of a metric from another package.
     parameters: dict[str, Any] = field(default_factory=dict)
 
@@ -117,9 +121,13 @@ class LabelSettings:
         """
         # Keys of conf/labels that only some metrics have, with their defaults there. `full`, of all
         # methods, is for the commands: it says which rows are measured.
-        usual = {"unbiased": True, "diagonal": False, "epsilon": epsilon, "path": None}
-        # `labels.path` is the parameter `table` of `Given`.
-        own = {"path" if name == "table" else name for name in fields_of(self.method)}
+        usual: dict[str, Any] = {"unbiased": True, "diagonal": False, "epsilon": epsilon}
+        usual |= {"path": None, "scale": POOLED, "power": 1.0, "add": None}
+        # `labels.path` is the parameter `table` of `Given` and `parents` of `Tree`.
+        files = ("table", "parents")
+        own = {"path" if name in files else name for name in fields_of(self.method)}
+        if self.add is not None and self.method == Tree.name:
+            own |= set(fields_of(self.add))
         if unknown := [key for key in self.parameters if key not in own]:
             raise InputError(
                 f"labels={self.method} has no labels.{unknown[0]}; it has: "
@@ -135,10 +143,13 @@ class LabelSettings:
                     stacklevel=2,
                 )
         parameters = {**asdict(self), "tolerance": tolerance, "table": self.path}
+        parameters["parents"] = self.path
         if self.epsilon == epsilon == 0:
             # Exact transport between the datasets, which leaves that between classes to choose.
             parameters["epsilon"] = None
         parameters |= self.parameters
+        if self.add is not None:
+            parameters["add"] = metric_named(self.add, parameters)
         return metric_named(self.method, parameters)
 
 

@@ -30,11 +30,13 @@ from otdd_flash.commands.settings import EmbeddingSettings, RuntimeSettings
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.pseudo_labels import label_parts
 from otdd_flash.data.registry import load
+from otdd_flash.data.subset import subset
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import DataNotice, InputError, prefixed
 from otdd_flash.extractors import build_extractor, embed, reduce_pca, standardize
 from otdd_flash.extractors.network import Extractor
 from otdd_flash.extractors.plain import PixelValues
+from otdd_flash.labels import Continuous
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import hidden
 
@@ -92,10 +94,13 @@ def prepare_sides(
         "download": settings.download,
     }
     nodes = {role: {**shared, **getattr(settings, role)} for role in roles}
+    numbers = settings.labels.method == Continuous.name
     extractor, standardised = build(settings.extractor, phases)
     logger.info("networks run on %s", resolve_device(settings.device))
-    chosen = {side: _load(side, node, phases) for side, node in nodes.items()}
-    loaded = {side: _whole(side, node, phases) for side, node in nodes.items()} if whole else chosen
+    chosen = {side: _load(side, node, phases, numbers) for side, node in nodes.items()}
+    loaded = chosen
+    if whole:
+        loaded = {side: _whole(side, node, phases, numbers) for side, node in nodes.items()}
     source, target = (
         embed_side(side, dataset, extractor, settings.extractor, settings, phases)
         for side, dataset in loaded.items()
@@ -140,21 +145,25 @@ def named(node: dict[str, Any], group: str) -> str:
     return str(node["name"])
 
 
-def _load(side: str, node: dict[str, Any], phases: Phases) -> LabeledDataset:
+def _load(side: str, node: dict[str, Any], phases: Phases, numbers: bool) -> LabeledDataset:
     with phases.phase("load", f"loading {side}: {named(node, side)}"), blamed(side):
-        dataset = load(**without_clustering(node))
+        keys = without_clustering(node)
+        # Rows are drawn whatever their numbers, of which whole ones are read as classes.
+        dataset = load(**(keys | {"max_samples": None} if numbers else keys))
+        if numbers:
+            dataset = subset(dataset.numbered(), None, keys["max_samples"], keys["seed"])
         # A dataset may be named after its file, whose path may come from the environment.
         dataset = replace(dataset, name=hidden(dataset.name))
-    classes = "no labels" if dataset.labels is None else f"{len(dataset.class_names)} classes"
-    logger.info("%s: %s, %d rows, %s", side, dataset.name, len(dataset), classes)
+    kind = dataset.kind_of_labels
+    logger.info("%s: %s, %d rows, %s", side, dataset.name, len(dataset), kind)
     return dataset
 
 
-def _whole(side: str, node: dict[str, Any], phases: Phases) -> LabeledDataset:
+def _whole(side: str, node: dict[str, Any], phases: Phases, numbers: bool) -> LabeledDataset:
     """Return all rows of a side, without repeating the notices about them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DataNotice)
-        return _load(side, {**node, "max_samples": None}, phases)
+        return _load(side, {**node, "max_samples": None}, phases, numbers)
 
 
 def embed_side(

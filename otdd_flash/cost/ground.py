@@ -20,8 +20,8 @@ divergence.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,17 @@ class Offset(NamedTuple):
 NO_OFFSET = Offset(0.0, 0.0)
 
 
+def _scales(given: Any) -> tuple[float, ...]:
+    """Return positive numbers, or raise an InputError."""
+    try:
+        found = () if isinstance(given, str) else tuple(map(float, given))
+    except (TypeError, ValueError):
+        found = ()
+    if not found or not all(0 < each < math.inf for each in found):
+        raise InputError(f"target_scale must be a positive number for each column, got {given!r}")
+    return found
+
+
 @dataclass(frozen=True)
 class GroundCost:
     """C_ij = lambda_x c(x_i, y_j) + lambda_y W[l_i, l_j].
@@ -55,6 +66,8 @@ class GroundCost:
         ground: c: `sqeuclidean`, ||x - y||^2; `cosine`, 1 - <x, y> / (||x|| ||y||), with class
             distances measured between points of length 1; `inner`, -<x, y>, which defines no class
             distances.
+        target_scale: what each of q numbers of a row is divided by, of `labels="continuous"`; their
+            squared distance then stands in place of W. None: rows have classes.
 
     Raises:
         InputError: a weight is negative, both are 0, or the ground cost is unknown.
@@ -63,9 +76,12 @@ class GroundCost:
     lambda_x: NotNegative = 0.5
     lambda_y: NotNegative = 0.5
     ground: Ground = "sqeuclidean"
+    target_scale: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.target_scale is not None:
+            object.__setattr__(self, "target_scale", _scales(self.target_scale))
         if self.lambda_x == self.lambda_y == 0:
             raise InputError("lambda_x and lambda_y are both 0, so every cost is 0; raise one")
 
@@ -75,6 +91,12 @@ class GroundCost:
         if self.ground == "sqeuclidean":
             return self
         return GroundCost(SHARES[self.ground] * self.lambda_x, self.lambda_y)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON, without a scale if there is none."""
+        found = asdict(self)
+        scale = found.pop("target_scale")
+        return found if scale is None else {**found, "target_scale": list(scale)}
 
     def transform(self, samples: LabeledSamples) -> LabeledSamples:
         """Transform the samples: for `cosine` rows are divided by their lengths, in float64.

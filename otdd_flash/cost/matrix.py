@@ -225,8 +225,9 @@ def matrix_facts(
         if bool((masses & ~has).any()):
             raise InputError(
                 f"{name} forbids all pairs of {side} {int((masses & ~has).nonzero()[0])}, which "
-                "has mass, with points that have; allow one, give it the mass 0, or, with "
-                "unbalanced, give its pairs a finite cost far above the penalty and epsilon"
+                "has mass, with points that have; allow one, give it the mass 0, or, where "
+                "unbalanced relaxes its marginal, give its pairs a finite cost far above the "
+                "penalty and epsilon, both in units of the cost, as the mean would count that cost"
             )
     found = partners if forbidden else None
     magnitudes = largest, torch.zeros_like(b)

@@ -29,6 +29,7 @@ from otdd_flash.checks import shown
 from otdd_flash.data.dataset import LabeledDataset, as_inputs
 from otdd_flash.data.request import Request, chosen, reading
 from otdd_flash.errors import DataNotice, InputError, warn
+from otdd_flash.label_sets import Encoded, split_text
 from otdd_flash.raw_labels import columns_of
 from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, inexact, side_by_side
 from otdd_flash.shown import listing
@@ -55,7 +56,8 @@ def read_arrays(
     path: str | Path | None = None,
     labels_path: str | Path | None = None,
     features: str | Sequence[str] | None = None,
-    label: Word | None = None,
+    label: str | Sequence[str] | None = None,
+    label_separator: Word | None = None,
     drop_unlabelled: bool = False,
 ) -> LabeledDataset:
     """Read vectors (n, d) or images (n, h, w[, c]), with labels and weights if there are any.
@@ -68,7 +70,10 @@ def read_arrays(
             (default: all columns but label and weights).
         label: the npz key (default `y`) or column of the labels; a table's label column is found by
             its name or as its only text column. An npz key `class_names` gives the names of
-            integer labels, if these are under `y`.
+            integer labels, if these are under `y`. Without `y`, floats under `targets` are numbers.
+            Several columns of a table are an indicator of labels, of 0 and 1, or numbers; a row
+            with an empty cell among them has no label.
+        label_separator: what stands between several labels in one text column, such as "|".
         drop_unlabelled: leave out the rows whose label is missing, instead of refusing them.
 
     Raises:
@@ -82,6 +87,14 @@ def read_arrays(
     request.one_part()
     file = request.locate("path", path)
     skip_label = labels_path is not None
+    named = [label] if isinstance(label, str) else list(label or ())
+    label, is_table = next(iter(named), None), file.suffix.lower() in (".csv", ".parquet")
+    one_column = is_table and len(named) == 1
+    if (len(named) > 1 and not is_table) or (label_separator and not one_column):
+        raise InputError(
+            "several columns of labels, and label_separator for one column of text, are of a csv "
+            f"or parquet file, and with label=COLUMN; got {file.name}"
+        )
     if skip_label and label is not None:
         raise InputError(f"give label={label} or labels_path={labels_path}, and not both")
     found: dict[str, Any]
@@ -98,7 +111,10 @@ def read_arrays(
             found = {"inputs": read_npy(file)}
         case ".csv" | ".parquet":
             columns = [features] if isinstance(features, str) else features
-            found = _read_table(file, columns, label, request.weights, skip_label=skip_label)
+            several = named if len(named) > 1 else label
+            found = _read_table(file, columns, several, request.weights, skip_label=skip_label)
+            if label_separator is not None:
+                found["labels"] = split_text(found["labels"], label_separator)
         case _:
             raise InputError(
                 f"arrays cannot read {file}: its name must end in npz, npy, csv or parquet"
@@ -108,12 +124,14 @@ def read_arrays(
     found["inputs"], modality = as_inputs(found["inputs"], str(file))
     if found.get("weights") is None:
         found["weights"] = request.masses()
-    return LabeledDataset.from_raw(
+    targets = found.pop("targets", None)
+    dataset = LabeledDataset.from_raw(
         **{"labels": None, **found},
         modality=modality,
         name=file.stem,
         drop_unlabelled=drop_unlabelled,
     )
+    return dataset if targets is None else dataset.labelled(Encoded(None, (), targets=targets))
 
 
 def read_npy(path: Path) -> NDArray[Any]:
@@ -143,6 +161,8 @@ def _read_npz(
             return np.asarray(archive[key])
 
         label = label or ("y" if "y" in keys and not skip_label else None)
+        if label is None and not skip_label and "targets" in keys:
+            label = "targets" if read("targets").dtype.kind == "f" else None
         weight_key = find_weights(keys, weights or ("w" if "w" in keys else None), str(path))
         taken = {"inputs": features or "x", "labels": label, "weights": weight_key}
         if label == "y" and "class_names" in keys and read("y").dtype.kind in "iu":
@@ -153,14 +173,27 @@ def _read_npz(
         if unread := [key for key in keys if key not in taken.values()]:
             choices.append(f"not read: {listing(unread, 10)}")
         found: dict[str, Any] = {name: read(key) for name, key in taken.items() if key is not None}
+        if label == "targets" and found["labels"].dtype.kind == "f":
+            found["targets"] = _numbers(found.pop("labels"), str(path))
         found["choices"] = chosen(str(path), choices, "features=KEY, label=KEY and weights=KEY")
         return found
+
+
+def _numbers(values: NDArray[Any], where: str) -> NDArray[np.float64]:
+    """Return the key `targets` of an npz file as numbers (n, q).
+
+    Raises:
+        InputError: they are no such array.
+    """
+    if values.ndim not in (1, 2) or values.size == 0:
+        raise InputError(f"{where}: targets must be (n,) or (n, q), got shape {values.shape}")
+    return values.astype(np.float64).reshape(len(values), -1)
 
 
 def _read_table(
     path: Path,
     features: Sequence[str] | None,
-    label: str | None,
+    label: str | Sequence[str] | None,
     weights: str | None,
     *,
     skip_label: bool,
@@ -191,14 +224,17 @@ def _read_table(
     columns, choices = tuple(table.columns), list[str]()
     if twice := sorted({column for column in columns if columns.count(column) > 1}):
         raise InputError(f"{path} has several columns {twice[0]!r}; give each a name of its own")
-    check_columns([*(features or ()), label], columns, str(path))
+    labels = [label] if isinstance(label, str) else list(label or ())
+    check_columns([*(features or ()), *labels], columns, str(path))
     weight_column = find_weights(columns, weights, str(path))
     # All columns that are not numeric: text, but also dates and lists.
     text = [c for c in columns if not pd.api.types.is_numeric_dtype(table[c])]
     if label is None and not skip_label:
         free = [c for c in columns if c not in (weight_column, *(features or ()))]
         label, choices = find_label(free, [c for c in free if c in text], str(path))
-    inputs = list(features) if features else [c for c in columns if c not in (label, weight_column)]
+        labels = [] if label is None else [label]
+    taken = {*labels, weight_column}
+    inputs = list(features) if features else [c for c in columns if c not in taken]
     if not features:
         others = "other column" if len(inputs) == 1 else f"{len(inputs)} other columns"
         choices.append(f"inputs are its {others}: {listing(inputs, 10)}")
@@ -225,11 +261,31 @@ def _read_table(
     way_out = "features=[COLUMN, ...]" if skip_label else "label=COLUMN and features=[COLUMN, ...]"
     return {
         "inputs": side_by_side(f"{path}: inputs", numbers, double=True),
-        "labels": None if label is None else table[label],
+        "labels": table[labels[0]] if len(labels) == 1 else _label_columns(table, labels, path),
         "weights": None if weight_column is None else table[weight_column],
         "choices": chosen(str(path), choices, way_out),
         "feature_names": tuple(inputs),
     }
+
+
+def _label_columns(table: Any, labels: Sequence[str], path: Path) -> Any:
+    """Return several label columns of a table: those of 0 and 1 with their names, or numbers."""
+    if not labels:
+        return None
+    columns = columns_of(table[labels])
+    assert columns is not None
+    if any(column.values.dtype.kind not in "iufb" for column in columns):
+        raise InputError(
+            f"{path}: columns {listing(labels)} of labels must hold 0 and 1, or numbers"
+        )
+    values = [np.where(c.missing, np.nan, c.values.astype(np.float64)) for c in columns]
+    found = type(table)(dict(zip(labels, values, strict=True)))
+    is_indicator = bool((found.isna() | found.isin([0, 1])).all(axis=None))
+    if not is_indicator:
+        return found.to_numpy()
+    # A row whose labels are not all known counts as one without labels, which the caller refuses.
+    found[found.isna().any(axis=1)] = 0
+    return found
 
 
 def _csv(path: Path) -> Any:

@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from otdd_flash.errors import DataNotice, InputError, placed, warn
+from otdd_flash.label_sets import Encoded, LabelSets, named_numbers, numbers_of, several_of
 from otdd_flash.raw_labels import (
     check_one_dimensional,
     encode_labels,
@@ -43,7 +44,7 @@ from otdd_flash.real_numbers import (
     largest_integer,
     real_tensor,
 )
-from otdd_flash.samples import LabeledSamples, check_masses
+from otdd_flash.samples import BOTH_KINDS, LabeledSamples, check_masses
 
 Modality = Literal["image", "text", "array"]
 
@@ -64,9 +65,12 @@ class LabeledDataset:
         rows: (n,) each item's row number in the original data; 0 to n - 1 if empty.
         choices: choices of the reader that the user had not made, such as the label column.
         feature_names: names of the table columns that vectors consist of.
+        label_sets: of rows with several labels, which are in each set; `labels` are sets then.
+        targets: (n, q) numbers in place of labels.
 
     Raises:
-        InputError: there are no items, or lengths or label values disagree.
+        InputError: there are no items, lengths or label values disagree, or there are labels and
+            targets.
     """
 
     inputs: Sequence[Any] | NDArray[Any]
@@ -79,6 +83,8 @@ class LabeledDataset:
     rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64), kw_only=True)
     choices: tuple[str, ...] = field(default=(), kw_only=True)
     feature_names: tuple[str, ...] | None = field(default=None, kw_only=True)
+    label_sets: LabelSets | None = field(default=None, kw_only=True)
+    targets: NDArray[np.float64] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         n = len(self.inputs)
@@ -86,13 +92,17 @@ class LabeledDataset:
             raise InputError(f"{self.name} is empty: it has no rows")
         if self.modality not in get_args(Modality):
             raise InputError(f"modality must be one of {get_args(Modality)}, got {self.modality!r}")
-        for what, values in (("labels", self.labels), ("weights", self.weights)):
+        targets = None if self.targets is None else self.targets[:, 0]
+        given = {"labels": self.labels, "weights": self.weights, "targets": targets}
+        for what, values in given.items():
             if values is not None and values.shape != (n,):
                 raise InputError(
                     f"{self.name} has {n} inputs, but its {what} have shape {values.shape}; give "
                     "one for each input"
                 )
         if self.labels is not None:
+            if self.targets is not None:
+                raise InputError(f"{self.name}: {BOTH_KINDS}")
             _check_range(self.labels, self.class_names, self.name)
         if len(self.rows) == 0:
             object.__setattr__(self, "rows", np.arange(n))
@@ -119,6 +129,7 @@ class LabeledDataset:
         With `class_names` the labels are indices into them, and labels that are all negative mean
         an unlabelled split (a common convention for hidden test labels). Without, the classes are
         the distinct integer or string labels in sorted order; whole numbers in floats are integers.
+        Rows with several labels, and numbers, are read as by `label_sets.encode_rows`.
 
         Rows without a label (None, NaN, a negative index) are left out if `drop_unlabelled` is
         true; it is None for a source without that option.
@@ -135,13 +146,52 @@ class LabeledDataset:
         dataset = cls(inputs, None, (), masses, modality, name, rows=known_rows, **about)
         if labels is None:
             return dataset
+        if (several := several_of(labels, class_names)) is not None:
+            indicator, known = several
+            without = np.asarray(~indicator.any(1))
+            if without.any():
+                kept = _labelled_rows(without, dataset, drop=drop_unlabelled)
+                dataset, indicator = dataset.take(kept), indicator[kept]
+            found = Encoded.of_indicator(indicator, known)
+            return dataset.labelled(found)
         values = raw_values(labels)
-        check_one_dimensional(labels, values)
+        floats = values.ndim == 2 and values.dtype.kind == "f"
+        if not floats or numbers_of(np.nan_to_num(values)) is None:
+            check_one_dimensional(labels, values)
         if (missing := _missing(values, class_names)).any():
             kept = _labelled_rows(missing, dataset, drop=drop_unlabelled)
             dataset, values = dataset.take(kept), raw_values(values[kept])
+        if class_names is None and (targets := numbers_of(values)) is not None:
+            return dataset.labelled(Encoded(None, (), targets=targets))
         indices, names = _number(values, class_names, name)
         return replace(dataset, labels=indices, class_names=names)
+
+    def numbered(self) -> LabeledDataset:
+        """Return the dataset with numbers in place of classes that are named by them."""
+        values = named_numbers(self.class_names) if self.label_sets is None else None
+        if self.labels is None or values is None:
+            return self
+        return self.labelled(Encoded(None, (), targets=values[self.labels]))
+
+    def labelled(self, found: Encoded) -> LabeledDataset:
+        """Return the dataset with labels of n rows of any kind.
+
+        Raises:
+            InputError: their number differs.
+        """
+        return replace(self, **found._asdict())
+
+    @property
+    def kind_of_labels(self) -> str:
+        """What rows are labelled by, for messages: `3 classes`, `2 numbers a row`."""
+        if self.targets is not None:
+            count = self.targets.shape[1]
+            return f"{count} {'number' if count == 1 else 'numbers'} a row"
+        if self.labels is None:
+            return "no labels"
+        if self.label_sets is not None:
+            return f"{len(self.label_sets.names)} labels in {len(self.class_names)} sets"
+        return f"{len(self.class_names)} classes"
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -153,6 +203,7 @@ class LabeledDataset:
             inputs=take_inputs(self.inputs, chosen),
             labels=None if self.labels is None else self.labels[chosen],
             weights=None if self.weights is None else self.weights[chosen],
+            targets=None if self.targets is None else self.targets[chosen],
             rows=self.rows[chosen],
             subset_hash="",
         )
@@ -169,8 +220,9 @@ class LabeledDataset:
         self, features: Tensor, feature_names: tuple[str, ...] | None = None
     ) -> LabeledSamples:
         """Return samples of these features (n, d), with everything else of the dataset."""
-        labels, weights = (
-            None if part is None else torch.from_numpy(part) for part in (self.labels, self.weights)
+        labels, weights, targets = (
+            None if part is None else torch.from_numpy(part)
+            for part in (self.labels, self.weights, self.targets)
         )
         return LabeledSamples(
             features,
@@ -180,6 +232,8 @@ class LabeledDataset:
             name=self.name,
             subset_hash=self.subset_hash,
             feature_names=feature_names,
+            label_sets=self.label_sets,
+            targets=targets,
         )
 
 
@@ -190,6 +244,8 @@ def concatenate(parts: Sequence[LabeledDataset], name: str) -> LabeledDataset:
         InputError: only some splits have labels, or their classes differ.
     """
     first = parts[0]
+    if any(part.label_sets is not None or part.targets is not None for part in parts):
+        raise InputError(f"{name}: splits of several labels or numbers are read one at a time")
     labels = [part.labels for part in parts if part.labels is not None]
     if len(labels) not in (0, len(parts)):
         raise InputError(f"{name}: some splits have labels and others have none; load one split")
@@ -225,7 +281,8 @@ def _number(
 def _missing(values: NDArray[Any], class_names: Sequence[str] | None) -> NDArray[np.bool_]:
     """Return which labels are missing: None, NaN, or a negative class index."""
     if class_names is None or values.dtype.kind != "i" or not (values >= 0).any():
-        return missing_labels(values)
+        missing = missing_labels(values)
+        return np.asarray(missing.reshape(len(values), -1).any(1)) if len(values) else missing
     return values < 0
 
 

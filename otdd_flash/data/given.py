@@ -350,6 +350,9 @@ def _labelled(
     _check_length(len(inputs), name)
     modality = _modality(inputs[0])
     inputs = _stacked(inputs, name) if isinstance(inputs, list) else inputs
+    if isinstance(labels, list) and all(isinstance(row, np.ndarray) for row in labels):
+        shapes = {row.shape for row in labels}
+        labels = np.stack(labels) if len(shapes) == 1 else labels
     try:
         return LabeledDataset.from_raw(
             inputs,
@@ -373,7 +376,11 @@ def _stacked(inputs: list[Any], name: str) -> Any:
 
 def _fitting(names: tuple[str, ...], labels: Any, name: str) -> tuple[str, ...] | None:
     """Return the class names if labels are indices into them, else None."""
+    if isinstance(labels, list) and isinstance(labels[0], list | tuple | set | frozenset):
+        return names
     values = without_fractions(raw_values(labels))
+    if values.ndim == 2 and values.shape[1] == len(names):
+        return names
     if values.dtype.kind not in "iub" or values.ndim != 1:
         return None
     if (most := int(values.max(initial=-1))) < len(names):
@@ -701,23 +708,29 @@ def _input(value: Any, place: str) -> Any:
 
 def _label(value: Any, place: str) -> Any:
     """Return a label as an object of Python or NumPy."""
-    if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
-        return value.item()
+    if isinstance(value, Tensor | np.ndarray) and value.ndim < 2:
+        # A vector is a row of an indicator, or of numbers.
+        return value.item() if value.ndim == 0 else np.asarray(value).copy()
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
     if value is None or isinstance(value, str | bytes | numbers.Number | np.generic):
         return value
     raise InputError(
-        f"the label of {place} must be one integer or text, got {_described(value)}"
+        f"the label of {place} must be one integer or text, or several in a list, got "
+        f"{_described(value)}"
         f"{HOW_TO_CHOOSE if hasattr(value, 'ndim') else ''}"
     )
 
 
 def _label_list(labels: Any, name: str) -> list[Any]:
     """Return the labels that a dataset stores beside its items, as a list."""
-    if (ndim := getattr(labels, "ndim", 1)) != 1:
+    if (ndim := getattr(labels, "ndim", 1)) not in (1, 2):
         raise InputError(
-            f"{name}: labels must be one integer or text for each item, got {shown(labels)}"
-            f"{HOW_TO_CHOOSE if ndim else ''}"
+            f"{name}: labels must be one integer or text for each item, or a vector, got "
+            f"{shown(labels)}{HOW_TO_CHOOSE if ndim else ''}"
         )
+    if ndim == 2:
+        return list(np.asarray(labels))
     return list(labels.tolist() if hasattr(labels, "tolist") else labels)
 
 

@@ -142,7 +142,11 @@ def labeled_table(
     labels, class_names = None, None
     if label is not None:
         labels = _labels(table, label, texts, path)
-        class_names = getattr(table.features[label], "names", None)
+        feature = table.features[label]
+        class_names = getattr(getattr(feature, "feature", feature), "names", None)
+        if hasattr(feature, "feature") and class_names is not None:
+            # Lists of class labels are no indicator, whatever they hold.
+            labels = [None if row is None else set(row) for row in labels]
     feature_names = None
     numbers = columns if modality == "array" else []
     if texts and (numeric := [*numbers, *([] if weights is None else [weights])]):
@@ -311,17 +315,17 @@ def _columns(table: Any, columns: Sequence[str]) -> list[Column]:
 
 
 def _labels(table: Any, column: str, texts: Sequence[str], path: str) -> list[Any]:
-    """Return the labels of a column.
+    """Return the labels of a column, in lists where a row has several.
 
     Raises:
-        InputError: a row has a list, an array or a record for a label; the message names the first.
+        InputError: a row has a record for a label; the message names the first.
     """
     labels = _values(table, column)
     for row, label in enumerate(labels):
-        if isinstance(label, list | tuple | dict) or getattr(label, "ndim", 0) > 0:
+        if isinstance(label, dict):
             raise InputError(
-                f"label={column} of {path} has several values in a row, {shown(label)} in row "
-                f"{row}, and a row is of one class; name a column of single labels, or make one"
+                f"label={column} of {path} has records, {shown(label)} in row {row}, and labels "
+                "are integers, texts, numbers or lists of them; name another column, or make one"
             )
     if any(text.lower().endswith(".csv") for text in texts):
         # pandas reads integers beyond 64 bits as text, and missing values beside them as "".
@@ -508,7 +512,7 @@ def _kind(feature: Any) -> str:
         return "image"
     nested = getattr(feature, "feature", None)
     if nested is not None:
-        return "number" if _kind(nested) == "number" else "other"
+        return kind if (kind := _kind(nested)) in ("number", "class") else "other"
     dtype = str(getattr(feature, "dtype", ""))
     if isinstance(feature, datasets.Value) and "string" in dtype:
         return "text"

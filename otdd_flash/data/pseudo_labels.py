@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from otdd_flash.samples import LabeledSamples
 
 
 def with_pseudo_labels(samples: LabeledSamples, k: int, seed: int = 0) -> LabeledSamples:
-    """Label samples by their k-means cluster, replacing labels that they have.
+    """Label samples by their k-means cluster, replacing labels or numbers that they have.
 
     Clusters are weighted by the samples' masses, and numbered by their number of rows, the largest
     first.
@@ -38,7 +39,7 @@ def label_parts(parts: Sequence[LabeledSamples], k: int, seed: int) -> list[Labe
 
     Clusters are weighted by the masses of the first part, and numbered by their number of its rows,
     the largest first. Rows of the other parts, such as test rows, get the nearest cluster. A notice
-    says that labels are replaced if the first part has any.
+    says that labels or numbers are replaced if the first part has any.
 
     Args:
         parts: feature vectors; the first part has n rows.
@@ -52,8 +53,9 @@ def label_parts(parts: Sequence[LabeledSamples], k: int, seed: int) -> list[Labe
 
     samples = parts[0]
     n = len(samples)
-    if samples.labels is not None:
-        warn(f"{samples.name}: its labels are replaced by those of {k} clusters", DataNotice)
+    if samples.labels is not None or samples.targets is not None:
+        what = "labels" if samples.targets is None else "numbers"
+        warn(f"{samples.name}: its {what} are replaced by labels of {k} clusters", DataNotice)
     if not 1 <= k <= n:
         raise InputError(
             f"pseudo_labels needs k from 1 to {n}, the rows of {samples.name}; got {k}"
@@ -69,7 +71,8 @@ def label_parts(parts: Sequence[LabeledSamples], k: int, seed: int) -> list[Labe
     # Points that differ by rounding may leave clusters without rows, which have no number.
     clustering.cluster_centers_ = clustering.cluster_centers_[found]
     every = [clusters, *(clustering.predict(some.astype(points.dtype)) for some in others)]
+    of_clusters: dict[str, Any] = {"class_names": names, "label_sets": None, "targets": None}
     return [
-        replace(part, labels=torch.from_numpy(rank[ones]), class_names=names)
+        replace(part, labels=torch.from_numpy(rank[ones]), **of_clusters)
         for part, ones in zip(parts, every, strict=True)
     ]

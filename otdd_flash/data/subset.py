@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.errors import DataNotice, InputError, warn
+from otdd_flash.label_sets import Encoded
 from otdd_flash.samples import HOW_TO_LABEL
 from otdd_flash.shown import display, listing
 
@@ -96,7 +97,8 @@ def _draw(dataset: LabeledDataset, max_samples: int | None, seed: int) -> Labele
         )
         return dataset
     generator = np.random.default_rng(seed)
-    if dataset.labels is None:
+    if dataset.labels is None or dataset.label_sets is not None:
+        # Sets of labels may be nearly as many as rows.
         return dataset.take(np.sort(generator.permutation(n)[:max_samples]))
     if max_samples < len(dataset.class_names):
         raise InputError(
@@ -109,6 +111,11 @@ def _draw(dataset: LabeledDataset, max_samples: int | None, seed: int) -> Labele
 def _keep_classes(
     dataset: LabeledDataset, classes: Sequence[str | int] | str | int
 ) -> LabeledDataset:
+    if dataset.targets is not None:
+        raise InputError(
+            f"classes={classes}: {dataset.name} has numbers and no classes; leave classes out, or "
+            "cut the numbers into classes first"
+        )
     if dataset.labels is None:
         raise InputError(f"classes={classes}: {dataset.name} has no labels; {HOW_TO_LABEL}")
     single = isinstance(classes, str) or not isinstance(classes, Iterable)
@@ -118,6 +125,8 @@ def _keep_classes(
     keep = [_class_index(entry, dataset) for entry in wanted]
     if len(set(keep)) < len(keep):
         raise InputError(f"classes={wanted} names a class twice")
+    if dataset.label_sets is not None:
+        return _keep_labels(dataset, keep)
     renumber = np.full(len(dataset.class_names), -1, dtype=np.int64)
     renumber[keep] = np.arange(len(keep))
     labels = renumber[dataset.labels]
@@ -129,7 +138,8 @@ def _keep_classes(
 
 
 def _class_index(entry: Any, dataset: LabeledDataset) -> int:
-    names = dataset.class_names
+    sets = dataset.label_sets
+    names = dataset.class_names if sets is None else sets.names
     if str(entry) in names:
         return names.index(str(entry))
     if isinstance(entry, int | np.integer) and 0 <= entry < len(names):
@@ -140,8 +150,29 @@ def _class_index(entry: Any, dataset: LabeledDataset) -> int:
     )
 
 
+def _keep_labels(dataset: LabeledDataset, keep: Sequence[int]) -> LabeledDataset:
+    """Keep some labels, and the rows that have one; labels without rows are left out."""
+    sets, labels = dataset.label_sets, dataset.labels
+    assert sets is not None
+    assert labels is not None
+    there = sets.members[np.unique(labels)].any(0).numpy()[list(keep)]
+    names = [sets.names[label] for label in keep]
+    if not there.any():
+        raise InputError(f"{dataset.name} is empty: no rows are of the classes {listing(names)}")
+    if absent := [name for name, kept in zip(names, there, strict=True) if not kept]:
+        warn(
+            f"{dataset.name}: {len(absent)} of {len(names)} labels have no rows and are left out: "
+            f"{listing(absent, 10)}",
+            DataNotice,
+        )
+    rows, found = Encoded(labels, dataset.class_names, sets).kept(np.array(keep)[there])
+    return (dataset if len(rows) == len(labels) else dataset.take(rows)).labelled(found)
+
+
 def _without_empty_classes(dataset: LabeledDataset) -> LabeledDataset:
     """Drop classes without rows, with a notice, and renumber the labels of the others."""
+    if dataset.label_sets is not None:
+        return _keep_labels(dataset, range(len(dataset.label_sets.names)))
     if dataset.labels is None:
         return dataset
     present, labels = np.unique(dataset.labels, return_inverse=True)

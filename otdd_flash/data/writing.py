@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -36,14 +37,19 @@ def write_npz(samples: LabeledSamples, path: str | Path) -> None:
     """Write samples as an npz file that the source `arrays` reads.
 
     The keys are `x` (n, d); with labels `y` (n,) int64 class indices and `class_names` (V,); with
-    weights `w` (n,) float64 masses.
+    numbers `targets` (n, q) float64; with weights `w` (n,) float64 masses. Of rows with several
+    labels `y` is an indicator (n, V).
 
     Raises:
         InputError: the file cannot be written.
     """
     arrays: dict[str, Any] = {"x": samples.features.detach().cpu()}
-    if samples.labels is not None:
-        arrays |= {"y": samples.labels.cpu(), "class_names": np.array(samples.class_names, str)}
+    if samples.targets is not None:
+        arrays["targets"] = samples.targets.cpu()
+    elif samples.labels is not None:
+        several = samples.label_sets is not None
+        labels = (samples.shares > 0).to(torch.int64) if several else samples.labels
+        arrays |= {"y": labels.cpu(), "class_names": np.array(samples.label_names, str)}
     if samples.weights is not None:
         arrays["w"] = samples.weights.cpu()
     write_arrays(path, arrays)
@@ -56,9 +62,10 @@ def write_hugging_face(
     """Write samples as a folder for `datasets.load_from_disk` and the source `huggingface`.
 
     The column `features` holds d numbers in the samples' precision. Labels are the column `label`,
-    a ClassLabel. Masses are the column `weight`: without `weights=weight`, the source `huggingface`
-    takes it for an input beside `features`. With an image shape there is a column `image` too,
-    which that source chooses: 8-bit pictures, values outside [0, 1] clipped.
+    a ClassLabel, lists of them where rows have several, or lists of numbers. Masses are the column
+    `weight`: without `weights=weight`, the source `huggingface` takes it for an input beside
+    `features`. With an image shape there is a column `image` too, which that source chooses: 8-bit
+    pictures, values outside [0, 1] clipped.
 
     Args:
         samples: the samples; pixel values in [0, 1], channel after channel, if an image shape is
@@ -86,9 +93,16 @@ def write_hugging_face(
     vectors = samples.features.detach().cpu().numpy()
     columns["features"] = vectors
     types["features"] = datasets.Sequence(datasets.Value(vectors.dtype.name), length=samples.dim)
-    if samples.labels is not None:
-        columns["label"] = samples.labels.cpu().numpy()
-        types["label"] = datasets.ClassLabel(names=_distinct(samples.class_names))
+    if samples.targets is not None:
+        columns["label"] = samples.targets.cpu().numpy()
+        types["label"] = datasets.Sequence(datasets.Value("float64"))
+    elif samples.labels is not None:
+        kind = datasets.ClassLabel(names=_distinct(samples.label_names))
+        columns["label"], types["label"] = samples.labels.cpu().numpy(), kind
+        if samples.label_sets is not None:
+            rows = samples.shares > 0
+            columns["label"] = [row.nonzero().squeeze(1).tolist() for row in rows.cpu()]
+            types["label"] = datasets.Sequence(kind)
     if samples.weights is not None:
         columns["weight"] = samples.weights.cpu().numpy()
         types["weight"] = datasets.Value("float64")

@@ -6,8 +6,9 @@ Everything is written in terms of the plan's density e with respect to a b^T,
     q = e b,  p = e^T a,                         r = a o q,  c = b o p,
 
 so that nothing is divided by a mass of 0: the potential of a point without mass is the softmin of
-the others', and its row or column of e is the conditional plan that this potential defines. At the
-optimum q and p are 1. After an earlier stop they are held fixed: what is differentiated is the
+the others', or the update that it gives, and its row or column of e is the conditional plan that
+this potential defines, times q or p. At the optimum q and p are 1 of exact marginals, e^(-f / rho)
+of relaxed ones. After an earlier stop exact ones are held fixed: what is differentiated is the
 problem whose masses are r and c.
 
 The adjoint of any such function is a weight for each cost,
@@ -25,7 +26,6 @@ class distances and both lambdas need only products M V and M^T U:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -44,10 +44,14 @@ from otdd_flash.derivatives.plan_system import (
     report_unsolved,
 )
 from otdd_flash.errors import InputError
+from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.operators.base import Factors, Operator, Plan, Products, StoredPlan
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.term import TransportTerm
+
+# The least share of its mass that a point has to move for derivatives of its potential.
+LEAST_SHARE = 1e-290
 
 
 class Density:
@@ -58,20 +62,27 @@ class Density:
         plan: makes the plan from potentials that points without mass have as well: with the masses
             a and b, or called with False with equal masses, by which products are then divided.
         epsilon: regularisation, in units of the cost.
+        constraints: what the marginals owe.
 
     Attributes:
         a: (n,) masses.
         b: (m,) masses.
+        diagonal: alpha and beta of the plan's linear system.
         whole: whether all masses are positive.
         plan: with these masses if all are positive, else with equal ones.
         masses: those of the plan, (n,) and (m,).
     """
 
     def __init__(
-        self, masses: tuple[Tensor, Tensor], plan: Callable[[bool], Plan], epsilon: float
+        self,
+        masses: tuple[Tensor, Tensor],
+        plan: Callable[[bool], Plan],
+        epsilon: float,
+        constraints: Constraints,
     ) -> None:
         self.a, self.b = masses
-        self._epsilon = epsilon
+        self._epsilon, self._constraints = epsilon, constraints
+        self.diagonal = constraints.diagonal(epsilon)
         self.whole = bool(torch.cat(masses).amin() > 0)
         self.plan = plan(self.whole)
         self.masses = masses
@@ -86,12 +97,12 @@ class Density:
         def plan(weighted: bool) -> Plan:
             given = comparison
             if not weighted:
-                equal = (replace(side, weights=None) for side in (source, target))
-                given = comparison.with_points(*equal)
+                given = comparison.unweighted(0, 1)
             found = dense_plan(given, "xy", f, g)
             return found or held_plan(given.operator("xy"), f, g, comparison.epsilon)
 
-        return cls((source.masses, target.masses), plan, comparison.epsilon)
+        masses = source.masses, target.masses
+        return cls(masses, plan, comparison.epsilon, comparison.constraints)
 
     def times(
         self, values: Tensor, factors: Factors | None = None, weights: Sequence[Tensor] = ()
@@ -129,17 +140,35 @@ class Density:
         check_sums(found[self.b == 0], self._epsilon)
         return found
 
+    def check_moving(self) -> None:
+        """Check that every point of a relaxed side moves a mass that float64 holds.
+
+        Raises:
+            InputError: one does not, and how it reacts cannot be told.
+        """
+        constraints = self._constraints
+        if constraints.exact:
+            return
+        for side, sums in ((constraints.rows, self.q), (constraints.columns, self.p)):
+            if not (side.exact or float(sums.amin()) > LEAST_SHARE):
+                raise InputError(
+                    f"unbalanced={float(side.rho):g} is so far below the costs of a point that it "
+                    "moves less of its mass than float64 holds, and there is no derivative of its "
+                    "potential or image; raise unbalanced, or leave such points out"
+                )
+
     def solve(
         self, s: Tensor | None, t: Tensor, cg: CGOptions, options: Schedule
     ) -> tuple[Tensor, Tensor]:
-        """Solve r o u + P v = s, P^T u + c o v = t for u (n,) and v (m,), as `solve_both` does.
+        """Solve the plan's linear system for u (n,) and v (m,), as `PlanSystem.solve_both` does.
 
         Raises:
             ConvergenceError: `options` require convergence, and the system was not solved.
         """
         products = self._products
         quick = self.plan.quick if self.whole else products
-        u, v, iterated = PlanSystem(products, cg, quick, most=MOST_HELD).solve_both(s, t)
+        system = PlanSystem(products, cg, quick, diagonal=self.diagonal, most=MOST_HELD)
+        u, v, iterated = system.solve_both(s, t)
         if iterated is not None:
             report_unsolved(
                 iterated.residual,
@@ -221,7 +250,7 @@ def _weighted(values: Tensor, weights: Sequence[Tensor], masses: Tensor) -> Tens
 
 
 def potentials_everywhere(comparison: Compared, term: TransportTerm) -> tuple[Tensor, Tensor]:
-    """Return f (n,) and g (m,) of a cross term, of points without mass softmins of the others."""
+    """Return f (n,) and g (m,) of a cross term, of points without mass updates by the others."""
     f, g, epsilon, (a, b) = term.f, term.g, term.epsilon, masses_of(comparison)
     if bool((a > 0).all()) and bool((b > 0).all()):
         return f, g
@@ -230,9 +259,10 @@ def potentials_everywhere(comparison: Compared, term: TransportTerm) -> tuple[Te
         operator = comparison.operator("xy", keep_scores=False).refined
     else:
         operator = comparison.torch_operator("xy")
+    rows, columns = comparison.constraints.rows, comparison.constraints.columns
     return (
-        torch.where(a > 0, f, operator.softmin_rows(g, epsilon)),
-        torch.where(b > 0, g, operator.softmin_columns(f, epsilon)),
+        torch.where(a > 0, f, rows.updated(operator.softmin_rows(g, epsilon), epsilon)),
+        torch.where(b > 0, g, columns.updated(operator.softmin_columns(f, epsilon), epsilon)),
     )
 
 

@@ -29,20 +29,33 @@ Here (P o A y^T) y has the rows M_i A_i, M_i = sum_j P_ij y_j y_j^T: one pass fo
 where d is small. Coordinates are relative to an origin near the points, as dP 1 = 0 allows. The
 mean of a direction is subtracted, as its image is known: T_x = 2 L r o (mean A - mean B).
 
+Where marginals are relaxed they give way, dP 1 = -r o w1 / rho_x and dP^T 1 = -c o w2 / rho_y.
+With alpha = 1 + epsilon / rho_x, and likewise beta,
+
+    alpha r o w1 + P w2 = s1,    P^T w1 + beta c o w2 = s2
+    T_x = 2 L (r o A - P B + (dP 1) o x - dP y),
+
+the right-hand side of w2 has e / alpha - (1 - 1 / alpha) u in the place of e, and
+
+    t1 = (2 L e - P w2 / r) / alpha - 2 L (1 - 1 / alpha) u
+    -epsilon dP 1 = r o ((1 - 1 / alpha) (2 L (u + e) - P w2 / r)).
+
+The image of constants is not known then, and directions are not centred.
+
 For a self term OT(x, x), whose two arguments move together, B = A and there is one potential:
 
-    (diag(r) + P) w = 2 L (r o (u + e) + P u),     e = -(<x, P A> + <A, P x>) / r
+    (alpha diag(r) + P) w = 2 L (r o (u + e) + P u),     e = -(<x, P A> + <A, P x>) / r
     T = 4 L (r o A - P A - dP x).
 
-The residual of an approximate solution, s - S w2 or s - (diag(r) + P) w, is the error of the
+The residual of an approximate solution, s - S w2 or s - (alpha diag(r) + P) w, is the error of the
 column sums of epsilon dP. So residual o y is added to epsilon dP^T x, as for a plan whose marginals
-change, and residual o x in a self term. With <w2, residual> / epsilon added, the error of the
-curvature <(A, B), T (A, B)> is of second order in the residual, and the system's share of it is a
-lower bound.
+change, and residual o x in a self term; what relaxed marginals give way is added with it. With
+<w2, residual> / epsilon added, the error of the curvature <(A, B), T (A, B)> is of second order in
+the residual, and the system's share of it is a lower bound.
 
 A damped solution has delta c o w2, or delta r o w, beside its residual. Both are added, and the
-part that they add to all rows of T_x alike is subtracted: T stays symmetric, and the image of
-constants remains exact.
+part that they add to all rows of T_x alike is subtracted where marginals are exact: T stays
+symmetric, and the image of constants remains exact.
 """
 
 from __future__ import annotations
@@ -54,7 +67,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.derivatives.plan_points import Directions, dot, inner, plan_points
+from otdd_flash.cost.facts import SIDES
+from otdd_flash.derivatives.plan_points import (
+    Directions,
+    Part,
+    Points,
+    dot,
+    inner,
+    plan_points,
+)
 from otdd_flash.derivatives.plan_system import CGOptions, PlanSystem, Solution
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.term import TransportTerm
@@ -94,11 +115,14 @@ class CrossCurvature:
 
     def __init__(self, comparison: Comparison, term: TransportTerm, cg: CGOptions) -> None:
         self._at = at = plan_points(comparison, "xy", (term.f, term.g))
-        self._system = PlanSystem(at.plan, cg, at.plan.quick)
+        diagonal = comparison.constraints.diagonal(term.epsilon)
+        self._system = PlanSystem(at.plan, cg, at.plan.quick, diagonal=diagonal)
+        # alpha - 1, and whether shifts of one side against the other have a known image.
+        self._softness, self._exact = diagonal[0] - 1, comparison.constraints.exact
 
     @cached_property
     def _by_row(self) -> Tensor:
-        """1 / r (n,), 0 where there is no mass. Reading it computes r."""
+        """1 / (alpha r) (n,), 0 where there is no mass. Reading it computes r."""
         return self._at.here(self._system.matrix.by_row[:, 0])
 
     def along(self, a: Tensor, b: Tensor | None = None) -> Along:
@@ -111,17 +135,19 @@ class CrossCurvature:
 
     def _along_x(self, given: Tensor) -> Along:
         at, factor, r = self._at, self._at.factor, self._at.r
-        a = at.directions(given)
+        a = at.directions(given, centred=self._exact)
         e = a.dots(at.images).mul_(self._by_row).neg_()
-        right = self._right(a, e)
-        solved = self._solve(right, e)
+        yielding = self._yielding(a)
+        moved = e if yielding is None else e - yielding
+        solved = self._solve(self._right(a, moved), moved)
         w2 = at.here(solved.values.T)
         columns, of_w2 = at.columns_change_beside(w2, w2)
-        t1 = torch.addcmul(factor * e, self._by_row, of_w2, value=-1)
+        t1, lost = self._rows_change(e, of_w2, yielding)
         by_x = torch.empty_like(given)
         # The means of directions and the centred directions are orthogonal.
         curvature = a.mean.square().sum((1, 2)).mul_(factor * a.total)
         for part in at.changed(a, None, t1, columns):
+            _add_lost(part, lost, at.x)
             changed, own = part.points.mul_(-factor / at.epsilon), factor * r[part.rows, None]
             by_x[part.at] = found = changed.addcmul_(given[part.at], own)
             curvature[part.which].add_(inner(a.at(*part.at), found))
@@ -131,19 +157,23 @@ class CrossCurvature:
     def _along_both(self, given_a: Tensor, given_b: Tensor) -> Along:
         at, y, factor = self._at, self._at.y, self._at.factor
         r, c = at.r, at.c
-        a, b = at.directions(given_a), at.directions(given_b, of_y=True)
+        a = at.directions(given_a, centred=self._exact)
+        b = at.directions(given_b, of_y=True, centred=self._exact)
         shift, v = a.mean - b.mean, b.dots(y)
         by_x, by_y = torch.empty_like(given_a), torch.empty_like(given_b)
         e = self._row_sums(a, b, v, by_x)
+        yielding = self._yielding(a)
+        moved = e if yielding is None else e - yielding
         right = c * v - b.dots(at.transposed_images)
-        right += self._right(a, e, by_y)
-        solved = self._solve(right, e)
-        w2, left = at.here(solved.values.T), at.here(self._system.column_errors(solved))
+        right += self._right(a, moved, by_y)
+        solved = self._solve(right, moved)
+        w2, left = at.here(solved.values.T), at.here(self._system.columns_lost(solved))
         t2 = w2 - factor * v
         columns, of_w2 = at.columns_change_beside(t2, w2)
-        t1 = torch.addcmul(factor * e, self._by_row, of_w2, value=-1)
+        t1, lost = self._rows_change(e, of_w2, yielding)
         curvature = shift.square().sum((1, 2)).mul_(factor * a.total)
         for part in at.changed(a, b, t1, columns):
+            _add_lost(part, lost, at.x)
             own = a.at(*part.at)
             rest = r[part.rows, None] * (own + shift[part.which]) - by_x[part.at]
             by_x[part.at] = found = factor * (rest - part.points / at.epsilon)
@@ -165,15 +195,39 @@ class CrossCurvature:
 
         The exact sums are 2 L total shift, for the shift (s, 1, d) of all x against all y.
         """
-        if self._system.matrix.damping == 0:
+        if self._system.matrix.damping == 0 or not self._exact:
             return
         shared = torch.sub(by_x.sum(1, keepdim=True) / total, shift, alpha=self._at.factor)
         by_x.addcmul_(self._at.r[:, None], shared, value=-1)
         if by_y is not None:
             by_y.addcmul_(self._at.c[:, None], shared)
 
+    def _yielding(self, a: Directions) -> Tensor | None:
+        """Return (1 - 1 / alpha) u (s, n); None of an exact side."""
+        if self._softness == 0:
+            return None
+        return a.dots(self._at.x).mul_(self._softness / (1 + self._softness))
+
+    def _rows_change(
+        self, e: Tensor, of_w2: Tensor, yielding: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return t1 (s, n), and -epsilon dP 1 (s, n) of a relaxed side, None of an exact one.
+
+        Args:
+            e: e / alpha (s, n).
+            of_w2: P w2 (s, n).
+            yielding: as `_yielding` returns it.
+        """
+        factor = self._at.factor
+        t1 = torch.addcmul(factor * e, self._by_row, of_w2, value=-1)
+        if yielding is None:
+            return t1, None
+        # Before u is subtracted, which may be far larger.
+        lost = torch.add(factor * yielding, t1, alpha=self._softness).mul_(self._at.r)
+        return t1.sub_(yielding, alpha=factor), lost
+
     def _row_sums(self, a: Directions, b: Directions, v: Tensor, out: Tensor) -> Tensor:
-        """Return e (s, n) of the module docstring; write P B to `out`."""
+        """Return e / alpha (s, n) of the module docstring; write P B to `out`."""
         at, found = self._at, out.new_empty(out.shape[:2])
         for part, numbers in at.products(b, v):
             dots = dot(a.at(*part.at), at.images[part.rows]) + dot(at.x[part.rows], part.points)
@@ -215,7 +269,8 @@ class SelfCurvature:
         self, comparison: Comparison, name: str, term: TransportTerm, cg: CGOptions
     ) -> None:
         self._at = at = plan_points(comparison, name, (term.f, None))
-        self._system = PlanSystem(at.plan, cg, at.plan.quick, symmetric=True)
+        diagonal = comparison.constraints.between(*SIDES[name]).diagonal(term.epsilon)
+        self._system = PlanSystem(at.plan, cg, at.plan.quick, diagonal=diagonal, symmetric=True)
 
     def less_half(self, given: Tensor, out: Tensor) -> Along:
         """Differentiate along A (s, n, d); subtract half of the derivatives from `out` (s, n, d).
@@ -237,7 +292,7 @@ class SelfCurvature:
             del part, own, of_a, rest
         solved = self._system.solve((factor * right.double()).T)
         t = torch.sub(at.here(solved.values.T), u, alpha=factor)
-        left = at.here(self._system.column_errors(solved))
+        left = at.here(self._system.columns_lost(solved))
         columns = at.columns_change(t)
         for part in at.changed(a, a, t, columns):
             moved = part.points.addcmul_(left[part.at][..., None], x[part.rows]).div_(at.epsilon)
@@ -245,6 +300,12 @@ class SelfCurvature:
             part.add(out, moved, factor)
         # Twice, as both arguments move.
         return _along(out, None, 2 * factor * curvature, solved, at.epsilon / 2)
+
+
+def _add_lost(part: Part, lost: Tensor | None, points: Points) -> None:
+    """Add in place to the change of P y what the change of the sums of rows does to x."""
+    if lost is not None:
+        part.points.addcmul_(lost[part.at][..., None], points[part.rows])
 
 
 def _along(

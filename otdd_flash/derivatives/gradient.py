@@ -47,9 +47,11 @@ from otdd_flash.cost.ground import SHARES
 from otdd_flash.cost.points import Cut, LessOrigin, class_indices, less_origin, squared_norms
 from otdd_flash.derivatives.centred import Assembled, blocks_of, origin_near
 from otdd_flash.derivatives.groups import Groups, report_groups, settled
+from otdd_flash.errors import InputError
 from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.operators.base import Operator, PlanBlock
 from otdd_flash.operators.comparison import Comparison
+from otdd_flash.operators.label_costs import LabelColumns
 from otdd_flash.solver.divergence import GradientCallbacks
 from otdd_flash.solver.term import TransportTerm
 
@@ -353,11 +355,15 @@ class DivergenceGradient:
 
     def _take(self, place: int, gradient: Tensor) -> None:
         dtype = self._comparison.given[place].features.dtype
+        if (columns := self._comparison.columns) is not None:
+            gradient = gradient[:, : columns.dim] * columns.weight
         self.total[POINTS[place]] = gradient.to(dtype)
 
     def _by_given(self, gradient: Gradient, name: str) -> Gradient:
         """Apply the chain rule from the transformed points to the given points and weights."""
         comparison, ground = self._comparison, self._comparison.ground
+        if (columns := comparison.columns) is not None:
+            gradient = self._without_columns(gradient, columns, name)
         if ground.ground == "sqeuclidean":
             return gradient
         if "lambda_x" in gradient:
@@ -382,10 +388,28 @@ class DivergenceGradient:
                 gradient["lambda_x"] -= (a @ squared_norms(points) / 2).to(device)
         return gradient
 
+    def _without_columns(self, gradient: Gradient, columns: LabelColumns, name: str) -> Gradient:
+        """Leave out the gradient by columns of labels; add that of their terms of one side."""
+        comparison = self._comparison
+        if gradient.keys() & SHARED:
+            raise InputError(
+                "no gradient by classes and weights of the cost where labels are compared as "
+                "columns of features: numbers, and many sets of labels; use flow.mode=features, or "
+                "keep fewer labels with classes=[...]"
+            )
+        for place, (key, masses) in enumerate(zip(POINTS, MASSES, strict=True)):
+            if key in gradient:
+                kept = gradient[key][:, : columns.dim] * columns.weight
+                gradient[key] = kept.to(comparison.given[place].features.dtype)
+            alone = None if comparison.debias else columns.one_side(comparison.transformed[place])
+            if masses in gradient and key in name and alone is not None:
+                gradient[masses] += alone.to(gradient[masses].device)
+        return gradient
+
     def _add(self, name: str, gradient: Gradient, factor: float) -> None:
         for key, part in gradient.items():
             if key == "classes":
-                part = self._comparison.classes.around(name, part)
+                part = self._comparison.by_labels(self._comparison.classes.around(name, part))
             if key in self.total:
                 self.total[key].add_(part, alpha=factor)
             else:

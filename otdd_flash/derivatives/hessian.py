@@ -8,7 +8,7 @@ does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -27,6 +27,7 @@ from otdd_flash.fingerprint import Mark
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import all_finite
 from otdd_flash.solver.divergence import Divergence, Potentials, checked_start, report_convergence
+from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
@@ -59,6 +60,8 @@ def sinkhorn_hessian(
     lambda_x: NotNegative = 0.5,
     lambda_y: NotNegative = 0.5,
     debias: bool = True,
+    unbalanced: Unbalanced | None = None,
+    unbalanced_relative: Unbalanced | None = None,
     start: Potentials | None = None,
     options: Schedule | None = None,
     cg: CGOptions = DEFAULTS,
@@ -82,6 +85,8 @@ def sinkhorn_hessian(
         lambda_x: weight of ||x_i - y_j||^2.
         lambda_y: weight of W.
         debias: False leaves both self terms out.
+        unbalanced: the price of mass that is not matched, as in `sinkhorn_loss`.
+        unbalanced_relative: the same as multiples of the mean cost, which is a constant then.
         start: potentials by term to start from.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         cg: the tolerance of the linear systems of a product.
@@ -94,6 +99,8 @@ def sinkhorn_hessian(
     Warns:
         NotConvergedWarning: a term stopped early.
     """
+    options = options or Converged()
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias)
     comparison = compared_tensors(
         (x, a, labels_x),
         (y, b, labels_y),
@@ -104,7 +111,8 @@ def sinkhorn_hessian(
         compute,
         debias=debias,
     )
-    options = options or Converged()
+    constraints = resolve_constraints(unbalanced, unbalanced_relative, comparison.mean_cost)
+    comparison = replace(comparison, constraints=constraints)
     gradient = DivergenceGradient(comparison, frozenset({"x"}))
     start = checked_start(comparison, start)
     with torch.no_grad():
@@ -146,8 +154,9 @@ class HessianProduct:
 class SinkhornHessian:
     """A divergence with its gradient and Hessian T by the points x.
 
-    T is the derivative of the gradient with the plan's marginals r and c held fixed: the Hessian of
-    the converged problem up to the marginal error, and always symmetric. y is held fixed, also
+    T is the derivative of the gradient with the plan's marginals r and c held fixed, or of relaxed
+    ones with what they fall short of r and c: the Hessian of the converged problem up to the
+    marginal error, and always symmetric. y is held fixed, also
     where it equals x. The first product computes what all of them need, plans included where memory
     suffices, and keeps it.
 
@@ -311,8 +320,8 @@ class SecondDerivatives:
         """Return the changes of the gradients by the points along directions of the points.
 
         Raises:
-            InputError: an input other than points requires a gradient, points are streamed,
-                marginals are relaxed, or an input has been changed in place since.
+            InputError: an input other than points requires a gradient, points are streamed, or an
+                input has been changed in place since.
             ConvergenceError: convergence is required and a linear system was not solved.
         """
         others = [key for key in self._keys if key not in POINTS]
@@ -321,11 +330,6 @@ class SecondDerivatives:
             raise InputError(
                 "the loss is differentiable twice by x and y alone, and its gradient was to be "
                 f"differentiated where {names} require one too; detach {names}"
-            )
-        if not self._comparison.constraints.exact:
-            raise InputError(
-                "second derivatives are those of exact marginals; leave out unbalanced, or take "
-                "differences of gradients"
             )
         if self._comparison.streaming is not None:
             raise InputError(

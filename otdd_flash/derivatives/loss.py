@@ -102,7 +102,7 @@ def sinkhorn_loss(
         debias: False leaves both self terms out.
         unbalanced: rho, the price of mass that is not matched, in units of the cost, or without
             `debias` [rho_x, rho_y]: marginals then cost rho_x KL(P 1 | a) + rho_y KL(P^T 1 | b) in
-            the place of being exact. The loss is differentiable once then.
+            the place of being exact.
         unbalanced_relative: the same as multiples of the mean cost, which is a constant then.
         start: potentials by term to start from, {"xy": g, "xx": f, "yy": g}, of one pair.
         options: how to solve and when to stop, `otdd.Converged()` by default.

@@ -78,15 +78,19 @@ class Directions:
     Args:
         given: (s, n, d).
         masses: (n,), weights of the means.
+        centred: False leaves directions as they are, with means of 0.
 
     Attributes:
         total: sum of the masses.
         mean: (s, 1, d).
     """
 
-    def __init__(self, given: Tensor, masses: Tensor) -> None:
+    def __init__(self, given: Tensor, masses: Tensor, *, centred: bool = True) -> None:
         self.given, self.total = given, masses.sum()
-        self.mean = torch.einsum("n,snd->sd", masses, given)[:, None] / self.total
+        if centred:
+            self.mean = torch.einsum("n,snd->sd", masses, given)[:, None] / self.total
+        else:
+            self.mean = given.new_zeros((len(given), 1, given.shape[2]))
 
     @cached_property
     def _kept(self) -> Tensor | None:
@@ -186,9 +190,9 @@ class PlanPoints:
         """P^T x (m, d)."""
         return self.plan.transposed_times(self.x[ALL])
 
-    def directions(self, given: Tensor, *, of_y: bool = False) -> Directions:
-        """Return centred directions of x (s, n, d), or of y."""
-        return Directions(given, self.c if of_y else self.r)
+    def directions(self, given: Tensor, *, of_y: bool = False, centred: bool = True) -> Directions:
+        """Return centred directions of x (s, n, d), or of y; or as they are if not `centred`."""
+        return Directions(given, self.c if of_y else self.r, centred=centred)
 
     def products(
         self, a: Directions, numbers: Tensor, *, transposed: bool = False
@@ -367,10 +371,12 @@ class PackedPlanPoints(PlanPoints):
             found[part.rows] = part.points
         return found
 
-    def directions(self, given: Tensor, *, of_y: bool = False) -> PackedDirections:
+    def directions(
+        self, given: Tensor, *, of_y: bool = False, centred: bool = True
+    ) -> PackedDirections:
         """Return centred directions of x (s, n, d), or of y, which are packed on first use."""
         masses = self.c if of_y else self.r
-        return PackedDirections(given, masses, self._products, int(of_y))
+        return PackedDirections(given, masses, self._products, int(of_y), centred=centred)
 
     def products(
         self, a: Directions, numbers: Tensor, *, transposed: bool = False
@@ -433,8 +439,16 @@ class PackedRows:
 class PackedDirections(Directions):
     """Centred directions, packed like the points of their side on first use."""
 
-    def __init__(self, given: Tensor, masses: Tensor, products: PointProducts, side: int) -> None:
-        super().__init__(given, masses)
+    def __init__(
+        self,
+        given: Tensor,
+        masses: Tensor,
+        products: PointProducts,
+        side: int,
+        *,
+        centred: bool = True,
+    ) -> None:
+        super().__init__(given, masses, centred=centred)
         self._products, self._side = products, side
         self._packed: dict[int, PackedPoints] = {}
 

@@ -1,23 +1,27 @@
 """The one linear system of a plan P with marginals r and c, behind implicit and second derivatives.
 
-    diag(r) u + P v   = s
-    P^T u + diag(c) v = t
+    alpha diag(r) u + P v  = s
+    P^T u + beta diag(c) v = t
 
-tells how potentials and plan answer to a change of costs or masses. Hessians (`curvature`), maps
-and potentials (`adjoint`), given matrices (`solver.matrix.plan`) and the upper bound of matrices
-with forbidden pairs (`solver.matrix.transport`) solve it. Eliminating u = (s - P v) / r leaves the
-Schur complement
+tells how potentials and plan answer to a change of costs or masses. The factors alpha and beta are
+those of `formulas.marginals`: 1 of an exact side, 1 + epsilon / rho of a relaxed one. Hessians
+(`curvature`), maps and potentials (`adjoint`), given matrices (`solver.matrix.plan`) and the upper
+bound of matrices with forbidden pairs (`solver.matrix.transport`) solve it. Eliminating
+u = (s - P v) / (alpha r) leaves the Schur complement
 
-    S v = t - P^T (s / r),      S = diag(c) - P^T diag(1 / r) P.
+    S v = t - P^T (s / (alpha r)),      S = beta diag(c) - P^T diag(1 / (alpha r)) P.
 
-It is symmetric and positive semi-definite, with constants in its kernel; scaled by c^(-1/2) on both
-sides its eigenvalues lie in [0, 1]. For a self term, with one potential, the system is
-(diag(r) + P) w = s; scaled likewise its eigenvalues lie in [0, 2], in [1, 2] for squared distances.
-With damping delta the matrices are S + delta diag(c) and (1 + delta) diag(r) + P.
+It is symmetric and positive semi-definite, and positive definite unless alpha and beta are 1, when
+constants are in its kernel; scaled by c^(-1/2) on both sides its eigenvalues lie in
+[beta - 1 / alpha, beta]. For a self term, with one potential, the system is
+(alpha diag(r) + P) w = s; scaled likewise its eigenvalues lie in [alpha - 1, alpha + 1], from alpha
+on for squared distances. With damping delta the matrices are S + delta diag(c) and
+(alpha + delta) diag(r) + P.
 
-The kernel is larger for a plan of separate blocks, whose potentials have an undetermined offset
-each; `groups` finds and reports them. Right-hand sides of Hessians, maps and plans have no part
-along these offsets but for rounding. That of potentials may have one, and is not solved then.
+With exact marginals the kernel is larger for a plan of separate blocks, whose potentials have an
+undetermined offset each; `groups` finds and reports them. Right-hand sides of Hessians, maps and
+plans have no part along these offsets but for rounding. That of potentials may have one, and is not
+solved then.
 
 A small plan is stored (`dense_plan`), and its matrix factorized. Others are solved by
 `engine.conjugate_gradients`, preconditioned by the masses and, where that is slow, by a `LowRank`
@@ -57,6 +61,9 @@ if TYPE_CHECKING:
     from otdd_flash.engine.conjugate_gradients_kernels import KernelIterates
     from otdd_flash.kernels.linear.cg_step import Image
     from otdd_flash.kernels.points.packed_points import Layout
+
+# The factors alpha and beta of exact marginals.
+EXACT = 1.0, 1.0
 
 # Points of the smaller side, and entries, up to which a plan is stored and its systems factorized:
 # 128 MiB, and as much again for the factor.
@@ -148,6 +155,7 @@ class PlanSystem:
         plan: its products.
         options: when to stop, and the damping.
         quick: products with the plan, or one near it, that are faster; `plan` if there are none.
+        diagonal: alpha and beta; a symmetric plan reads the second.
         symmetric: whether the plan is symmetric and has one potential, as that of a self term.
         most: bytes that a preconditioner may take, half of free memory by default.
 
@@ -162,15 +170,18 @@ class PlanSystem:
         options: CGOptions,
         quick: Products,
         *,
+        diagonal: tuple[float, float] = EXACT,
         symmetric: bool = False,
         most: int | None = None,
     ) -> None:
         damping = options.damping
         self.plan = plan
-        self.matrix = PlanMatrix(plan, damping, symmetric=symmetric, most=most)
+        self.matrix = PlanMatrix(plan, damping, diagonal=diagonal, symmetric=symmetric, most=most)
         self._rounded = self.matrix
         if quick is not plan:
-            self._rounded = PlanMatrix(quick, damping, symmetric=symmetric, most=most)
+            self._rounded = PlanMatrix(
+                quick, damping, diagonal=diagonal, symmetric=symmetric, most=most
+            )
         self._limits = Limits(options.tolerance, options.max_iterations)
         self._iterates: Iterates | KernelIterates | None = None
         self._factorization = self.matrix.factorization()
@@ -219,7 +230,7 @@ class PlanSystem:
         masses.
         """
         plan, metric = self.plan, self.matrix.metric
-        first = metric.inverse * metric.in_range(right) / (1 + self.matrix.damping)
+        first = metric.inverse * metric.in_range(right) / self.matrix.factor
         images = plan.times(torch.cat((first, first.abs()), 1))
         moved = plan.transposed_times(self.matrix.by_row * images)
         rest, rounding = metric.in_range(moved[:, :1]), plan.precision * moved[:, 1:]
@@ -258,12 +269,15 @@ class PlanSystem:
         found = iterates.values * unit, iterates.left * unit
         return Solution(*found, residual, iterates.taken.clone(), now <= iterates.target)
 
-    def column_errors(self, solved: Solution) -> Tensor:
-        """Return the errors (s, m) of the second equation: the residual, and what damping adds."""
-        damping = self.matrix.damping
-        if damping == 0:
+    def columns_lost(self, solved: Solution) -> Tensor:
+        """Return (s, m) by how much P^T u + c v falls short of t.
+
+        It is the residual, what damping adds, and what relaxed marginals give way.
+        """
+        added = self.matrix.factor - 1
+        if added == 0:
             return solved.left.T
-        return torch.addcmul(solved.left, self.matrix.metric.masses, solved.values, value=damping).T
+        return torch.addcmul(solved.left, self.matrix.metric.masses, solved.values, value=added).T
 
     def _iterates_for(self, right: Tensor) -> Iterates | KernelIterates:
         """Return the last solve's iterates for reuse, or new ones: in Triton where products are."""
@@ -307,16 +321,18 @@ class PlanSystem:
 
 
 class PlanMatrix:
-    """S + delta diag(c) of a plan of two clouds, or (1 + delta) diag(r) + P of a symmetric one.
+    """S + delta diag(c) of a plan of two clouds, or (beta + delta) diag(r) + P of a symmetric one.
 
     Args:
         plan: its products.
         damping: delta.
+        diagonal: alpha and beta.
         symmetric: whether the plan is that of a self term.
         most: bytes that a preconditioner may take, half of free memory by default.
 
     Attributes:
         damping: delta.
+        factor: beta + delta.
         precision: relative error of products, in the norm scaled by the masses.
     """
 
@@ -325,28 +341,35 @@ class PlanMatrix:
         plan: Products,
         damping: float = 0.0,
         *,
+        diagonal: tuple[float, float] = EXACT,
         symmetric: bool = False,
         most: int | None = None,
     ) -> None:
         self._plan, self.precision = plan, plan.precision
         self.damping, self._symmetric, self._most = damping, symmetric, most
+        self._of_rows, self.factor = diagonal[0], diagonal[1] + damping
 
     @cached_property
     def metric(self) -> Metric:
-        """The metric of c, or of r; without damping the kernel of S holds constants."""
+        """The metric of c, or of r; the kernel of S holds constants where both factors are 1."""
         if self._symmetric:
             return Metric(self._plan.rows, constants=False)
-        return Metric(self._plan.columns, constants=self.damping == 0)
+        return Metric(self._plan.columns, constants=self._constants)
 
     @cached_property
     def _rows(self) -> Metric:
         """The metric of the row sums r."""
-        return Metric(self._plan.rows, constants=self.damping == 0)
+        return Metric(self._plan.rows, constants=self._constants)
 
     @property
+    def _constants(self) -> bool:
+        return self._of_rows == 1 and self.factor == 1
+
+    @cached_property
     def by_row(self) -> Tensor:
-        """1 / r (n, 1), 0 where there is no mass."""
-        return self._rows.inverse
+        """1 / (alpha r) (n, 1), 0 where there is no mass."""
+        inverse = self._rows.inverse
+        return inverse if self._of_rows == 1 else inverse / self._of_rows
 
     @property
     def layout(self) -> Layout | None:
@@ -356,7 +379,7 @@ class PlanMatrix:
 
     @cached_property
     def _scaled_masses(self) -> Tensor:
-        return self.metric.masses if self.damping == 0 else (1 + self.damping) * self.metric.masses
+        return self.metric.masses if self.factor == 1 else self.factor * self.metric.masses
 
     def times(self, values: Tensor) -> Tensor:
         """Return the product (m, s) with values (m, s)."""
@@ -365,7 +388,7 @@ class PlanMatrix:
         return torch.addcmul(self._taken(values).neg_(), self._scaled_masses, values)
 
     def _taken(self, values: Tensor) -> Tensor:
-        """Return P^T diag(1 / r) P v (m, s)."""
+        """Return P^T diag(1 / (alpha r)) P v (m, s)."""
         return self._plan.transposed_times(self._plan.times(values).mul_(self.by_row))
 
     def image(self, packed: Tensor, scales: Tensor) -> Image:
@@ -388,7 +411,8 @@ class PlanMatrix:
         if not isinstance(plan, StoredPlan) or not is_factorized(plan.entries):
             return None
         own = self.metric if self._symmetric else self._rows
-        return Factorization(plan.entries, own, self.metric, self.damping, self._symmetric)
+        factors = self._of_rows, self.factor
+        return Factorization(plan.entries, own, self.metric, factors, self._symmetric)
 
     def preconditioner(self) -> LowRank | None:
         """Build a low-rank preconditioner, of a rank that rows and memory allow.
@@ -410,7 +434,7 @@ class PlanMatrix:
                 taken -= constant * (constant.T @ values)
             return taken
 
-        return low_rank(times, metric.scale, rank, self.precision, self.damping)
+        return low_rank(times, metric.scale, rank, self.precision, self.factor - 1)
 
 
 class Factorization:
@@ -418,14 +442,15 @@ class Factorization:
 
     Scaled by the masses on both sides, the matrices are
 
-        (1 + delta) I - K^T K,    (1 + delta) I + K,    K = diag(r)^(-1/2) P diag(c)^(-1/2).
+        alpha beta' I - K^T K,    beta' I + K,    K = diag(r)^(-1/2) P diag(c)^(-1/2),
 
-    With fewer rows than columns, S v = t is solved for u first, with K K^T in place of K^T K:
+    with beta' = beta + delta, the first times alpha. With fewer rows than columns, S v = t is
+    solved for u first, with K K^T in place of K^T K:
 
-        ((1 + delta) diag(r) - P diag(1 / c) P^T) u = -P (t / c)
-        v = (t - P^T u) / ((1 + delta) c)
+        (alpha beta' diag(r) - P diag(1 / c) P^T) u = -P (t / c)
+        v = (t - P^T u) / (beta' c)
 
-    Without damping the kernel of the first matrix is c^(1/2). Adding omega omega^T with
+    Where both factors are 1 the kernel of the first matrix is c^(1/2). Adding omega omega^T with
     omega = c^(1/2) / |c^(1/2)| moves that eigenvalue to 1 and changes no other: the matrix is
     positive definite and has a Cholesky factorization.
 
@@ -438,7 +463,7 @@ class Factorization:
         entries: P (n, m) float64.
         rows: the metric of its row sums.
         columns: the metric of its column sums.
-        damping: delta.
+        factors: alpha and beta'.
         symmetric: whether the matrix is that of a symmetric plan.
 
     Attributes:
@@ -446,9 +471,15 @@ class Factorization:
     """
 
     def __init__(
-        self, entries: Tensor, rows: Metric, columns: Metric, damping: float, symmetric: bool
+        self,
+        entries: Tensor,
+        rows: Metric,
+        columns: Metric,
+        factors: tuple[float, float],
+        symmetric: bool,
     ) -> None:
-        self._entries, self._columns, self._damped = entries, columns, 1 + damping
+        self._entries, self._columns, (self._of_rows, self._of_columns) = entries, columns, factors
+        diagonal = self._of_columns if symmetric else self._of_rows * self._of_columns
         self._by_rows = not symmetric and entries.shape[0] < entries.shape[1]
         if self._by_rows:
             entries, rows, columns = entries.T, columns, rows
@@ -456,15 +487,15 @@ class Factorization:
         # The number of terms in the sum of each entry bounds the rounding of a pivot.
         size, terms = len(columns.masses), 1 if symmetric else len(entries)
         identity = torch.eye(size, dtype=entries.dtype, device=entries.device)
-        if damping != 0:
-            identity.mul_(self._damped)
+        if diagonal != 1:
+            identity.mul_(diagonal)
         if symmetric:
             matrix = scaled.add_(identity)
         else:
             matrix = torch.addmm(identity, scaled.T, scaled, alpha=-1)
             if columns.constants:
                 matrix.addr_(columns.constant, columns.constant)
-        self._scale = columns.scale
+        self._scale, self._symmetric = columns.scale, symmetric
         self._factor, failed = torch.linalg.cholesky_ex(matrix)
         rounding = (terms + size) * torch.finfo(torch.float64).eps
         self.sound = (self._factor.diagonal().amin() > rounding**0.5) & (failed == 0)
@@ -472,10 +503,11 @@ class Factorization:
     def solve(self, right: Tensor) -> Tensor:
         """Solve for right-hand sides (m, s), float64, in the range; rows without mass are 0."""
         if not self._by_rows:
-            return self._solve(right)
+            found = self._solve(right)
+            return found if self._symmetric or self._of_rows == 1 else found.mul_(self._of_rows)
         by_column = self._columns.inverse
         moved = self._solve(self._entries @ (-by_column * right))
-        return by_column * (right - self._entries.T @ moved) / self._damped
+        return by_column * (right - self._entries.T @ moved) / self._of_columns
 
     def _solve(self, right: Tensor) -> Tensor:
         return torch.cholesky_solve(self._scale * right, self._factor).mul_(self._scale)

@@ -5,18 +5,19 @@ the density e, its sums q and p, and the weight M of each cost.
 
 **Potentials.** For cotangents f' (n,) and g' (m,), at points with mass,
 
-    r o h + P k = f',    P^T h + c o k = g'
+    alpha r o h + P k = f',    P^T h + beta c o k = g'
 
-and M = P o (h 1^T + 1 k^T) is dL/dC. The potential of a point without mass is the softmin of the
-others', whose derivative is the conditional plan: its cotangent passes through that to costs, to
-the other side's potentials and to masses, with f'_i / q_i in place of a_i h_i. With h and k that
-include the masses,
+and M = P o (h 1^T + 1 k^T) is dL/dC. The potential of a point without mass is the update by the
+others', whose derivative is the conditional plan over alpha: its cotangent passes through that to
+costs, to the other side's potentials and to masses, with f'_i / (alpha q_i) in place of a_i h_i.
+With h and k that include the masses,
 
     dL/da = -epsilon e k,    dL/db = -epsilon e^T h.
 
-Potentials are normalized to <b, g> = 0: f + t and g - t with t = <b, g>. So b (sum f' - sum g') is
-added to g', and g (sum f' - sum g') to dL/db. The cotangents then have equal sums, without which
-the system has no solution.
+Potentials are normalized: f + t and g - t with t = <b, g>, or where a marginal is relaxed with the
+translation t at which both sides owe the same mass. So the slopes of t times sum f' - sum g' are
+added to f', g', dL/da and dL/db. The cotangents then have equal sums, without which the system has
+no solution where marginals are exact, and nearly none where rho is large.
 
 **Maps.** The image of x_i is the mean of V under its conditional plan,
 
@@ -28,14 +29,15 @@ For a cotangent T' (n, k) of T, the cotangent of the plan is G = A B^T / a with
 
 and P o G has row sums 0 and column sums b o (B . e^T A), where . multiplies rows. With
 
-    r o u + P v = 0,    P^T u + c o v = b o (B . e^T A)
+    alpha r o u + P v = 0,    P^T u + beta c o v = b o (B . e^T A)
 
 the derivatives are dL/dV = b o e^T (T' / q), dL/da = u, dL/db = v and dL/dC = -M / epsilon,
 
     M = e o (A B^T) b - P o (u 1^T + 1 v^T).
 
 V and T are relative to an origin near them, as A B^T cancels any common part. At points without
-mass u = -e (b o v) / q and v = (B . e^T A - e^T (a o u)) / p.
+mass u = -e (b o v) / (alpha q) and v = (B . e^T A - e^T (a o u)) / (beta p). Of relaxed marginals
+dL/da = alpha q o u and dL/db = beta p o v.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Factors, Plan
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Potentials, checked_start, report_convergence
+from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
@@ -92,12 +95,16 @@ def sinkhorn_potentials(
     class_totals: tuple[Count, Count] | None = None,
     lambda_x: NotNegative | Tensor = 0.5,
     lambda_y: NotNegative | Tensor = 0.5,
+    unbalanced: Unbalanced | None = None,
+    unbalanced_relative: Unbalanced | None = None,
     start: Potentials | None = None,
     options: Schedule | None = None,
     cg: CGOptions = DEFAULTS,
     compute: Compute | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute optimal potentials f (n,), g (m,) of OT_epsilon(x, y) with <b, g> = 0, for autograd.
+
+    With `unbalanced` they are unique, and not normalized.
 
     Differentiable once by x, y, a, b, class_table, lambda_x and lambda_y. The backward pass solves
     one linear system, by a factorization where points are few and else by conjugate gradients (see
@@ -122,6 +129,9 @@ def sinkhorn_potentials(
         class_totals: (V_x, V_y).
         lambda_x: weight of ||x_i - y_j||^2.
         lambda_y: weight of W.
+        unbalanced: the price of mass that is not matched, rho or [rho_x, rho_y], as in
+            `sinkhorn_loss`.
+        unbalanced_relative: the same as multiples of the mean cost, which is a constant then.
         start: potentials by term to start from, {"xy": g}.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         cg: the tolerance of the linear system of the backward pass.
@@ -145,7 +155,8 @@ def sinkhorn_potentials(
     options = options or Converged()
     given |= {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y}
     labels = labels_x, labels_y
-    solved = _solved(given, labels, epsilon, class_totals, start, options, compute)
+    penalties = unbalanced, unbalanced_relative
+    solved = _solved(given, labels, epsilon, class_totals, penalties, start, options, compute)
     comparison, inputs, term = solved
     required = options.require_convergence
     with torch.no_grad():
@@ -153,8 +164,9 @@ def sinkhorn_potentials(
             term = settle(comparison, term, "potentials", required=required)
             potentials = potentials_everywhere(comparison, term)
         f, g = (potential.double() for potential in potentials)
-        shift = comparison.transformed[1].masses @ g
-        results = (f + shift).to(x.device), (g - shift).to(x.device)
+        source, target = comparison.transformed
+        f, g = comparison.constraints.normalized(source.masses, f, target.masses, g)
+        results = f.to(x.device), g.to(x.device)
     if not inputs.tensors:
         return results
     needs = frozenset(inputs.tensors)
@@ -168,11 +180,13 @@ def _solved(
     labels: tuple[Tensor | None, Tensor | None],
     epsilon: float,
     class_totals: tuple[int, int] | None,
+    penalties: tuple[Unbalanced | None, Unbalanced | None],
     start: Potentials | None,
     options: Schedule,
     compute: Compute | None,
 ) -> tuple[Comparison, Inputs, TransportTerm]:
     """Compare the tensors that are given by key, and solve for their cross term."""
+    refuse_unbalanced(*penalties, options)
     lambda_x, lambda_y = (plain_number(name, given[name]) for name in ("lambda_x", "lambda_y"))
     comparison = compared_tensors(
         (given["x"], given["a"], labels[0]),
@@ -184,6 +198,8 @@ def _solved(
         compute,
         debias=False,
     )
+    constraints = resolve_constraints(*penalties, comparison.mean_cost)
+    comparison = replace(comparison, constraints=constraints)
     inputs = Inputs(given, *labels)
     with torch.no_grad():
         divergence = solve(comparison, options, start=checked_start(comparison, start))
@@ -234,13 +250,20 @@ class PotentialGradient(_ImplicitGradient):
         comparison, epsilon = self._comparison, self._comparison.epsilon
         density = Density.of(comparison, *self._potentials)
         a, b = density.a, density.b
+        density.check_moving()
+        f, g = self._potentials
+        of_rows, of_columns = comparison.constraints.translation_slopes(a, f, b, g)
         surplus = of_f.sum() - of_g.sum()
-        of_g = of_g + b * surplus
+        if of_rows is not None:
+            of_f = of_f + of_rows[0] * surplus
+        if of_columns is not None:
+            of_g = of_g + of_columns[0] * surplus
         s, t = of_f, of_g
         if not density.whole:
-            # Potentials of points without mass are softmins: their cotangents pass to the others'.
-            h = torch.where(a > 0, 0, of_f / density.q)
-            k = torch.where(b > 0, 0, of_g / density.p)
+            # Potentials of points without mass are updates: their cotangents pass to the others'.
+            alpha, beta = density.diagonal
+            h = torch.where(a > 0, 0, of_f / (alpha * density.q))
+            k = torch.where(b > 0, 0, of_g / (beta * density.p))
             s = torch.where(a > 0, of_f, 0) - a * density.times(k[:, None])[:, 0]
             t = torch.where(b > 0, of_g, 0) - b * density.transposed_times(h[:, None])[:, 0]
         w1, w2 = density.solve(s, t, self._cg, self._options)
@@ -251,9 +274,12 @@ class PotentialGradient(_ImplicitGradient):
         gradient = cost_gradient(comparison, CostWeights(density, h, k), self._needs)
         if "a" in self._needs:
             gradient["a"] = -epsilon * density.times(k[:, None])[:, 0]
+            if of_rows is not None:
+                gradient["a"] += of_rows[1].double() * surplus
         if "b" in self._needs:
             gradient["b"] = -epsilon * density.transposed_times(h[:, None])[:, 0]
-            gradient["b"] += self._potentials[1].double() * surplus
+            if of_columns is not None:
+                gradient["b"] += of_columns[1].double() * surplus
         return gradient
 
 
@@ -273,6 +299,8 @@ def transport_map(
     class_totals: tuple[Count, Count] | None = None,
     lambda_x: NotNegative | Tensor = 0.5,
     lambda_y: NotNegative | Tensor = 0.5,
+    unbalanced: Unbalanced | None = None,
+    unbalanced_relative: Unbalanced | None = None,
     start: Potentials | None = None,
     options: Schedule | None = None,
     cg: CGOptions = DEFAULTS,
@@ -301,6 +329,9 @@ def transport_map(
         class_totals: (V_x, V_y).
         lambda_x: weight of ||x_i - y_j||^2.
         lambda_y: weight of W.
+        unbalanced: the price of mass that is not matched, rho or [rho_x, rho_y], as in
+            `sinkhorn_loss`.
+        unbalanced_relative: the same as multiples of the mean cost, which is a constant then.
         start: potentials by term to start from, {"xy": g}.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         cg: the tolerance of the linear system of the backward pass.
@@ -325,7 +356,8 @@ def transport_map(
     options = options or Converged()
     given |= {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y}
     labels = labels_x, labels_y
-    solved = _solved(given, labels, epsilon, class_totals, start, options, compute)
+    penalties = unbalanced, unbalanced_relative
+    solved = _solved(given, labels, epsilon, class_totals, penalties, start, options, compute)
     comparison, inputs, term = solved
     required = options.require_convergence
     with torch.no_grad():
@@ -384,14 +416,16 @@ class MapGradient(_ImplicitGradient):
 
     def mapped(self) -> Tensor:
         """Return T (n, k), float64."""
-        source, target = self._comparison.sides("xy")
         values, origin = self._centred()
         # A conditional plan does not depend on the mass of its row: any serves where it is 0.
-        given = self._comparison.with_points(replace(source, weights=None), target)
-        plan: Plan | None = dense_plan(given, "xy", *self._potentials)
+        given = self._comparison.unweighted(0)
+        # Nor on what its potential is above the softmin, which may be so much that nothing moves.
+        f, g = self._potentials
+        at = given.constraints.rows.softmin_of(f, given.epsilon), g
+        plan: Plan | None = dense_plan(given, "xy", *at)
         if plan is None:
             operator = given.operator("xy", keep_scores=False).refined
-            plan = operator.plan(*self._potentials, given.epsilon)
+            plan = operator.plan(*at, given.epsilon)
         found = plan.times(torch.cat((values, torch.ones_like(values[:, :1])), 1))
         check_sums(found[:, -1], self._comparison.epsilon)
         return found[:, :-1] / found[:, -1:] + origin
@@ -400,6 +434,7 @@ class MapGradient(_ImplicitGradient):
         (cotangent,) = cotangents
         comparison = self._comparison
         density = Density.of(comparison, *self._potentials)
+        density.check_moving()
         a, b, per_q = density.a, density.b, 1 / density.q[:, None]
         left, right = self._factors(density, per_q, cotangent)
         pulled = density.transposed_times(left)
@@ -416,11 +451,13 @@ class MapGradient(_ImplicitGradient):
         )
         gradient = cost_gradient(comparison, weights, self._needs)
         if self._needs & {"a", "b"}:
-            u = -per_q[:, 0] * density.times((b * w2)[:, None])[:, 0]
-            gradient["a"] = u
+            constraints, (alpha, beta) = comparison.constraints, density.diagonal
+            u = -per_q[:, 0] * density.times((b * w2)[:, None])[:, 0] / alpha
+            gradient["a"] = constraints.rows.mass_slope(u, density.q, comparison.epsilon)
             if "b" in self._needs:
                 of_u = density.transposed_times((a * u)[:, None])[:, 0]
-                gradient["b"] = torch.where(b > 0, w2, (sums - of_u) / density.p)
+                v = torch.where(b > 0, w2, (sums - of_u) / (beta * density.p))
+                gradient["b"] = constraints.columns.mass_slope(v, density.p, comparison.epsilon)
         if by_values is not None:
             if self._images is None:
                 gradient["y"] += by_values

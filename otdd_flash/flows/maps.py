@@ -219,7 +219,8 @@ def in_classes_of(samples: LabeledSamples, particles: LabeledSamples) -> Labeled
         labels = particles.labels[nearest_particles(samples, particles)]
     else:
         labels = class_indices(samples, particles.class_names)
-    return replace(samples, labels=labels, class_names=particles.class_names)
+    names, sets = particles.class_names, particles.label_sets
+    return replace(samples, labels=labels, class_names=names, label_sets=sets)
 
 
 # Places in a request of (points, particles, target): points against particles, and against the

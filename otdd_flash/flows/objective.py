@@ -46,6 +46,7 @@ from otdd_flash.flows.space import FeatureSpace
 from otdd_flash.flows.stepping import Batch, Draw, generator, normal_like
 from otdd_flash.labels import ClassDistances, Given, LabelMetric, PairFunction
 from otdd_flash.operators.comparison import Comparison
+from otdd_flash.operators.label_costs import has_sets
 from otdd_flash.samples import LabeledSamples, all_finite, displaced, largest_entry
 from otdd_flash.solver.divergence import Divergence, Solved, report_convergence
 from otdd_flash.solver.penalties import penalties_of
@@ -105,7 +106,9 @@ class FlowSetting:
     def by_owners(self) -> bool:
         """Whether ranks may keep velocities of points that move as features, by nothing else."""
         in_features = isinstance(self.flow.space, FeatureSpace)
-        euclidean = self.comparison.ground.ground == "sqeuclidean"
+        ground = self.comparison.ground
+        euclidean = ground.ground == "sqeuclidean" and ground.target_scale is None
+        euclidean = euclidean and not has_sets((self.source, self.target))
         return self.ranks is not None and in_features and euclidean and not self.functionals
 
     def at(self, features: Tensor) -> LabeledSamples:
@@ -118,7 +121,11 @@ class FlowSetting:
         With c the target's mean it is lambda_x (sum_i a_i ||x_i - c||^2 + sum_j b_j ||y_j - c||^2)
         plus the part of the classes. It is finite only if all features are.
         """
-        (centre, spread), cost = self._target_moments, self.comparison.ground
+        sides, cost = (self.source, self.target), self.comparison.ground
+        if cost.target_scale is not None or has_sets(sides):
+            moved = self.comparison.with_points(self.at(features), self.target)
+            return moved.with_classes(class_distances.full).mean_cost()
+        centre, spread = self._target_moments
         squares = self.masses @ squared_distances(features, centre)
         own, theirs = self._class_masses
         # Both summands are on the CPU.
@@ -154,7 +161,7 @@ class FlowSetting:
             **{f"labels.{key}": value for key, value in labels.items()},
             "epsilon": self.comparison.epsilon,
             **({} if penalties is None else {"unbalanced": penalties}),
-            **asdict(self.comparison.ground),
+            **self.comparison.ground.to_dict(),
             "solver.schedule": self.solver.name,
             **{f"solver.{key}": value for key, value in solver.items()},
             "backend": compute.backend,
@@ -224,7 +231,7 @@ class TargetDivergence:
         Raises:
             ConvergenceError: the solver's options require convergence, and a term stopped early.
         """
-        particles, target = comparison.transformed
+        particles, target = comparison.given
         if batch is not None:
             rows = particles.take(batch.particles), target.take(batch.target)
             comparison = comparison.with_points(*rows)

@@ -27,11 +27,13 @@ from otdd_flash.fingerprint import Unchanged
 from otdd_flash.flows.history import Moment, StepRecord, Trajectory
 from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, VelocityField
 from otdd_flash.flows.residual_map import ResidualMap
+from otdd_flash.label_sets import named_sets
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.table import class_names
+from otdd_flash.operators.label_costs import has_sets
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import TENSORS, LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED
 
 if TYPE_CHECKING:
@@ -173,8 +175,8 @@ class FlowResult:
             "m": len(self.target),
             "d": self.source.dim,
             "classes": {
-                "source": list(self.source.class_names),
-                "target": list(self.target.class_names),
+                "source": list(self.source.label_names),
+                "target": list(self.target.label_names),
             },
             "subset_hash": {"source": self.source.subset_hash, "target": self.target.subset_hash},
             "before": asdict(before),
@@ -268,6 +270,7 @@ class FlowResult:
             "only flow.optimizer=sgd without options, noise or minibatches": not plain,
             "flow.functionals move particles too": settings["flow.functionals"],
             "points moved in another space than that of features": space != "features",
+            "rows have numbers or several labels": self._of_other_kinds,
             "with unbalanced points move by more than conditional plans": "unbalanced" in settings,
         }
         met = "; ".join(reason for reason, holds in reasons.items() if holds)
@@ -276,6 +279,12 @@ class FlowResult:
                 f"an entropic map cannot follow this flow: {met}. The maps nearest and residual "
                 "take any flow"
             )
+
+    @property
+    def _of_other_kinds(self) -> bool:
+        """Whether rows have numbers or several labels."""
+        sides = (self.source, self.target)
+        return has_sets(sides) or "target_scale" in self.settings
 
     def _field(self, moment: Moment) -> VelocityField:
         return VelocityField(
@@ -305,8 +314,8 @@ class FlowResult:
 
 # Settings of the ground cost.
 COST = ("lambda_x", "lambda_y", "ground")
-# Tensors of a result by their owners; labels and weights may be missing.
-SAMPLES = ("features", "labels", "weights")
+# Tensors of a result by their owners; all but features may be missing.
+SAMPLES = (*TENSORS, "members")
 PARTS = {
     **dict.fromkeys(("source", "target", "samples"), SAMPLES),
     "trajectory": ("rows", "steps", "points", "labels"),
@@ -321,8 +330,8 @@ def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult
     names, hashes = summary["classes"], summary["subset_hash"]
     sides = {
         key: LabeledSamples(
-            **stored[key],
-            class_names=tuple(names[side]),
+            **{part: stored[key][part] for part in TENSORS},
+            **named_sets(stored[key]["members"], names[side]),
             name=summary[side],
             subset_hash=hashes[side],
         )

@@ -69,6 +69,7 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
+from otdd_flash.labels.numbers import with_numbers
 from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.samples import LabeledSamples, all_finite, displaced
 from otdd_flash.solver.penalties import refuse_unbalanced, resolve_constraints
@@ -156,7 +157,9 @@ def gradient_flow(
     source, target = as_samples(source, "source"), as_samples(target, "target")
     flow, callbacks = flow or Flow(), callbacks or Callbacks()
     compute, solver = ComputeOptions.of(compute), solver or Converged()
-    cost, metric = cost or GroundCost(), metric_of(labels)
+    metric, cost, (source, target) = with_numbers(
+        metric_of(labels), cost or GroundCost(), (source, target)
+    )
     cost.check_labels(metric.name)
     refuse_unbalanced(unbalanced, unbalanced_relative, solver, debias=True, ground=cost.ground)
     if cost.ground == "cosine":

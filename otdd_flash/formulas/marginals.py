@@ -99,6 +99,32 @@ class Marginal(ABC):
     def softmin_of(self, potential: Tensor, epsilon: float | Tensor) -> Tensor:
         """Return the softmin of which a potential is the update."""
 
+    def diagonal(self, epsilon: float) -> float:
+        """Return the factor, 1 + epsilon / rho, of a side's sums in the linear system of a plan.
+
+        What is owed falls with the potential: where the costs change, a e^(-f / rho) = P 1 gives
+        (1 + epsilon / rho) r df + P dg = (P o dC) 1.
+        """
+        return 1 + epsilon * float(self.softness)
+
+    @abstractmethod
+    def mean_slopes(self, masses: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slopes of <a, f>, or of -rho log <a, e^(-f / rho)>, by f (n,) and by a (n,).
+
+        Those by a are up to a constant.
+        """
+
+    @abstractmethod
+    def mass_slope(self, slope: Tensor, sums: Tensor, epsilon: float) -> Tensor:
+        """Return the slope by masses, along the simplex, of a function of a plan.
+
+        Args:
+            slope: u (n,), the solution of the plan's linear system for this side; where there is no
+                mass, what the equation of its row gives.
+            sums: r / a (n,), those of a point without mass by its potential.
+            epsilon: regularisation.
+        """
+
     @abstractmethod
     def dual(self, potential: Tensor) -> Tensor:
         """Return phi(f), whose product with the masses is this side's part of the dual value."""
@@ -190,6 +216,13 @@ class Exact(Marginal):
     def softmin_of(self, potential: Tensor, epsilon: float | Tensor) -> Tensor:
         return potential
 
+    def mean_slopes(self, masses: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
+        return masses, potential
+
+    def mass_slope(self, slope: Tensor, sums: Tensor, epsilon: float) -> Tensor:
+        # The masses are those that the plan has.
+        return slope
+
     def dual(self, potential: Tensor) -> Tensor:
         return potential
 
@@ -243,6 +276,15 @@ class RelaxedByKL(Marginal):
 
     def softmin_of(self, potential: Tensor, epsilon: float | Tensor) -> Tensor:
         return potential * ((self.rho + epsilon) / self.rho)
+
+    def mean_slopes(self, masses: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
+        mean = -self.rho * _log_mass(self, masses, potential)
+        # What is owed may underflow where its shares do not.
+        shares = torch.where(masses > 0, masses * torch.exp((mean - potential) / self.rho), 0)
+        return shares, self.dual(potential - mean)
+
+    def mass_slope(self, slope: Tensor, sums: Tensor, epsilon: float) -> Tensor:
+        return slope * sums * self.diagonal(epsilon)
 
     def dual(self, potential: Tensor) -> Tensor:
         return torch.expm1(potential / -self.rho) * -self.rho
@@ -374,6 +416,42 @@ class Constraints:
     def softness(self) -> float | Tensor:
         """1 / rho_x + 1 / rho_y; 0 where both are exact, and D the same for all translations."""
         return self.rows.softness + self.columns.softness
+
+    def diagonal(self, epsilon: float) -> tuple[float, float]:
+        """Return the factors of the sums of rows and of columns in the linear system of a plan."""
+        return self.rows.diagonal(epsilon), self.columns.diagonal(epsilon)
+
+    def normalized(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f + t (n,) and g - t (m,) with t that of `translation`; <b, g> if both are exact.
+
+        t is the mean of g less that of f, as `Marginal.mean_slopes` says, each times its side's
+        share of 1 / rho_x + 1 / rho_y.
+        """
+        t = self.translation(a, f, b, g)
+        t = b @ g if t is None else t[0]
+        return f + t, g - t
+
+    def translation_slopes(
+        self, a: Tensor, f: Tensor, b: Tensor, g: Tensor
+    ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+        """Return the slopes of the t of `normalized`, of each side that it depends on.
+
+        Returns:
+            Those by f (n,) and by a (n,), and by g (m,) and by b (m,), up to a constant those by
+            masses.
+        """
+        if self.exact:
+            return None, self.columns.mean_slopes(b, g)
+        found: list[tuple[Tensor, Tensor] | None] = []
+        sides = (self.rows, a, f, -1), (self.columns, b, g, 1)
+        for side, masses, potential, sign in sides:
+            if side.exact:
+                found.append(None)
+                continue
+            share = sign * side.softness / self.softness
+            by_potential, by_masses = side.mean_slopes(masses, potential)
+            found.append((share * by_potential, share * by_masses))
+        return found[0], found[1]
 
     def at(self, penalties: Sequence[float] | Tensor) -> Constraints:
         """Return these kinds of marginals with penalties (2,) of rows and of columns."""

@@ -19,6 +19,7 @@ from otdd_flash.labels.measuring import (
 )
 from otdd_flash.labels.metrics import (
     METRICS,
+    Continuous,
     Exact,
     Gaussian,
     Given,
@@ -33,11 +34,14 @@ from otdd_flash.labels.metrics import (
     metric_of,
 )
 from otdd_flash.labels.metrics.base import LabelMetric
+from otdd_flash.labels.metrics.tree import Tree
 from otdd_flash.labels.table import ClassDistances, JointClassDistances
+from otdd_flash.operators.label_costs import set_table
 
 __all__ = [
     "METRICS",
     "ClassDistances",
+    "Continuous",
     "Exact",
     "Gaussian",
     "Given",
@@ -48,6 +52,7 @@ __all__ = [
     "NoLabels",
     "PairFunction",
     "Sinkhorn",
+    "Tree",
     "UpperBound",
     "class_distances",
     "drop_small_classes",
@@ -56,5 +61,6 @@ __all__ = [
     "metric_named",
     "metric_of",
     "notice_single_samples",
+    "set_table",
     "settled_metric",
 ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import content_hash
-from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples, check_same_dimension
+from otdd_flash.samples import LabeledSamples, check_same_dimension, without_classes
 
 # Two datasets normalise equal weights to numbers that differ in their last digits, by no more than
 # this relative to each other. A larger difference may change a distance visibly.
@@ -45,11 +45,13 @@ class ClassCloud:
         name: the class in messages: its name and its dataset's.
         points: (n, d), n >= 1, only points of positive weight.
         weights: (n,) float64, positive, summing to 1; None if all points weigh the same.
+        several: whether points may have other labels as well, and count here as a part.
     """
 
     name: str
     points: Tensor
     weights: Tensor | None
+    several: bool = False
 
     def __len__(self) -> int:
         return self.points.shape[0]
@@ -103,19 +105,19 @@ class ClassCloud:
 
 
 def split_classes(samples: LabeledSamples) -> list[ClassCloud]:
-    """Return one cloud per class name of `samples`, in that order, without zero-weight points.
+    """Return one cloud per label of `samples`, in that order, without zero-weight points.
+
+    Of rows with several labels it is the cloud of those that have the label, each with the part of
+    its mass that the label is of it.
 
     Raises:
         InputError: there are no labels, or a class has no point of positive weight.
     """
     if samples.labels is None:
-        raise InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
-    order = torch.argsort(samples.labels, stable=True)
-    rows_by_class = torch.split(order, samples.class_counts.tolist())
+        raise without_classes(samples)
     clouds = []
-    for class_name, rows in zip(samples.class_names, rows_by_class, strict=True):
+    for class_name, (rows, weights) in zip(samples.label_names, _rows_of(samples), strict=True):
         name = f"{class_name!r} of {samples.name}"
-        weights = None if samples.weights is None else samples.weights[rows]
         if weights is not None:
             rows, weights = rows[weights > 0], weights[weights > 0]
         if len(rows) == 0:
@@ -123,8 +125,25 @@ def split_classes(samples: LabeledSamples) -> list[ClassCloud]:
                 f"class {name} has no sample of positive weight, so it has no distance to other "
                 "classes; min_class_size=1 drops it"
             )
-        clouds.append(ClassCloud(name, samples.points_of(rows), _normalised(weights)))
+        several = samples.label_sets is not None
+        clouds.append(ClassCloud(name, samples.points_of(rows), _normalised(weights), several))
     return clouds
+
+
+def _rows_of(samples: LabeledSamples) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the rows of each label and their weights; None if all rows weigh the same."""
+    assert samples.labels is not None
+    given = samples.weights
+    if (sets := samples.label_sets) is None:
+        order = torch.argsort(samples.labels, stable=True)
+        for rows in torch.split(order, samples.class_counts.tolist()):
+            yield rows, None if given is None else given[rows]
+        return
+    shares = sets.shares.to(samples.labels.device)
+    for label in range(len(sets.names)):
+        of_rows = shares[:, label][samples.labels]
+        rows = of_rows.nonzero().squeeze(1)
+        yield rows, of_rows[rows] if given is None else of_rows[rows] * given[rows]
 
 
 def pool(datasets: Sequence[LabeledSamples]) -> tuple[list[ClassCloud], tuple[int, ...]]:

@@ -42,6 +42,7 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning, warn
 from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
 from otdd_flash.labels.metrics import (
+    Continuous,
     Given,
     Labels,
     NoLabels,
@@ -50,11 +51,12 @@ from otdd_flash.labels.metrics import (
     metric_of,
 )
 from otdd_flash.labels.metrics.base import LabelMetric
+from otdd_flash.labels.metrics.tree import Tree
 from otdd_flash.labels.pair_cache import PairCache
 from otdd_flash.labels.pairs import PairDistances, all_pairs, symmetric_table
 from otdd_flash.labels.table import ClassDistances, JointClassDistances, class_names, joint_table
 from otdd_flash.plugins import blamed_on
-from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples, check_squares
+from otdd_flash.samples import LabeledSamples, check_squares, without_classes
 from otdd_flash.shown import display, listing
 from otdd_flash.solver.term import DEFAULT_RELATIVE
 
@@ -90,10 +92,15 @@ def class_distances(
         The whole table; `between(i, j)` is the table of two of the datasets.
 
     Raises:
-        InputError: not a list of datasets, labels are missing, the dimensions differ, or a class is
-            too small or too large for the method.
+        InputError: not a list of datasets, `continuous`, labels are missing, the dimensions differ,
+            or a class is too small or too large for the method.
     """
     metric, cost = metric_of(labels), GroundCost(ground=ground)
+    if isinstance(metric, Continuous):
+        raise InputError(
+            "labels=continuous compares the numbers of rows and has no distances between classes; "
+            "choose another method, or pass labels=continuous to otdd.dataset_distance"
+        )
     cost.check_labels(metric.name)
     kept = [drop_small_classes(one, min_class_size) for one in as_datasets(datasets)]
     check_squares(*kept)
@@ -123,6 +130,8 @@ def settled_metric(
     Raises:
         InputError: epsilon is 0.
     """
+    if isinstance(metric, Tree) and metric.add is not None:
+        return replace(metric, add=settled_metric(metric.measured, epsilon, datasets, streaming))
     if not isinstance(metric, Sinkhorn) or metric.epsilon is not None:
         return metric
     if epsilon == 0:
@@ -172,8 +181,13 @@ def measure_all(
     """
     if isinstance(metric, Given):
         raise measures_nothing()
+    names = [name for samples in datasets for name in class_names(samples)]
+    if (named := metric.by_names(names)) is not None:
+        rest = measure_all(datasets, metric.measured, cache_dir=cache_dir, progress=progress)
+        ends = [None if part is None else named + part for part in (rest.lower, rest.upper)]
+        return joint_table(datasets, named + rest.full, *ends)
     if isinstance(metric, NoLabels):
-        count = sum(len(class_names(samples)) for samples in datasets)
+        count = len(names)
         return joint_table(datasets, torch.zeros(count, count, dtype=torch.float64))
     clouds, _ = pool(datasets)
     distinct, index = merge_identical(clouds)
@@ -234,7 +248,7 @@ def measure_classes(
     else:
         for samples in (source, target):
             if samples.labels is None:
-                raise InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
+                raise without_classes(samples)
     if isinstance(metric, Given):
         return metric.read().named_for(class_names(source), class_names(target))
     if statistics is not None:
@@ -249,16 +263,17 @@ def measure_classes(
 def _matched(whole: LabeledSamples, samples: LabeledSamples) -> LabeledSamples:
     """Restrict `whole` to the classes of `samples`, in their order."""
     if whole.labels is None:
-        raise InputError(f"{whole.name} has no labels; {HOW_TO_LABEL}")
-    if whole.class_names == samples.class_names:
+        raise without_classes(whole)
+    names = whole.label_names
+    if names == samples.label_names:
         return whole
-    missing = [name for name in samples.class_names if name not in whole.class_names]
+    missing = [name for name in samples.label_names if name not in names]
     if missing:
         raise InputError(
             f"class statistics come from {whole.name}, which has no class {', '.join(missing)} of "
-            f"{samples.name} (it has: {listing(whole.class_names)})"
+            f"{samples.name} (it has: {listing(names)})"
         )
-    return whole.keep_classes([whole.class_names.index(name) for name in samples.class_names])
+    return whole.keep_labels([names.index(name) for name in samples.label_names])
 
 
 # Number of classes named in a notice.
@@ -277,11 +292,10 @@ def notice_single_samples(datasets: Sequence[LabeledSamples], metric: LabelMetri
     for samples in datasets:
         if samples.labels is None:
             continue
-        weighed = samples.labels[samples.masses > 0]
-        counted = torch.bincount(weighed, minlength=len(samples.class_names)).tolist()
+        counted = samples.label_counts(samples.masses > 0)
         single += [
             f"{display(repr(name))} of {display(samples.name)}"
-            for name, count in zip(samples.class_names, counted, strict=True)
+            for name, count in zip(samples.label_names, counted, strict=True)
             if count == 1
         ]
     if single:
@@ -309,12 +323,11 @@ def drop_small_classes(samples: LabeledSamples, minimum: int | None) -> LabeledS
     if samples.labels is None:
         return samples
     needed = minimum or 1
-    count = len(samples.class_names)
-    present = samples.class_counts.tolist()
-    counted = torch.bincount(samples.labels[samples.masses > 0], minlength=count).tolist()
+    count, present = len(samples.label_names), samples.label_counts()
+    counted = samples.label_counts(samples.masses > 0)
     keep = [c for c in range(count) if counted[c] >= needed]
     dropped = [c for c in range(count) if present[c] > 0 and counted[c] < needed]
-    listing = ", ".join(f"{display(samples.class_names[c])} ({counted[c]})" for c in dropped)
+    listing = ", ".join(f"{display(samples.label_names[c])} ({counted[c]})" for c in dropped)
     if not keep:
         raise InputError(
             f"min_class_size={needed} leaves no class of {samples.name}: all have fewer samples of "
@@ -326,7 +339,15 @@ def drop_small_classes(samples: LabeledSamples, minimum: int | None) -> LabeledS
             f"weight: {listing}",
             DataNotice,
         )
-    return samples if len(keep) == count else samples.keep_classes(keep)
+    if len(keep) < count:
+        return samples.keep_labels(keep)
+    return samples if samples.label_sets is None else _without_empty_sets(samples)
+
+
+def _without_empty_sets(samples: LabeledSamples) -> LabeledSamples:
+    """Leave out sets of labels that no row has; their labels are in others."""
+    present = samples.class_counts.nonzero().squeeze(1).tolist()
+    return samples if len(present) == samples.class_total else samples.keep_classes(present)
 
 
 def class_block(
@@ -350,7 +371,11 @@ def class_block(
     Raises:
         InputError: labels are missing, or a class is too small or too large for the method.
     """
-    shape = first.class_total, second.class_total
+    shape = len(class_names(first)), len(class_names(second))
+    named = metric.by_names([*class_names(first), *class_names(second)])
+    if named is not None:
+        rest = class_block(first, second, metric.measured, cache_dir=cache_dir)
+        return PairDistances(*(part.double() + named[: shape[0], shape[0] :] for part in rest))
     if isinstance(metric, NoLabels):
         return PairDistances.exactly(torch.zeros(shape))
     same = first is second

@@ -431,8 +431,8 @@ def joint_table(
 
 
 def class_names(samples: LabeledSamples) -> tuple[str, ...]:
-    """Return the class names; unlabelled samples have the single class `UNLABELLED_CLASS`."""
-    return samples.class_names if samples.labels is not None else (UNLABELLED_CLASS,)
+    """Return the names of the labels; unlabelled samples have the one class `UNLABELLED_CLASS`."""
+    return samples.label_names if samples.labels is not None else (UNLABELLED_CLASS,)
 
 
 def distinct_names(datasets: Sequence[LabeledSamples]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, combinations
 
 import torch
@@ -20,7 +21,7 @@ from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.facts import SIDES, TERMS, Pair
 from otdd_flash.cost.ground import NO_OFFSET, GroundCost, Offset
 from otdd_flash.cost.host_points import Streaming
-from otdd_flash.cost.points import LabelledCost, Points, forget_cloud, points_of
+from otdd_flash.cost.points import DOUBLE_UNIT, LabelledCost, Points, forget_cloud, points_of
 from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.distributed.ranks import Ranks, ranks_of
 from otdd_flash.errors import EpsilonOutOfRange, InputError
@@ -36,6 +37,17 @@ from otdd_flash.memory import (
 )
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostSize, build_operator, operator_bytes
+from otdd_flash.operators.label_costs import (
+    MOST_SETS,
+    LabelColumns,
+    by_labels,
+    columns_of_sets,
+    columns_of_targets,
+    has_sets,
+    no_columns,
+    set_table,
+    set_table_error,
+)
 from otdd_flash.samples import (
     LabeledSamples,
     check_same_dimension,
@@ -73,6 +85,8 @@ class Comparison:
             None if all are on the device.
         debias: whether the divergence has self terms, or is the cross term alone.
         epsilon: regularisation, in units of the cost.
+        columns: the label cost, where `transformed` points have it as columns; else None.
+        label_error: bound on the error of the label cost by its sums over labels.
         constraints: what the marginals of plans owe.
     """
 
@@ -85,6 +99,8 @@ class Comparison:
     streaming: Streaming | None = None
     debias: bool = True
     epsilon: float = 0.0
+    columns: LabelColumns | None = None
+    label_error: float = 0.0
     constraints: Constraints = EXACT
 
     @classmethod
@@ -188,17 +204,83 @@ class Comparison:
     def with_classes(self, table: Tensor | None) -> Comparison:
         """Return the comparison at class distances W (V_x + V_y, V_x + V_y), on any device.
 
+        W is over labels. Rows with several become rows of the class of their set, or get columns
+        that hold the label cost, as numbers do; see `operators.label_costs`.
+
         Raises:
             InputError: the table has another size or is not finite.
         """
-        return replace(self, classes=_class_table(table, self.transformed, self.device))
+        assert self.columns is None, "the points have columns of labels already"
+        sides = self.transformed[0], self.transformed[-1]
+        if self.ground.target_scale is not None:
+            return self._with_columns(columns_of_targets(sides, self.ground))
+        if table is None or not has_sets(sides):
+            return replace(self, classes=_class_table(table, sides, self.device))
+        if any(side.labels is None for side in sides):
+            # Of labels that are not compared, as the other side has none.
+            return replace(self, classes=_class_table(None, sides, self.device))
+        names = tuple(len(side.label_names) for side in sides)
+        given = ClassTable(table, (names[0], names[1]), torch.device("cpu")).full
+        if max(side.class_total for side in sides) <= MOST_SETS:
+            wide = _class_table(set_table(given, sides), sides, self.device)
+            return replace(self, classes=wide, label_error=set_table_error(given, self.ground))
+        if self.ground.lambda_y == 0 or not bool(given.any()):
+            return self._with_columns(no_columns(sides, self.ground))
+        return self._with_columns(columns_of_sets(given, sides, self.ground))
+
+    def _with_columns(self, columns: LabelColumns) -> Comparison:
+        """Return the comparison of points with columns, as one class.
+
+        Raises:
+            InputError: points are streamed, or are compared by no squared distances.
+        """
+        apart = self.streaming is not None or self.ground.ground == "inner"
+        if apart and not columns.empty:
+            raise InputError(
+                "numbers, and many sets of labels, are compared as columns of points in memory by "
+                "squared distances; raise memory_budget where these are streamed, and take "
+                "ground=sqeuclidean or cosine in place of inner"
+            )
+        sides = self.transformed[0], self.transformed[-1]
+        first = columns.appended(sides[0], 0)
+        last = first if sides[0] is sides[1] else columns.appended(sides[1], 1)
+        ground = self.ground
+        if columns.weight == 0:
+            ground = GroundCost(columns.lambda_x, 0.0)
+        return replace(
+            self,
+            transformed=(first, last),
+            classes=_class_table(None, (first, last), self.device),
+            columns=columns,
+            label_error=columns.error,
+            ground=ground,
+        )
+
+    def by_labels(self, gradient: Tensor) -> Tensor:
+        """Pull a gradient by the class table back to that by W of labels."""
+        sides = self.transformed[0], self.transformed[-1]
+        return by_labels(gradient, sides) if has_sets(sides) else gradient
 
     def with_points(self, *transformed: LabeledSamples) -> Comparison:
         """Return the comparison of other, already transformed, points of the same classes.
 
         There are at most as many. They are on the device, or on the host if datasets are streamed.
+        They have no columns of labels, and get those of this comparison.
         """
+        if self.columns is not None:
+            places = (0, len(transformed) - 1)
+            first, last = (self.columns.appended(transformed[k], min(k, 1)) for k in places)
+            return replace(self, given=transformed, transformed=(first, last))
         return replace(self, given=transformed, transformed=transformed)
+
+    def unweighted(self, *places: int) -> Comparison:
+        """Return the comparison of the same points, those of sides 0 or 1 with equal weights."""
+        source, target = self.transformed
+        sides = tuple(
+            replace(side, weights=None) if place in places else side
+            for place, side in enumerate((source, target))
+        )
+        return replace(self, given=sides, transformed=sides)
 
     def at(self, epsilon: float) -> Comparison:
         """Return the comparison at an epsilon, in units of the cost; 0 is of exact transport.
@@ -275,7 +357,21 @@ class Comparison:
     def sides(self, term: str) -> tuple[LabeledSamples, LabeledSamples]:
         """Return the transformed datasets of rows and columns of the term "xy", "xx" or "yy"."""
         row, column = SIDES[term]
-        return self.transformed[row], self.transformed[column]
+        return self.transformed[row], self._columns_side[column]
+
+    @cached_property
+    def _columns_side(self) -> tuple[LabeledSamples, ...]:
+        """The transformed datasets as they stand on the side of a cost's columns."""
+        if not self.signed:
+            return self.transformed
+        assert self.columns is not None
+        flipped = {side: self.columns.flipped(side) for side in dict.fromkeys(self.transformed)}
+        return tuple(flipped[side] for side in self.transformed)
+
+    @property
+    def signed(self) -> bool:
+        """Whether self terms are of two different clouds, as columns of one change their sign."""
+        return self.columns is not None and self.columns.negative > 0
 
     def points(self, term: str) -> tuple[Points, Points]:
         """Return the transformed points of both sides of a term, as tensors or streamed."""
@@ -324,6 +420,13 @@ class Comparison:
             return shared_operator(self, term, ranks, keep_scores=keep_scores)
         return build_operator(cost or self.cost(term), self.compute, keep_scores=keep_scores)
 
+    @property
+    def below_zero(self) -> bool:
+        """Whether costs may be below 0, as W of several labels is that of no points."""
+        table = self.classes.full
+        below = has_sets(self.given) and bool(table.min() < -1e-9 * table.abs().max())
+        return self.signed or below
+
     def mean_cost(self) -> float:
         """Compute the unit of `epsilon_relative`: the mean cost of the cross term.
 
@@ -333,7 +436,7 @@ class Comparison:
         ground, (source, target) = self.ground, self.sides("xy")
         lengths = ground.size(source, target)
         if lengths is None:
-            mean = float(self.cost("xy").mean_cost)
+            mean = float(self.cost("xy").mean_cost) + self._signed_offset.value
             return mean if mean > ground.error(source.dim) else min(mean, 0.0)
         if ground.lambda_y == 0:
             return lengths
@@ -342,13 +445,29 @@ class Comparison:
 
     @property
     def offset(self) -> Offset:
-        """The separable terms of the ground cost in OT_epsilon; 0 if self terms cancel them."""
-        return NO_OFFSET if self.debias else self.ground.offset(*self.given)
+        """The separable terms of the cost in OT_epsilon; 0 if self terms cancel them."""
+        if self.debias:
+            return NO_OFFSET
+        return self._signed_offset if self.signed else self.ground.offset(*self.given)
+
+    @cached_property
+    def _signed_offset(self) -> Offset:
+        """What columns of negative sign add that is of one side."""
+        if self.columns is None or not self.signed:
+            return NO_OFFSET
+        value, terms = 0.0, 0
+        for side in self.transformed:
+            of_rows = self.columns.one_side(side)
+            assert of_rows is not None
+            value += float(side.masses @ of_rows)
+            terms += len(side) + side.dim + 8
+        # All summands have one sign.
+        return Offset(value, terms * DOUBLE_UNIT * abs(value))
 
     @property
     def cost_error(self) -> float:
-        """Bound on the error of the cost by that of transformed points, in units of the cost."""
-        return self.ground.error(self.transformed[0].dim)
+        """Bound on the error of the cost by that of transformed points and of the label cost."""
+        return self.ground.error(self.transformed[0].dim) + self.label_error
 
     @property
     def diameter(self) -> float:
@@ -379,7 +498,8 @@ class Comparison:
     def mark(self) -> Mark:
         """A mark that changes when datasets or class distances are modified, see `fingerprint`."""
         sides = (mark_of(side) for side in self.given)
-        return (*chain(*sides), *mark_of_tensors(self.classes.full))
+        tables = () if self.columns is None else self.columns.tables
+        return (*chain(*sides), *mark_of_tensors(self.classes.full, *tables))
 
     def within_memory(self) -> within_memory:
         """Return a `with` block for work on the first and the last dataset, see `within_memory`."""

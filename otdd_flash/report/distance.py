@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from functools import partial
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,7 +64,7 @@ from otdd_flash.report.tables import facts_table, write_matrix_csv, write_table_
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import bounded, display, epsilon_shown, interval, shorten
-from otdd_flash.unmatched import HEADS, Unmatched, UnmatchedClass, by_excess, shown
+from otdd_flash.unmatched import HEADS, MEANING, Unmatched, UnmatchedClass, by_excess, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,7 +88,9 @@ def write_report(
     classes, marked `source:` and `target:` in the csv file. Rows of class_coupling are source
     classes, its columns target classes. Where marginals are relaxed, unmatched (.csv and .png) says
     what is left of every class. The files of class distances are left out if none were
-    computed (method `none`), and those of the coupling if both sides are one class.
+    computed (methods `none` and `continuous`), and those of the coupling if both sides are one
+    class. Of numbers there is target_histogram (.csv and .png), for each column if there are
+    several.
 
     Args:
         result: the result of `dataset_distance`.
@@ -112,14 +115,15 @@ def write_report(
     names, sides = result.class_names, (result.source.name, result.target.name)
     both = [f"source:{name}" for name in names[0]] + [f"target:{name}" for name in names[1]]
     # Without class distances there is nothing to order by.
-    chosen = order if result.method != "none" else "given"
+    measured = result.method not in WITHOUT_CLASSES
+    chosen = order if measured else "given"
     orders = class_orders(table.full, [len(side) for side in names], chosen)
     writers: Writers = {
         directory / "projection.png": lambda path: projection(
             result.source, result.target, coupling, path, seed
         )
     }
-    if result.method != "none":
+    if measured:
         writers |= {
             directory / "class_distances.csv": lambda path: write_matrix_csv(
                 path, table.full, both, both, corner="class"
@@ -138,6 +142,8 @@ def write_report(
                 [(row.side, row.name, row.nearest, row.distance) for row in table.nearest()],
             ),
         }
+    if result.cost.target_scale is not None:
+        writers |= _target_writers(result, directory, sides)
     if coupling.numel() > 1:
         writers |= {
             directory / "class_coupling.csv": lambda path: write_matrix_csv(
@@ -157,6 +163,29 @@ def write_report(
         }
     shown = [*sides, *names[0], *names[1]]
     return write_each({} if content == "none" else writers, shown, pictures=content == "full")
+
+
+# Methods of `labels` that compare no classes.
+WITHOUT_CLASSES = ("none", "continuous")
+
+
+def _target_writers(result: DistanceResult, directory: Path, sides: tuple[str, str]) -> Writers:
+    """Return what writes the histograms of numbers, a table and a picture for each column."""
+    writers: Writers = {}
+    changes = result.target_changes().tolist()
+    for column, change in enumerate(changes):
+        masses, edges = result.target_histogram(column)
+        names = [f"{low:.4g} to {high:.4g}" for low, high in pairwise(edges.tolist())]
+        path = directory / f"target_histogram{f'_{column}' if len(changes) > 1 else ''}.csv"
+        corner = "source\\target"
+        writers[path] = partial(
+            write_matrix_csv, matrix=masses, row_names=names, column_names=names, corner=corner
+        )
+        title = f"Mass moved from numbers of {sides[0]} to those of {sides[1]}"
+        notes = [f"the mean change of a number is {change:.4g}"]
+        draw = partial(_draw_masses, masses, [names, names], sides, title=title, notes=notes)
+        writers[path.with_suffix(".png")] = draw
+    return writers
 
 
 def plot_distance(result: DistanceResult) -> Figure:
@@ -191,23 +220,30 @@ def draw_class_coupling(
         path: the PNG file.
         orders: the order in which to show the classes of each side.
     """
-    rows, columns = (
-        [Group(role, [classes[index] for index in order], color)]
-        for role, classes, order, color in zip(
-            _roles(sides), names, orders, (SOURCE_COLOR, TARGET_COLOR), strict=True
-        )
-    )
-    heat_map(
-        100.0 * coupling[list(orders[0])][:, list(orders[1])],
-        rows,
-        columns,
+    _draw_masses(
+        coupling[list(orders[0])][:, list(orders[1])],
+        [[of[index] for index in order] for of, order in zip(names, orders, strict=True)],
+        sides,
         path,
         title=f"Mass moved from the classes of {sides[0]} to those of {sides[1]}",
-        value_label="mass, % of the total",
-        decimals=1,
-        # Cells that round to 0 stay empty.
-        zero="",
     )
+
+
+def _draw_masses(
+    masses: Tensor,
+    names: Sequence[Sequence[str]],
+    sides: tuple[str, str],
+    path: str | Path | None,
+    **more: Any,
+) -> None:
+    """Draw masses that sum to 1 in percent, between what the names of both sides stand for."""
+    rows, columns = (
+        [Group(role, list(of), color)]
+        for role, of, color in zip(_roles(sides), names, (SOURCE_COLOR, TARGET_COLOR), strict=True)
+    )
+    # Cells that round to 0 stay empty.
+    label = "mass, % of the total"
+    heat_map(100.0 * masses, rows, columns, path, value_label=label, decimals=1, zero="", **more)
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
@@ -256,12 +292,22 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("classes", f"{_count(classes['source'])} × {_count(classes['target'])}"),
         *([] if ground == "sqeuclidean" else [("ground cost", ground)]),
         ("class distances", labels),
+        *_changes(summary),
         ("converged", f"yes{reached}" if converged else "no"),
         ("marginal error", error),
         ("iterations", str(summary["iterations"])),
         ("seconds", f"{_time(sum(seconds.values()))} ({spent})"),
         ("computed on", ", ".join(str(summary[k]) for k in ("device", "backend", "precision"))),
     ]
+
+
+def _changes(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the row on numbers, if rows have some."""
+    if (found := summary.get("target_changes")) is None:
+        return []
+    pairs = zip(found, summary["target_scale"], strict=True)
+    said = ", ".join(f"{change:.4g} (scale {scale:.4g})" for change, scale in pairs)
+    return [("mean change of numbers", said)]
 
 
 def _penalties(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -300,7 +346,7 @@ def _sampling(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _subsamples_fit(summary: Mapping[str, Any]) -> bool:
     """Return whether a proper part of both sides, the same for both, has two rows of each class."""
-    labelled = summary["labels"] != "none"
+    labelled = summary["labels"] not in WITHOUT_CLASSES
     rows = summary["n"], summary["m"]
     classes = (_count(summary["classes"][side]) * labelled for side in ("source", "target"))
     part = max(2 * max(count, 1) / total for count, total in zip(classes, rows, strict=True))
@@ -359,14 +405,16 @@ def unmatched_table(unmatched: Unmatched) -> Table:
     for head in HEADS:
         table.add_column(head, justify="left" if head in ("side", "class") else "right")
     every, left = by_excess(unmatched.classes), 0
+    captions = [MEANING] if any(each.own is not None for each in every) else []
     for side in ("source", "target"):
         rows = [each for each in every if each.side == side]
         left += max(0, len(rows) - MOST_ROWS)
         for each in rows[:MOST_ROWS]:
             _, name, *numbers = shown(each)
-            table.add_row(side, Text(shorten(name, LONGEST_NAME)), *numbers)
+            table.add_row(side, Text(name), *numbers)
     if left:
-        table.caption = f"{left} more classes in {UNMATCHED_FILE}"
+        captions.append(f"{left} more classes in {UNMATCHED_FILE}")
+    table.caption = "\n".join(captions) or None
     return table
 
 
@@ -413,7 +461,8 @@ def draw_unmatched(unmatched: Unmatched, sides: tuple[str, str], path: str | Pat
         axes.set_xlim(0, 100)
         axes.set_title(shorten(role, LONGEST_DATASET), loc="left", fontsize=9)
         top = bottom - BAR
-    axes.set_xlabel("unmatched, % of the class; the mark is what its self term leaves")
+    mark = "; the mark is what its self term leaves" if any(each.own for each in every) else ""
+    axes.set_xlabel(f"unmatched, % of the class{mark}")
     save_picture(figure, path)
 
 
@@ -648,6 +697,8 @@ def write_contributions(
 
 
 def _class_of(source: LabeledSamples, row: int) -> str:
+    if source.targets is not None and source.labels is None:
+        return ", ".join(f"{number:.4g}" for number in source.targets[row].tolist())
     return "" if source.labels is None else source.class_names[int(source.labels[row])]
 
 

@@ -28,6 +28,7 @@ from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning, warn
 from otdd_flash.labels import (
     ClassDistances,
+    Continuous,
     Given,
     LabelMetric,
     NoLabels,
@@ -36,6 +37,7 @@ from otdd_flash.labels import (
     measure_classes,
     metric_of,
 )
+from otdd_flash.labels.numbers import with_numbers
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
@@ -95,10 +97,16 @@ class SubsetComparison:
         given = self._settings.pop("class_distances", None)
         labels = self._settings.get("labels", "gaussian")
         metric = metric_of(labels) if given is None else Given(given)
-        if isinstance(metric, Sinkhorn) and metric.epsilon is None:
+        # One scale for all parts.
+        metric, _, (source, target) = with_numbers(metric, GroundCost(), (source, target))
+        if isinstance(metric, Continuous):
+            self._settings["labels"] = metric
+        measured = metric.measured
+        if isinstance(measured, Sinkhorn) and measured.epsilon is None:
+            place = "labels" if measured is metric else "add"
             raise InputError(
                 "class distances between parts are measured at the epsilon of the whole: give the "
-                "result's, labels=otdd.labels.Sinkhorn(epsilon=result.labels_epsilon)"
+                f"result's, {place}=otdd.labels.Sinkhorn(epsilon=result.labels_epsilon)"
             )
         minimum = self._settings.pop("min_class_size", None)
         sides = drawable(source, metric, minimum), drawable(target, metric, minimum)
@@ -174,7 +182,7 @@ def drawable(
     Small classes are left out silently, as the distance itself has reported them.
     """
     if isinstance(metric, NoLabels):
-        samples = replace(samples, labels=None, class_names=())
+        samples = replace(samples, labels=None, class_names=(), label_sets=None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DataNotice)
         samples = drop_small_classes(samples, min_class_size)
@@ -218,11 +226,16 @@ def least_rows(samples: LabeledSamples) -> int:
 
 
 def class_labels(samples: LabeledSamples) -> Rows:
-    """Return the labels (n,), all 0 where there are none."""
-    if samples.labels is None:
+    """Return the labels (n,), all 0 where there are none, or several in a row."""
+    if samples.labels is None or samples.label_sets is not None:
         return np.zeros(len(samples), dtype=np.int64)
     labels: Rows = samples.labels.cpu().numpy()
     return labels
+
+
+def drawn_classes(samples: LabeledSamples) -> int:
+    """Return the number of classes of which rows are drawn."""
+    return 1 if samples.label_sets is not None else samples.class_total
 
 
 def rank_in_class(labels: Rows) -> Rows:

@@ -25,6 +25,7 @@ from otdd_flash.sampling.comparison import (
     PER_CLASS,
     SubsetComparison,
     class_labels,
+    drawn_classes,
     rank_in_class,
 )
 
@@ -82,7 +83,8 @@ def noise_floor(
         seed: seed of the split.
         progress: called as progress(distances computed, their total).
         **settings: those of `dataset_distance`, with the epsilon of the whole, as its result has
-            it. Settings of a cache or of progress have no effect.
+            it, and its penalties in units of the cost. Settings of a cache or of progress have no
+            effect.
 
     Raises:
         InputError: a class has fewer than four samples, or as `dataset_distance`.
@@ -116,11 +118,11 @@ def half_size(source: LabeledSamples, target: LabeledSamples) -> int:
     """
     size = min(most_per_half(source), most_per_half(target))
     for samples, other in ((source, target), (target, source)):
-        if size < PER_CLASS * samples.class_total:
+        if size < PER_CLASS * drawn_classes(samples):
             raise InputError(
                 f"halves of {size} rows, half of what {other.name} has, cannot hold two of each of "
-                f"the {samples.class_total} classes of {samples.name}; take more samples, or fewer "
-                "classes"
+                f"the {drawn_classes(samples)} classes of {samples.name}; take more samples, or "
+                "fewer classes"
             )
     return size
 

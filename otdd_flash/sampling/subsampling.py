@@ -21,6 +21,9 @@ interval is one for E S_n, the mean distance between so many samples, not for it
 Quantiles of S_m - S_n would cover neither: the bias would move the interval by several deviations.
 A bootstrap draws rows twice, at distance 0 from each other, and biases S.
 
+With relaxed marginals S is as smooth a function of both distributions, at the penalties of the
+whole, and its deviations shrink at the same rate.
+
 The interval is [S_n - q se, S_n + q se (1 + 3 excess)], with q Student's quantile of K - 1 degrees
 of freedom. S_n is skewed to the right and its spread grows with it: where S_n is low, se is too
 small, so intervals that miss lie below the mean. Quantiles of S_n - S_m would be mirrored, too
@@ -50,10 +53,9 @@ from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.sampling.comparison import SubsetComparison, least_rows, subsample
+from otdd_flash.sampling.comparison import SubsetComparison, drawn_classes, least_rows, subsample
 from otdd_flash.sliced.result import rows_excess
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.penalties import has_penalty
 
 # The default m / n: small enough to be cheap, large enough for the classes.
 DEFAULT_FRACTION = 0.25
@@ -134,8 +136,9 @@ def subsample_interval(
         level: the confidence level, in (0, 1).
         seed: seed of the draws.
         progress: called as progress(distances computed, their total).
-        **settings: those of `dataset_distance`, with the epsilon of `value`. Settings of a cache or
-            of progress have no effect: nothing of a subsample is cached.
+        **settings: those of `dataset_distance`, with the epsilon of `value`, and its penalties in
+            units of the cost. Settings of a cache or of progress have no effect: nothing of a
+            subsample is cached.
 
     Raises:
         InputError: too few subsamples for the level, a size that is too small for the classes or
@@ -147,10 +150,6 @@ def subsample_interval(
         NotConvergedWarning: a distance stopped before the tolerance.
     """
     check_count(count, level)
-    if has_penalty(settings.get("unbalanced"), settings.get("unbalanced_relative")):
-        raise InputError(
-            "the coverage of intervals is known for exact marginals alone; leave out unbalanced"
-        )
     source, target = as_samples(source, "source"), as_samples(target, "target")
     comparison = SubsetComparison(source, target, settings)
     sizes = subsample_sizes(comparison.source, comparison.target, size)
@@ -254,7 +253,7 @@ def subsample_sizes(
             asked = "" if size is None else f"size {size} of the source makes "
             raise InputError(
                 f"subsamples of {side.name} need at least {least} rows, two of each of its "
-                f"{side.class_total} classes, and fewer than its {len(side)}: {asked}{rows} "
+                f"{drawn_classes(side)} classes, and fewer than its {len(side)}: {asked}{rows} "
                 "do not do; choose another size, or drop small classes with min_class_size"
             )
     return sizes[0], sizes[1]
@@ -262,9 +261,10 @@ def subsample_sizes(
 
 def _notice_few_per_class(comparison: SubsetComparison, sizes: tuple[int, int]) -> None:
     for samples, rows in zip((comparison.source, comparison.target), sizes, strict=True):
-        if rows < FEW_PER_CLASS * samples.class_total:
+        classes = drawn_classes(samples)
+        if rows < FEW_PER_CLASS * classes:
             warn(
-                f"subsamples of {samples.name} hold {rows} rows for {samples.class_total} classes: "
+                f"subsamples of {samples.name} hold {rows} rows for {classes} classes: "
                 "class distances between them are crude, and so is the interval",
                 DataNotice,
             )

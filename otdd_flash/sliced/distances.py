@@ -34,11 +34,11 @@ from otdd_flash.errors import InputError
 from otdd_flash.labels.measuring import as_datasets
 from otdd_flash.labels.table import distinct_names
 from otdd_flash.samples import (
-    HOW_TO_LABEL,
     HOW_TO_SCALE,
     LabeledSamples,
     check_same_dimension,
     check_squares,
+    without_classes,
 )
 from otdd_flash.sliced.result import SlicedResult
 
@@ -159,7 +159,12 @@ class Projected:
 
     def __init__(self, samples: LabeledSamples) -> None:
         if samples.labels is None:
-            raise InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
+            raise without_classes(samples)
+        if samples.label_sets is not None:
+            raise InputError(
+                f"{samples.name} has several labels a row, and sliced distances are of one class a "
+                "row; take dataset_distance or pairwise_distances"
+            )
         masses = samples.masses
         # Rows without mass change no quantile function.
         if samples.weights is not None and not bool((masses > 0).all()):

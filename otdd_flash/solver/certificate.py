@@ -163,34 +163,72 @@ def conclude(
 ) -> Certificate:
     """Compute the certificate from `PlanEvidence.numbers` as the host has read them.
 
+    Where its mass underflows, the marginal error is 1 / LEAST_MOVING, and bounds hold nevertheless.
+
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
-        InputError: it underflows.
     """
     check_mass(costs, numbers.mass, epsilon)
-    moving = numbers.penalties.moving
-    if moving < LEAST_MOVING:
-        raise InputError(
-            f"no mass moves, or less than {LEAST_MOVING:g} of it: all costs are far above epsilon="
-            f"{epsilon:g} and the penalty of unmatched mass; raise unbalanced or epsilon"
-        )
+    if numbers.penalties.moving < LEAST_MOVING:
+        return _of_nothing(costs, evidence, numbers, epsilon)
     dual, sums = numbers.dual(epsilon), evidence.sums
     check_mass(costs, dual, epsilon)
     upper, primal = numbers.upper(costs, sums, epsilon), float(numbers.penalties.primal)
     if costs.forbidden and math.isfinite(primal):
         # Other upper bounds move mass between any two points, forbidden pairs too.
         upper = primal
-    owed = max(numbers.penalties.owed, float(moving))
+    owed = max(numbers.penalties.owed, float(numbers.penalties.moving))
     error = larger(numbers.mean_error, numbers.penalties.open_error)
     size = numbers.size + numbers.penalties.size
     low, high = widen_bounds(costs, sums, (dual, upper), error, size, epsilon, owed)
     # Where numbers overflow nothing is known.
     unknown = math.isnan(high) or (costs.forbidden and not math.isfinite(primal))
     bounds = -math.inf if math.isnan(low) else low, math.inf if unknown else high
+    passes, moving = evidence.passes, float(numbers.penalties.moving)
     undetectable = numbers.noise + 2 * sums.relative_error + sums.underflow / moving
     error = numbers.gap + undetectable
-    passes, moving = evidence.passes, float(moving)
     return Certificate(evidence.f, evidence.g, dual, bounds, error, undetectable, passes, moving)
+
+
+def _of_nothing(
+    costs: CostFacts, evidence: PlanEvidence, numbers: PlanNumbers, epsilon: float
+) -> Certificate:
+    """Compute the certificate of a plan that moves no mass, as `conclude`.
+
+    Its own primal value, and that of a b^T, are upper bounds. The value is the dual one, if that is
+    a number, and where no cost is negative at least 0. A marginal error relative to the mass that
+    moves is not known: it is said to be 1 / LEAST_MOVING.
+
+    Raises:
+        EpsilonOutOfRange: no lower bound is known.
+    """
+    dual, penalties = numbers.dual(epsilon), numbers.penalties
+    upper = float(penalties.primal)
+    error = larger(numbers.mean_error, penalties.open_error)
+    size, owed = numbers.size + penalties.size, max(penalties.owed, float(penalties.moving))
+    low, high = widen_bounds(costs, evidence.sums, (dual, upper), error, size, epsilon, owed)
+    low = max(low if low > -math.inf else -math.inf, 0.0 if costs.lowest >= 0 else -math.inf)
+    high = high if high < math.inf else math.inf
+    if not costs.forbidden:
+        unit = torch.finfo(costs.dtype).eps
+        high = min(high, costs.highest + costs.error + unit * costs.largest)
+    value = dual if dual > low else low
+    check_mass(costs, value, epsilon)
+    told = 1 / LEAST_MOVING, 0.0, evidence.passes, float(penalties.moving)
+    return Certificate(evidence.f, evidence.g, value, (low, high), *told)
+
+
+def check_moving(certificate: Certificate, epsilon: float) -> None:
+    """Refuse a solved plan that moves nothing.
+
+    Raises:
+        InputError: the mass underflows.
+    """
+    if certificate.mass < LEAST_MOVING:
+        raise InputError(
+            f"no mass moves, or less than {LEAST_MOVING:g} of it: all costs are far above epsilon="
+            f"{epsilon:g} and the penalty of unmatched mass; raise unbalanced or epsilon"
+        )
 
 
 def shows_rounding(

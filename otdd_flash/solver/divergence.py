@@ -486,7 +486,7 @@ class TermSolves:
             options = self._limited(options, name, tolerance, sharers, most)
         solve = next(solve for kind, solve in SOLVES.items() if isinstance(options, kind))
         progress = None if self._progress is None else partial(self._progress, name)
-        form = CROSS if name == "xy" else SELF
+        form = CROSS if name == "xy" or self.compared.signed else SELF
         form = form._replace(constraints=self.compared.constraints.between(*SIDES[name]))
         epsilon = self.compared.epsilon
         term = solve(operator, epsilon, options, form, start=start, progress=progress)

@@ -68,9 +68,10 @@ class MatrixComparison:
         constraints: what the marginals of plans owe.
         identical: False: equal masses at equal costs are not looked for.
         cost_error: 0: costs are those that were given.
+        signed: False: self terms are of one cloud.
     """
 
-    identical, cost_error = False, 0.0
+    identical, cost_error, signed = False, 0.0, False
 
     source: CostSource
     a: Tensor

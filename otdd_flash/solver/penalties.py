@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from otdd_flash.cost.facts import CostFacts, larger
 from otdd_flash.errors import InputError
 from otdd_flash.formulas.marginals import EXACT, Constraints, Exact, Marginal, RelaxedByKL
 from otdd_flash.solver.schedules.base import Schedule
@@ -18,6 +19,9 @@ Unbalanced = float | Sequence[float | None]
 # Penalties in units of the cost. Potentials are of the size of a small one, in float32 too; a large
 # one is taken as a float64 times epsilon.
 LEAST_PENALTY, MOST_PENALTY = 1e-30, 1e100
+
+# Most penalties, in units of the largest cost: e^(-f / rho) is 1 to all digits of float64 beyond.
+MOST_COSTS = 1e15
 
 
 def refuse_unbalanced(
@@ -96,9 +100,20 @@ def resolve_constraints(
     return Constraints(*(_marginal(penalty, unit, name) for penalty in sides))
 
 
-def has_penalty(unbalanced: Unbalanced | None, relative: Unbalanced | None = None) -> bool:
-    """Return whether a side is not exact."""
-    return any(given is not None for given in (*_sides(unbalanced), *_sides(relative)))
+def refuse_beyond_digits(constraints: Constraints, costs: CostFacts, epsilon: float) -> None:
+    """Refuse penalties so far above all costs that float64 does not hold what potentials owe.
+
+    Raises:
+        InputError: a penalty is more than 1e15 times the largest cost and epsilon.
+    """
+    most = MOST_COSTS * larger(costs.largest, epsilon)
+    for side in (constraints.rows, constraints.columns):
+        if not side.exact and float(side.rho) > most:
+            raise InputError(
+                f"a penalty of {float(side.rho):g} is more than {MOST_COSTS:g} times the largest "
+                "cost and epsilon; leave unbalanced out, or give None for that side: at such a "
+                "penalty marginals are exact to rounding"
+            )
 
 
 def penalties_of(constraints: Constraints) -> list[float | None] | None:
@@ -137,6 +152,11 @@ def _marginal(penalty: float | None, unit: float, name: str) -> Marginal:
             "marginals are exact without it"
         )
     return RelaxedByKL(rho)
+
+
+def penalties_text(penalties: list[float | None] | None) -> str:
+    """Return what a line of text says of `penalties_of` before what follows; "" of exact ones."""
+    return "" if penalties is None else f"unbalanced={shown_penalties(penalties)}, "
 
 
 def shown_penalties(given: Unbalanced) -> str:

@@ -31,6 +31,7 @@ that of the last evaluation: no term has an operator to certify it.
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -49,10 +50,12 @@ from otdd_flash.formulas.decision import (
     first_level,
 )
 from otdd_flash.formulas.evidence import MOST_ERROR, rounding_of
+from otdd_flash.formulas.marginals import Marginal
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_problem import OneProblem, problem_of
-from otdd_flash.solver.certificate import Certificate, certify, certify_self
+from otdd_flash.solver.certificate import Certificate, certify, certify_self, check_moving
 from otdd_flash.solver.evidence import rounding_floor
+from otdd_flash.solver.penalties import refuse_beyond_digits
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term import (
     LOOSEST_DEFAULT,
@@ -79,6 +82,12 @@ MOST_TRIES, TOLERANCE_AIM = 4, 0.9
 
 # The undetectable error, over the tolerance, from which on a more accurate certificate pays.
 HIDDEN = 0.1
+
+# A plan that moves nothing after so many iterations is refused; one of fewer has bounds.
+MOST_UNMOVED = 100
+
+# A relaxed marginal owes no more than e^this times its masses where a solve starts.
+MOST_OWED = 20.0
 
 # The first level, over the mean cost, after the solve of a sample.
 SAMPLED_TOP = 0.01
@@ -114,11 +123,15 @@ def solve_term(
         progress: called whenever the marginals were evaluated, as progress(iteration, error).
 
     Raises:
-        InputError: rounding alone exceeds the tolerance at this epsilon and precision.
+        InputError: rounding alone exceeds the tolerance at this epsilon and precision, a plan that
+            is solved moves no mass, or a penalty is far above all costs.
     """
     budget = Budget(epsilon, options, progress)
     # Most unreachable tolerances are refused before the first iteration, by the size of the costs.
     budget.allow_for_rounding(operator, rounding_floor(operator.costs, 0.0, epsilon))
+
+    if not form.symmetric:
+        refuse_beyond_digits(form.constraints, operator.costs, epsilon)
 
     # Initial potential, and levels of epsilon.
     candidate, levels, budget.passes = initial_potential(budget, operator, form, start)
@@ -142,6 +155,8 @@ def solve_term(
             )
 
     certificate = certify_solved(budget, problem, iterations, aim, refine=refine)
+    if budget.settled or budget.iterations >= MOST_UNMOVED:
+        check_moving(certificate, epsilon)
     return TransportTerm.from_certificate(
         certificate,
         epsilon,
@@ -268,7 +283,21 @@ def initial_potential(
     final = Levels.descending(torch.full((1,), budget.epsilon, dtype=torch.float64))
     if start is None:
         return _constant(operator, budget.epsilon, form).to(operator.costs.dtype), final, 0
+    most = max(operator.costs.highest, operator.costs.spread)
+    start = within_reach(start, form.constraints.columns, most)
     return start.to(operator.costs.dtype), final, 0 if form.symmetric else 0.0
+
+
+def within_reach(start: Tensor, marginal: Marginal, most: float = math.inf) -> Tensor:
+    """Return potentials (m,) to start from, moved to where those of a relaxed marginal may be.
+
+    Those of exact marginals, or of a larger penalty, may owe e^1000 times a mass, with which
+    iterations would not begin. `most` is the most that costs add to a potential.
+    """
+    if marginal.exact:
+        return start
+    reach = MOST_OWED * float(marginal.rho)
+    return start.clamp(-reach, most + reach)
 
 
 def _constant(operator: Operator, epsilon: float, form: Form) -> Tensor:

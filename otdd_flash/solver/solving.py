@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from otdd_flash.errors import InputError
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import (
     Compared,
     Divergence,
@@ -55,6 +57,12 @@ def solve(
         InputError: the block of W of a self term is not symmetric, an allocation fails, or rounding
             alone exceeds the tolerance at this epsilon and precision.
     """
+    points = comparison if isinstance(comparison, Comparison) else None
+    if points is not None and not points.constraints.exact and points.below_zero:
+        raise InputError(
+            "unbalanced needs costs of which 0 is the least, and class distances of several labels "
+            "are below 0 here; take labels=means, labels.diagonal=true or a tree"
+        )
     if isinstance(options, Exact):
         from otdd_flash.solver.exact.solve import solve_exact
 

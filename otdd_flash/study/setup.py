@@ -93,7 +93,7 @@ class Settings:
             "epsilon_relative": self.epsilon_relative,
             **self.penalties,
             "labels": self.metric,
-            "cost": asdict(self.cost),
+            "cost": self.cost.to_dict(),
             "solver": asdict(self.solver),
             **self.machine,
         }
@@ -243,7 +243,7 @@ def with_families(tasks: Sequence[Task], given: Mapping[str, str]) -> tuple[Task
 
 def _task(name: str, given: Given, min_class_size: int | None, transfer: bool) -> Task:
     train, test = _parts(name, given)
-    if train.labels is None or (test is not None and test.labels is None):
+    if any(one is not None and one.labels is None and one.targets is None for one in (train, test)):
         raise InputError(
             f"task {name} has no labels; label it with otdd_flash.data.with_pseudo_labels (on the "
             "command line by pseudo_labels and k of the task), or drop it"
@@ -256,6 +256,11 @@ def _task(name: str, given: Given, min_class_size: int | None, transfer: bool) -
             f"task {name} has no test rows to count errors on; transfer.test_fraction=0.2 splits "
             "some off on the command line, (train, test) gives some in Python; transfer=null (None "
             "in Python) counts no errors"
+        )
+    if transfer and (kept.label_sets is not None or kept.targets is not None):
+        raise InputError(
+            f"task {name} has several labels a row or numbers, and networks learn one class a row; "
+            "set transfer=null (None in Python)"
         )
     if len(kept.class_names) < 2 and transfer:
         raise InputError(f"task {name} has one class, of which nothing is learnt; take it out")
@@ -296,6 +301,8 @@ def _tested(name: str, train: LabeledSamples, test: LabeledSamples) -> LabeledSa
             f"task {name} has {train.dim} features in its training rows and {test.dim} in its "
             "test rows; both must have the same"
         )
+    if train.label_sets is not None or train.targets is not None:
+        return test
     missing = [label for label in train.class_names if label not in test.class_names]
     if missing:
         raise InputError(
@@ -355,7 +362,7 @@ class Setup:
                 task.name: {
                     "rows": len(task.train),
                     "test_rows": None if task.test is None else len(task.test),
-                    "classes": list(task.train.class_names),
+                    "classes": list(task.train.label_names),
                     "family": task.family,
                     "fingerprints": task.fingerprints,
                 }

@@ -60,11 +60,12 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.classes import pool
+from otdd_flash.labels.numbers import with_numbers
 from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.comparison import check_comparable
 from otdd_flash.plugins import blamed_on
 from otdd_flash.sampling.subsampling import LEVEL, check_count
-from otdd_flash.solver.penalties import has_penalty, refuse_unbalanced
+from otdd_flash.solver.penalties import refuse_unbalanced
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact, schedule_of
@@ -125,7 +126,7 @@ class Study:
             instead of `epsilon`. If neither is given, epsilon is 0.01 of that mean; 0 is the
             unregularised cost, by `otdd.Exact()`.
         unbalanced: rho, the price of mass that is not matched, in units of the cost; None is exact
-            marginals. Not with `subsample`.
+            marginals.
         unbalanced_relative: the same as a multiple of the mean cost over all pairs of different
             tasks.
         labels: the method of class distances, as for `pairwise_distances`. For a function, the
@@ -196,11 +197,6 @@ class Study:
         metric, cost = metric_of(self.labels), self.cost or GroundCost()
         penalties = self.unbalanced, self.unbalanced_relative
         refuse_unbalanced(*penalties, options, debias=True, ground=cost.ground)
-        if self.subsample is not None and has_penalty(*penalties):
-            raise InputError(
-                "the coverage of intervals is known for exact marginals alone; leave out subsample "
-                "or unbalanced"
-            )
         if metric.name == "given":
             raise InputError(
                 "a study measures its class distances itself; choose any labels but given"
@@ -244,8 +240,8 @@ class Study:
             InputError: the folder holds something else, or a study with other settings.
         """
         part, folder = Shard.parse(shard), Path(folder)
-        tasks = self._tasks()
-        metric = self._metric(tasks)
+        tasks, metric, cost = self._numbered(self._tasks())
+        metric = self._metric(tasks, metric, cost)
         with _alone(folder):
             known = _read(folder)
             if known is not None and not resume and shard is None:
@@ -253,7 +249,7 @@ class Study:
                     f"{folder} holds a study already; give study.resume=true (resume=True) to go "
                     "on with it, or another folder"
                 )
-            settings = self._settings(known or {}, metric, workers, threads)
+            settings = self._settings(known or {}, metric, cost, workers, threads)
             setup = Setup(tasks, settings, self.cache_dir)
             _note(folder, known, setup)
         started = time.perf_counter()
@@ -292,9 +288,30 @@ class Study:
             build_head(build_body(transfer, dim, 0), dim, 2, 0)
         return tasks
 
-    def _metric(self, tasks: Sequence[Task]) -> LabelMetric:
+    def _numbered(
+        self, tasks: tuple[Task, ...]
+    ) -> tuple[tuple[Task, ...], LabelMetric, GroundCost]:
+        """Return tasks, metric and ground cost, of numbers with one scale.
+
+        Raises:
+            InputError: a measure has no meaning for several labels a row, or numbers.
+        """
+        trained = [task.train for task in tasks]
+        metric, cost, found = with_numbers(
+            metric_of(self.labels), self.cost or GroundCost(), trained
+        )
+        if any(one.label_sets is not None or one.targets is not None for one in found):
+            unable = [name for name in self.measures or () if MEASURES[name].one_class]
+            if unable:
+                raise InputError(
+                    f"{', '.join(unable)} are measures of one class a row, and tasks have several "
+                    "labels a row or numbers; leave them out of measures"
+                )
+        pairs = zip(tasks, found, strict=True)
+        return tuple(replace(task, train=one) for task, one in pairs), metric, cost
+
+    def _metric(self, tasks: Sequence[Task], metric: LabelMetric, cost: GroundCost) -> LabelMetric:
         """Return the metric between classes; a function includes its value for one pair."""
-        metric, cost = metric_of(self.labels), self.cost or GroundCost()
         transformed = [cost.transform(task.train) for task in tasks]
         if isinstance(metric, PairFunction):
             return metric.probed(pool(transformed)[0])
@@ -322,6 +339,7 @@ class Study:
         self,
         known: Mapping[str, Any],
         metric: LabelMetric,
+        cost: GroundCost,
         workers: int,
         threads: int | None,
     ) -> Settings:
@@ -338,7 +356,7 @@ class Study:
             unbalanced=self.unbalanced,
             unbalanced_relative=self.unbalanced_relative,
             labels=metric,
-            cost=self.cost or GroundCost(),
+            cost=cost,
             solver=solver,
             compute=_resolved(ComputeOptions.of(self.compute), known.get("compute") or {}),
             projections=self.projections,

@@ -66,8 +66,6 @@ TABLE = """
     unbalanced=-1 -> unbalanced must be positive
     unbalanced=1 unbalanced_relative=2 -> got both, unbalanced=1 and unbalanced_relative=2
     unbalanced=[1,null] -> debias=false
-    unbalanced=1 subsample=39 -> subsample is for exact marginals
-    unbalanced=1 contributions=true -> contributions is for exact marginals
     unbalanced=1 epsilon=0 -> epsilon=0 | takes exact marginals; leave out unbalanced
     unbalanced=1 solver=geomloss -> takes exact marginals; leave out unbalanced
     flow unbalanced=1 epsilon=0 -> distances alone take 0

@@ -85,9 +85,13 @@ def test_what_is_left_of_classes_is_printed_and_written(command, read, rows):
     result = read("run/result.json")
     assert result["unbalanced"] == pytest.approx([0.3 * result["mean_cost"]] * 2)
     assert result["terms"]["xy"]["mass"] < 1
-    ended = command("unbalanced=[1.0,null]", "debias=false", "report=none", "noise_floor=true")
+    ended = command(
+        "unbalanced=[1.0,null]", "debias=false", "report=none", "noise_floor=true", "subsample=39"
+    )
     assert ended.code == 0, ended.err
-    assert read("run/result.json")["unbalanced"] == [1.0, None]
+    result = read("run/result.json")
+    assert result["unbalanced"] == [1.0, None]
+    assert result["subsample"]["lower"] <= result["subsample"]["upper"]
 
 
 @pytest.mark.slow

@@ -215,7 +215,6 @@ REFUSED = r"""
     NOWHERE measures=[oddt] -> unknown measure 'oddt'; choose one of
     NOWHERE unbalanced=1 unbalanced_relative=2 -> got both, unbalanced=1 and unbalanced_relative=2
     NOWHERE unbalanced=1 epsilon=0 -> epsilon=0.* exact marginals; leave out unbalanced
-    NOWHERE unbalanced=1 subsample=39 -> leave out subsample or unbalanced
     NOWHERE study.workers=0 -> study.workers must be at least 1, got 0
     NOWHERE study.shard=2/1 -> study.shard must be I/N
     NOWHERE study.resume=true -> study.resume=true, but there is no .*study.json; give the folder

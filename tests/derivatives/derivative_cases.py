@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,13 @@ def solve_by(way: str, monkeypatch: pytest.MonkeyPatch) -> CGOptions:
     if way == "streamed":
         monkeypatch.setattr(StoredScores, "holds_plans", False)
     return TIGHT
+
+
+def on_the_device(given: Any) -> Any:
+    """Return tensors of a tuple or of a dictionary on the device, with all else."""
+    if isinstance(given, dict):
+        return dict(zip(given, on_the_device(tuple(given.values())), strict=True))
+    return tuple(part.to(DEVICE) if isinstance(part, Tensor) else part for part in given)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -76,6 +84,7 @@ class DenseHessian:
         terms: of the divergence.
         x, y: points.
         a, b: masses, None where they are equal.
+        unbalanced: penalties of both sides, None for exact ones.
         options: with `labels_x`, `labels_y` and `class_table`, if there are labels.
     """
 
@@ -89,10 +98,12 @@ class DenseHessian:
         *,
         epsilon: float = EPSILON,
         lambda_x: float = 0.5,
+        unbalanced: tuple[float | None, float | None] = (None, None),
         **options: Any,
     ) -> None:
         self._points, self._epsilon, self._lambda_x = (x.double(), y.double()), epsilon, lambda_x
-        self.plans = {}
+        one_side, other = (math.inf if rho is None else rho for rho in unbalanced)
+        self._rho, self.plans = (one_side, other), {}
         sides = dict(zip("xy", zip(self._points, (a, b), strict=True), strict=True))
         for name, term in terms.items():
             (one, of_one), (two, of_two) = (sides[key] for key in name)
@@ -113,7 +124,7 @@ class DenseHessian:
     def along(self, v: Tensor, w: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """The products by x and y with one direction, and its curvature."""
         along = v.double(), torch.zeros_like(self._points[1]) if w is None else w.double()
-        how = self._epsilon, self._lambda_x
+        how = self._epsilon, self._lambda_x, self._rho
         products = list(reference.hessian_product(self.plans["xy"], self._points, along, *how))
         for k, name in enumerate(("xx", "yy")):
             if name in self.plans:

@@ -18,6 +18,7 @@ from derivative_cases import (
     drawn,
     labelled,
     masses,
+    on_the_device,
     quiet,
     solve_by,
 )
@@ -233,12 +234,6 @@ def test_all_points_of_a_side_are_equal(decomposed: bool, monkeypatch: pytest.Mo
     product = otdd.sinkhorn_hessian(x, y, epsilon=0.5, debias=False).product(v)
     assert bool(product.converged.all())
     torch.testing.assert_close(product.values, v / 20, rtol=1e-5, atol=1e-8)
-
-
-def on_the_device(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: part.to(DEVICE) if isinstance(part, Tensor) else part for key, part in options.items()
-    }
 
 
 @pytest.mark.usefixtures("iterations_alone")

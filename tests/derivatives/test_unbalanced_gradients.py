@@ -135,14 +135,6 @@ def test_of_a_matrix(rho: tuple[float | None, float | None]) -> None:
     assert float(a.grad @ along) == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
-def test_second_derivatives_are_refused() -> None:
-    x = torch.randn(5, 2).requires_grad_()
-    loss = otdd.sinkhorn_loss(x, torch.randn(4, 2), epsilon=0.1, unbalanced=1.0)
-    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-    with pytest.raises(otdd.InputError, match="exact marginals"):
-        gradient.sum().backward()
-
-
 def test_rows_without_a_counterpart_are_moved_by_the_self_term_alone() -> None:
     draw = torch.Generator().manual_seed(0)
     x, y = (torch.randn(n, 2, generator=draw).double() for n in (25, 20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ def write_files(folder: Path) -> None:
             for i in range(6):
                 level = light + 25 * number + draw.integers(-20, 20, size=(12 + i, 14, 3))
                 Image.fromarray(level.astype(np.uint8)).save(place / f"{i}.png")
+    other = np.random.default_rng(1)
     for year in (2023, 2024):
         late = year == 2024
         rows = pd.DataFrame(
@@ -46,6 +48,21 @@ def write_files(folder: Path) -> None:
         pd.DataFrame({"text": texts, "stars": stars}).to_csv(
             folder / f"reviews_{year}.csv", index=False
         )
+        tags = [["cat"], ["cat", "snow"], ["snow"], ["dog", "snow"], ["dog"]]
+        album = folder / "albums" / str(year)
+        album.mkdir(parents=True)
+        lines = []
+        for i in range(20):
+            level = other.integers(40, 160 + 40 * late, size=(9, 10, 3))
+            Image.fromarray(level.astype(np.uint8)).save(album / f"{i}.png")
+            lines.append(json.dumps({"file_name": f"{i}.png", "tags": tags[i % 5]}))
+        (album / "metadata.jsonl").write_text("\n".join(lines))
+        rooms, area = other.integers(1, 7, size=60), other.normal(90, 20, size=60).round(1)
+        houses = pd.DataFrame({"rooms": rooms, "area": area})
+        houses["price"] = (2.5 + 0.1 * late) * area + 20.25 * rooms
+        houses.to_csv(folder / f"houses_{year}.csv", index=False)
+    parents = "name,parent\ncat,pet\ndog,pet\npet,animal\nbird,animal\n"
+    (folder / "animals.csv").write_text(parents)
     for number, camera in enumerate(("gate", "yard", "roof", "river")):
         for kind, colour in (("cat", 0), ("dog", 1)):
             place = folder / "cameras" / camera / kind

@@ -139,7 +139,7 @@ def test_a_name_stands_for_a_metric_with_its_defaults():
     assert metric_of("upper_bound") == otdd.labels.UpperBound()
     table = otdd.ClassDistances(*([[0.0]],) * 3)
     everything = {"unbiased": False, "diagonal": True, "epsilon": 2, "tolerance": 0.1}
-    everything["table"] = table
+    everything |= {"table": table, "scale": [2, 3], "parents": {"a": "b"}, "power": 0.5}
     assert [metric_named(name, everything) for name in METRICS] == [
         otdd.labels.Gaussian(unbiased=False, diagonal=True),
         otdd.labels.Sinkhorn(2.0, 0.1),
@@ -147,6 +147,8 @@ def test_a_name_stands_for_a_metric_with_its_defaults():
         otdd.labels.Means(),
         otdd.labels.UpperBound(unbiased=False),
         otdd.labels.NoLabels(),
+        otdd.labels.Continuous((2.0, 3.0)),
+        otdd.labels.Tree({"a": "b"}, power=0.5),
         otdd.labels.Given(table),
     ]
 
@@ -158,6 +160,9 @@ DEFAULTS = {
     "diagonal": False,
     "epsilon": "${epsilon}",
     "path": None,
+    "scale": "pooled",
+    "power": 1.0,
+    "add": None,
 }
 
 

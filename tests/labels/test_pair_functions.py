@@ -157,3 +157,9 @@ def test_a_chunk_of_pairs_fits_a_core_and_keeps_a_card_busy():
         (2**10, card, 4096),
     ):
         assert chunk_size(entries, device) == size
+
+
+def test_rows_with_several_labels_are_refused():
+    sides = [(np.eye(3), [["a"], ["a", "b"], ["b"]]), (np.eye(3)[:2], [["a"], ["b"]])]
+    with pytest.raises(InputError, match="rows with several labels count as a part of each, as of"):
+        otdd.dataset_distance(*sides, labels=lambda x, y: 1.0)

@@ -17,7 +17,13 @@ import otdd_flash as otdd
 from otdd_flash.engine.few_problems import FewVectors
 from otdd_flash.formulas.decision import CROSS, SELF
 from otdd_flash.formulas.evidence import CostNumbers, PassErrors, evaluate_cross
-from otdd_flash.formulas.marginals import Constraints, Exact, Marginal, RelaxedByKL
+from otdd_flash.formulas.marginals import (
+    LEAST_MOVING,
+    Constraints,
+    Exact,
+    Marginal,
+    RelaxedByKL,
+)
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.operators.one_problem import OneTorchProblem, problem_of
@@ -92,6 +98,10 @@ def assert_proved(
     assert low - slack <= truth <= high + slack
     f, g = found.f.double(), found.g.double()
     plan = reference.plan(cost, problem.a, b, f, g, problem.epsilon)
+    if float(plan.sum()) < LEAST_MOVING:
+        # Relative to a mass that underflows no error is known.
+        assert found.marginal_error == 1 / LEAST_MOVING
+        return
     owed = problem.a * (-f / rho[0]).exp(), b * (-g / rho[1]).exp()
     errors = (float((plan.sum(1 - k) - owed[k]).abs().sum()) for k in (0, 1))
     assert max(errors) / float(plan.sum()) <= found.marginal_error * (1 + 1e-9) + 1e-12
@@ -358,7 +368,7 @@ def test_losses_and_flows_refuse_epsilon_0_first(
         function(*arguments, epsilon=1.0, unbalanced=1.0, **{options: otdd.Exact()})
 
 
-@pytest.mark.parametrize("rho", [1e-30, 1e100])
+@pytest.mark.parametrize("rho", [1e-30, 1e14])
 def test_the_least_and_the_largest_penalty(rho: float) -> None:
     cost = torch.rand(9, 8, generator=torch.Generator().manual_seed(3))
     found = otdd.matrix_transport(cost, epsilon=0.5, unbalanced=rho)
@@ -372,7 +382,7 @@ def test_a_row_without_a_partner_costs_its_penalty() -> None:
     """It is refused; a finite cost far above all others says the same."""
     cost = torch.rand(5, 4, generator=torch.Generator().manual_seed(3)).double()
     cost[0] = INFINITY
-    with pytest.raises(otdd.InputError, match=r"row 0.* finite cost far above"):
+    with pytest.raises(otdd.InputError, match=r"row 0.* units of the cost"):
         otdd.matrix_transport(cost, epsilon=0.1, unbalanced=1.0)
     a = torch.tensor([0.3, 0.2, 0.2, 0.2, 0.1]).double()
     found = []
@@ -403,8 +413,6 @@ def test_results_keep_their_penalties(tmp_path: Path) -> None:
     assert loaded.constraints == found.constraints == Constraints(RelaxedByKL(0.5), Exact())
     assert loaded.divergence.xy.mass == found.divergence.xy.mass
     assert float(loaded.class_coupling().sum()) == pytest.approx(found.divergence.xy.mass, rel=1e-3)
-    with pytest.raises(otdd.InputError, match="unmatched"):
-        loaded.contributions()
     cost = torch.rand(5, 4)
     transport = otdd.matrix_transport(cost, epsilon=0.1, unbalanced=0.2)
     transport.save(tmp_path / "matrix")
@@ -611,8 +619,8 @@ def test_intervals_of_no_penalty_are_those_of_exact_marginals() -> None:
     given = {"count": 39, "size": 12, "epsilon": 0.5, "seed": 1, "labels": "none"}
     exact = otdd.subsample_interval(x, y, 1.0, **given)
     assert otdd.subsample_interval(x, y, 1.0, unbalanced=[None, None], **given) == exact
-    with pytest.raises(otdd.InputError, match="exact marginals alone"):
-        otdd.subsample_interval(x, y, 1.0, unbalanced=[None, 1.0], debias=False, **given)
+    relaxed = otdd.subsample_interval(x, y, 1.0, unbalanced=[None, 1.0], debias=False, **given)
+    assert relaxed.values != exact.values
 
 
 @pytest.mark.parametrize("relative", [0.1, 1.0, 10.0, 100.0, 1e3, 1e4, 1e12])
@@ -660,3 +668,71 @@ def test_small_relaxed_problems_are_solved_in_one_go(monkeypatch: pytest.MonkeyP
     x, y = (torch.randn(k, 8, generator=draw) for k in (20, 25))
     for rho in (0.3, 1.0, 8.0):
         assert float(otdd.sinkhorn_loss(x, y, epsilon=0.5, unbalanced=rho)) > 0
+
+
+@pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
+@pytest.mark.parametrize(("seed", "one_exact"), [(52, True), (71, False)])
+def test_a_stop_before_any_mass_moves_has_bounds(seed: int, one_exact: bool) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    cost = torch.rand(4, 3, generator=draw).double()
+    rho, epsilon = (float(10 ** (-torch.rand(1, generator=draw) * most)) for most in (5.0, 4.0))
+    given = {"epsilon": epsilon, "unbalanced": [rho, None] if one_exact else rho}
+    found = otdd.matrix_transport(cost, **given, options=otdd.Converged(max_iterations=1))
+    assert found.marginal_error > 1e200
+    assert not found.converged
+    # Without an exact side all mass is left, also at the end.
+    truth = otdd.matrix_transport(cost, **given).value if one_exact else 2 * rho + epsilon
+    assert 0 <= found.bounds[0] <= truth <= found.bounds[1] <= cost.max() * (1 + 1e-12)
+    assert found.bounds[0] <= found.value <= found.bounds[1]
+
+
+@pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e5])
+@pytest.mark.parametrize("most", [1, 2, 10_000])
+def test_potentials_out_of_all_proportion_are_a_start(most: int, size: float) -> None:
+    draw = torch.Generator().manual_seed(6)
+    cost = torch.rand(6, 5, generator=draw).double()
+    for sign in (-1, 1):
+        start = {"xy": size * (sign + torch.randn(5, generator=draw).double())}
+        for epsilon, unbalanced in ((0.0117, 0.098), (0.0165, 0.0074)):
+            given = {"epsilon": epsilon, "unbalanced": unbalanced}
+            cold = otdd.matrix_transport(cost, **given)
+            options = otdd.Converged(max_iterations=most)
+            found = otdd.matrix_transport(cost, **given, start=start, options=options)
+            assert found.bounds[0] <= cold.bounds[1]
+            assert cold.bounds[0] <= found.bounds[1]
+            assert found.converged or most < 10_000
+
+
+def test_balanced_potentials_are_a_start_in_float32() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(20, 2, generator=draw), torch.randn(15, 2, generator=draw) + 1
+    start = {"xy": otdd.sinkhorn(x, y, epsilon=0.1).g}
+    for unbalanced in (1e-1, 1e-3):
+        given = {"epsilon": 0.1, "unbalanced": unbalanced}
+        warm = otdd.sinkhorn_divergence(x, y, **given, start=start)
+        cold = otdd.sinkhorn_divergence(x, y, **given)
+        assert warm.xy.converged
+        assert warm.value == pytest.approx(cold.value, abs=2e-3 * unbalanced)
+
+
+def test_penalties_beyond_the_digits_of_the_costs_are_refused() -> None:
+    cost = torch.rand(5, 4, generator=torch.Generator().manual_seed(3)).double()
+    for unbalanced in (1e30, [1e17, None]):
+        with pytest.raises(otdd.InputError, match=r"leave unbalanced out.* exact to rounding"):
+            otdd.matrix_transport(cost, epsilon=0.1, unbalanced=unbalanced)
+    with pytest.raises(otdd.InputError, match="leave unbalanced out"):
+        otdd.sinkhorn_divergence(cost, cost + 1, epsilon=0.1, unbalanced=1e18)
+
+
+def test_a_pair_of_penalties_may_be_an_array_and_the_mass_that_moves_is_told() -> None:
+    cost = torch.rand(5, 4, generator=torch.Generator().manual_seed(3)).double()
+    pair = torch.tensor([0.5, 0.25], dtype=torch.float64)
+    found = [
+        otdd.matrix_transport(cost, epsilon=0.1, unbalanced=given).mass
+        for given in (pair.tolist(), pair, pair.numpy())
+    ]
+    assert found[0] == found[1] == found[2] < 1
+    plan = otdd.matrix_transport(cost, epsilon=0.1, unbalanced=pair).plan()
+    assert found[0] == pytest.approx(float(plan.sum()), rel=1e-3)
+    assert otdd.matrix_transport(cost, epsilon=0.1).mass == 1

@@ -219,6 +219,7 @@ def test_degenerate_numbers_say_why_there_is_no_correlation_or_gain(result):
         (3, {}),
         (2, {"unbalanced_relative": 0.3}),
         (2, {"epsilon_relative": 0.05, "unbalanced": 2.0, "noise_floor": True}),
+        (2, {"epsilon_relative": 0.05, "unbalanced_relative": 0.5, "subsample": 39}),
     ],
     ids=str,
 )
@@ -249,6 +250,13 @@ def test_distances_are_those_of_dataset_distance(tmp_path, count, settings):
         if "noise_floor" in settings:
             floors = otdd.noise_floor(one, other, epsilon=epsilon, **same)
             assert rows["otdd", one.name, other.name].floor_source == floors.source.value
+        if "subsample" in settings:
+            drawn = otdd.subsample_interval(
+                one, other, found.value, count=39, epsilon=epsilon, **same
+            )
+            row = rows["otdd", one.name, other.name]
+            ends = row.sample_lower, row.sample_upper
+            assert ends == pytest.approx((drawn.lower, drawn.upper), rel=1e-6)
         coupling = found.class_coupling()
         for names, matrix in (
             ((one.name, other.name), coupling),
@@ -441,7 +449,6 @@ CASES = [
     (SOME, {"unbalanced": 1.0, "epsilon": 0}, r"epsilon=0.* exact marginals; leave out unbal"),
     (SOME, {"unbalanced": [1.0, 2.0]}, "unbalanced must be a number, got list"),
     (SOME, {"unbalanced": 1.0, "cost": otdd.GroundCost(ground="inner")}, "ground=inner"),
-    (SOME, {"unbalanced": 1.0, "subsample": 39}, "leave out subsample or unbalanced"),
     (SOME, {"subsample": 3}, "at level 0.95 needs at least 39"),
     (SOME, {"families": {"no": "f"}}, "families names 'no', which is no task"),
     ({**SOME, "copy": SOME["task 0"]}, {}, "have the same training rows"),

@@ -46,7 +46,8 @@ def test_everything_is_reported_of_every_measure(kind):
 def test_the_tasks_and_the_protocol_are_those_of_this_code(real_data):
     whole = study(str(real_data), 2000, features=False)
     tasks = whole._tasks()
-    setup = Setup(tasks, whole._settings({}, whole._metric(tasks), 1, 1))
+    tasks, *kinds = whole._numbered(tasks)
+    setup = Setup(tasks, whole._settings({}, whole._metric(tasks, *kinds), kinds[1], 1, 1))
     now = json.loads(json.dumps(setup.to_dict()))
     then = committed("")["settings"]
     # It was run before the measure that chooses was a setting.

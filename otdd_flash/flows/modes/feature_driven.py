@@ -49,7 +49,7 @@ class FeatureDrivenMode(Mode):
 
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
         super().__init__(setting, table)
-        metric = setting.metric
+        metric = setting.metric.measured
         # The metric if covariances are full, else None.
         self._full = metric if isinstance(metric, Gaussian) and not metric.diagonal else None
         self._target_moments: list[ClassMoments] | None = None
@@ -94,7 +94,8 @@ class FeaturesMode(FeatureDrivenMode):
             InputError: a class of the particles is too small or too large for the method.
         """
         setting, before = self._setting, self.class_distances
-        if setting.metric.fixed:
+        metric = setting.metric.measured
+        if metric.fixed:
             return
         particles, clouds, own = self._pooled(features)
         distinct, index = merge_identical(clouds)
@@ -106,10 +107,12 @@ class FeaturesMode(FeatureDrivenMode):
             with torch.no_grad():
                 values = self._full_values(distinct, clouds[own:], pairs, self._full.unbiased)
         else:
-            values = measure_pairs(distinct, pairs, setting.metric).values
+            values = measure_pairs(distinct, pairs, metric).values
         full = symmetric_table(values.cpu(), pairs, len(distinct))[index][:, index]
-        full[own:, own:] = before.yy
         names = class_names(particles), class_names(setting.target)
+        if (named := setting.metric.by_names([*names[0], *names[1]])) is not None:
+            full = full + named
+        full[own:, own:] = before.yy
         self.class_distances = ClassDistances.from_full(full, own, *names)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:

@@ -51,6 +51,7 @@ from otdd_flash.labels.gaussian import (
 from otdd_flash.labels.pairs import all_pairs, chunk_size, symmetric_table
 from otdd_flash.memory import free_memory, readable_bytes
 from otdd_flash.operators.comparison import Comparison
+from otdd_flash.operators.label_costs import has_sets
 from otdd_flash.samples import LabeledSamples
 
 # A pair of particles i, j that can carry at most this times (a_i a_j)^1/2 is not compared
@@ -71,11 +72,17 @@ class JointlyDrivenMode(Mode):
     `variables` holds `means` and, except for labels=means, `spreads`.
 
     Raises:
-        InputError: the metric between classes is not `gaussian` or `means`.
+        InputError: the metric between classes is not `gaussian` or `means`, or rows have several
+            labels.
     """
 
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
         require_moments(setting)
+        if has_sets((setting.source, setting.target)):
+            raise InputError(
+                f"flow.mode={setting.flow.mode} moves a class with its particles, and these have "
+                "several labels; flow.mode=features and attached take them"
+            )
         super().__init__(setting, table)
         # The target's Gaussians do not move.
         self._target = Gaussians.of(setting.target, setting.metric)

@@ -45,6 +45,7 @@ from otdd_flash.labels.gaussian import (
     upper_bound_table,
 )
 from otdd_flash.labels.metrics.base import LabelMetric, Measured
+from otdd_flash.labels.metrics.tree import Tree
 from otdd_flash.labels.pairs import PairDistances
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.labels.table import ClassDistances
@@ -191,6 +192,45 @@ class NoLabels(LabelMetric):
         return PairDistances.exactly(torch.zeros(len(pairs), device=clouds[0].points.device))
 
 
+# The scale that `labels.numbers` finds.
+POOLED = "pooled"
+
+
+@dataclass(frozen=True)
+class Continuous(NoLabels):
+    """||(t_i - s_j) / scale||^2 between the numbers of two rows, in place of class distances.
+
+    Args:
+        scale: what each column of numbers is divided by: `pooled`, its standard deviation over all
+            datasets that are compared; None keeps their units; or one number a column, which may
+            be a number alone where there is one column.
+
+    Raises:
+        InputError: it is none of these.
+    """
+
+    name = "continuous"
+
+    scale: str | float | tuple[float, ...] | None = POOLED
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        scale = self.scale
+        if scale is None or scale == POOLED:
+            return
+        if isinstance(scale, int | float) and not isinstance(scale, bool):
+            scale = (scale,)
+        if isinstance(scale, list | tuple) and scale:
+            numbers = tuple(map(float, scale))
+            if all(math.isfinite(each) and each > 0 for each in numbers):
+                object.__setattr__(self, "scale", numbers)
+                return
+        raise InputError(
+            f"labels.scale must be {POOLED}, null, or a positive number for each column of "
+            f"numbers, got {shown(scale)}"
+        )
+
+
 @dataclass(frozen=True)
 class Given(LabelMetric):
     """The class distances of a table, independent of the points.
@@ -332,6 +372,12 @@ class PairFunction(LabelMetric):
 
     def _check_weights(self, clouds: Sequence[ClassCloud]) -> None:
         for cloud in clouds:
+            if cloud.weights is not None and cloud.several:
+                raise InputError(
+                    f"labels={self.name} is called with points alone, and rows with several labels "
+                    f"count as a part of each, as of class {cloud.name}; take a metric of "
+                    "otdd.labels, such as otdd.labels.Gaussian(), which counts parts"
+                )
             if cloud.weights is not None:
                 raise InputError(
                     f"labels={self.name} is called with points alone, and those of class "
@@ -343,7 +389,7 @@ class PairFunction(LabelMetric):
 # What `labels=` accepts.
 Labels = str | LabelMetric | Callable[[Tensor, Tensor], Any]
 
-_OWN = (Gaussian, Sinkhorn, Exact, Means, UpperBound, NoLabels, Given)
+_OWN = (Gaussian, Sinkhorn, Exact, Means, UpperBound, NoLabels, Continuous, Tree, Given)
 
 
 def _accepted(kind: Any, name: str) -> str | None:

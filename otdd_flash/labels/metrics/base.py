@@ -85,6 +85,19 @@ class LabelMetric(ABC):
         """
         return None
 
+    def by_names(self, names: Sequence[str]) -> Tensor | None:
+        """Return what names of classes alone decide, (V, V), which is added to measured distances.
+
+        Args:
+            names: of the classes of all datasets.
+        """
+        return None
+
+    @property
+    def measured(self) -> LabelMetric:
+        """The metric by which pairs are measured."""
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         """Return the parameters for JSON, without the name."""
         return asdict(self)

@@ -136,7 +136,7 @@ def side_of(
     Raises:
         ValueError: the dataset has another number of classes.
     """
-    labels, names = samples.labels, samples.class_names
+    labels, names = samples.labels, samples.label_names
     if classes == 1 and (labels is None or len(names) != 1):
         labels, names = torch.zeros(len(samples), dtype=torch.int64), ("",)
     if labels is None or classes != len(names):
@@ -144,8 +144,13 @@ def side_of(
         raise ValueError(f"the coupling has {classes} classes, {samples.name} has {known}")
     index, weights = labels.cpu().numpy(), samples.masses.cpu().numpy()
     places = plane.project(samples.features)
-    masses = np.bincount(index, weights, minlength=classes).astype(np.float64)
-    sums = [np.bincount(index, weights * places[:, k], minlength=classes) for k in range(2)]
+    counted = [np.bincount(index, weights * x, minlength=1) for x in (1, *places.T)]
+    sums = [np.asarray(each, dtype=np.float64) for each in counted]
+    if samples.label_sets is not None and classes > 1:
+        # A row stands in the means of all its labels.
+        shares = samples.label_sets.shares.numpy()
+        sums = [np.pad(each, (0, len(shares) - len(each))) @ shares for each in sums]
+    masses, *sums = (np.pad(each, (0, max(0, classes - len(each)))) for each in sums)
     with np.errstate(invalid="ignore"):
         centroids = np.stack(sums, axis=1) / masses[:, None]
     return ProjectedSide(

@@ -85,7 +85,8 @@ def draw_paths(
     plane = plane_of(clouds, seed)
     goal, title = None, f"{source.name} on its way to {target.name}"
     if target in clouds:
-        goal = side_of(target, target.class_total, plane, seed, TARGET_INK, "^")
+        classes_of = max(1, len(target.label_names))
+        goal = side_of(target, classes_of, plane, seed, TARGET_INK, "^")
     s, k, d = trajectory.points.shape
     places = plane.project(trajectory.points.reshape(s * k, d)).reshape(s, k, 2)
     if plane.flat:

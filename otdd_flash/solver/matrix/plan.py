@@ -2,12 +2,13 @@
 
 For a plan P with sums r = P 1, c = P^T 1 and a cotangent G (n, m), with M = G o P,
 
-    [diag(r) P; P^T diag(c)] [u; v] = [M 1; M^T 1],
+    [alpha diag(r) P; P^T beta diag(c)] [u; v] = [M 1; M^T 1],
 
     dL/dC = -P o (G - u 1^T - 1 v^T) / epsilon,    dL/da = u,    dL/db = v    along the simplex.
 
-The marginals r and c are the plan's own. At a row without mass u_i is the mean of G_ij - v_j under
-the conditional plan of that row.
+The marginals r and c are the plan's own, and alpha and beta 1 where marginals are exact. At a row
+without mass u_i is the mean of G_ij - v_j under the conditional plan of that row, over alpha. Of
+relaxed marginals dL/da = alpha r / a o u, and likewise dL/db.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from otdd_flash.solver.divergence import Potentials, report_convergence
 from otdd_flash.solver.matrix.loss import check_gradient_type
 from otdd_flash.solver.matrix.transport import check_one_epsilon, report_infeasible, solve_matrix
 from otdd_flash.solver.matrix_comparison import MatrixComparison
+from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term import TransportTerm
@@ -49,6 +51,8 @@ def matrix_plan(
     *,
     epsilon: Positive | None = None,
     epsilon_relative: Positive | None = None,
+    unbalanced: Unbalanced | None = None,
+    unbalanced_relative: Unbalanced | None = None,
     start: Potentials | None = None,
     options: Schedule | None = None,
     cg: CGOptions = DEFAULTS,
@@ -68,6 +72,9 @@ def matrix_plan(
         b: (m,) masses, likewise.
         epsilon: regularisation, in units of the cost.
         epsilon_relative: the same in units of the mean of the finite costs; one of both.
+        unbalanced: the price of mass that is not matched, rho or [rho_x, rho_y], as in
+            `matrix_transport`.
+        unbalanced_relative: the same in units of the mean of the finite costs, a constant then.
         start: a column potential to start from, {"xy": g}.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         cg: the tolerance of the linear system of the backward pass.
@@ -88,7 +95,12 @@ def matrix_plan(
     inputs, options = Inputs({"costs": costs, "a": a, "b": b}), options or Converged()
     if "costs" in inputs.tensors:
         check_gradient_type("costs", costs)
+    refuse_unbalanced(unbalanced, unbalanced_relative, options)
     comparison = MatrixComparison.prepare(costs, a, b, compute)
+    constraints = resolve_constraints(
+        unbalanced, unbalanced_relative, lambda: comparison.facts.mean
+    )
+    comparison = comparison.with_constraints(constraints)
     with torch.no_grad():
         divergence, short = solve_matrix(
             comparison, epsilon, epsilon_relative, options, start=start
@@ -143,6 +155,7 @@ class PlanGradient:
             (a, b),
             lambda weighted: held_plan(self._operator(weighted), *potentials, epsilon),
             epsilon,
+            comparison.constraints,
         )
         unit = largest(cotangent)
         (left, right), tiles = self._weighted_tiles(density, potentials)
@@ -156,7 +169,7 @@ class PlanGradient:
             t += of_rows[rows] @ weighted
         s, t = s / left, t / right
         w1, w2 = density.solve(a * s, b * t, self._cg, self._options)
-        found = {}
+        found, (alpha, beta) = {}, density.diagonal
         if "costs" in self._needs:
             shape, dtype = cotangent.shape, comparison.source.dtype
             gradient = torch.empty(shape, dtype=dtype, device=comparison.device)
@@ -166,11 +179,15 @@ class PlanGradient:
                 gradient[rows] = change.mul_(weights).mul_(of_columns)
             found["costs"] = gradient
         if "a" in self._needs:
-            alone = (s - density.times((b * w2)[:, None])[:, 0]) / density.q
-            found["a"] = unit * _along_simplex(torch.where(a > 0, w1, alone), a)
+            alone = (s - density.times((b * w2)[:, None])[:, 0]) / (alpha * density.q)
+            slope = torch.where(a > 0, w1, alone)
+            slope = comparison.constraints.rows.mass_slope(slope, density.q, epsilon)
+            found["a"] = unit * _along_simplex(slope, a)
         if "b" in self._needs:
-            alone = (t - density.transposed_times((a * w1)[:, None])[:, 0]) / density.p
-            found["b"] = unit * _along_simplex(torch.where(b > 0, w2, alone), b)
+            alone = (t - density.transposed_times((a * w1)[:, None])[:, 0]) / (beta * density.p)
+            slope = torch.where(b > 0, w2, alone)
+            slope = comparison.constraints.columns.mass_slope(slope, density.p, epsilon)
+            found["b"] = unit * _along_simplex(slope, b)
         return found
 
     def _weighted_tiles(

@@ -84,6 +84,11 @@ class MatrixTransport:
         return self.term.value
 
     @property
+    def mass(self) -> float:
+        """The mass that the plan moves in all; 1 unless marginals are relaxed."""
+        return self.term.mass
+
+    @property
     def bounds(self) -> tuple[float, float]:
         """Solver bounds (lower, upper): an interval that holds OT_epsilon of the given matrix.
 

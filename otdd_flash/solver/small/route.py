@@ -17,12 +17,18 @@ from torch import Tensor
 
 from otdd_flash.cost.class_table import ROUNDING
 from otdd_flash.cost.compute import ComputeOptions, uses_triton
-from otdd_flash.cost.facts import TERMS, CostFacts
+from otdd_flash.cost.facts import SIDES, TERMS, CostFacts
 from otdd_flash.errors import InputError
-from otdd_flash.formulas.marginals import EXACT, Constraints
+from otdd_flash.formulas.marginals import EXACT, LEAST_MOVING, Constraints
 from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory
 from otdd_flash.operators.score_pool import UNIT, Room, ScorePool
-from otdd_flash.solver.certificate import PlanEvidence, conclude, conclude_many, shows_rounding
+from otdd_flash.solver.certificate import (
+    PlanEvidence,
+    check_moving,
+    conclude,
+    conclude_many,
+    shows_rounding,
+)
 from otdd_flash.solver.divergence import (
     Compared,
     Divergence,
@@ -32,6 +38,7 @@ from otdd_flash.solver.divergence import (
 )
 from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.matrix_comparison import MatrixComparison
+from otdd_flash.solver.penalties import refuse_beyond_digits
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.pooled_solve import (
     Batch,
@@ -41,7 +48,7 @@ from otdd_flash.solver.small.pooled_solve import (
     is_kept,
     kept,
 )
-from otdd_flash.solver.solve import TOLERANCE_AIM
+from otdd_flash.solver.solve import MOST_UNMOVED, TOLERANCE_AIM, within_reach
 from otdd_flash.solver.term import (
     LOOSEST_DEFAULT,
     SolverProgress,
@@ -75,7 +82,7 @@ def is_small(compared: Compared, options: Converged) -> bool:
     if isinstance(compared, MatrixComparison):
         return _is_swept(compared)
     compute, device = compared.compute, compared.device
-    if compute.group is not None or compared.streaming is not None:
+    if compute.group is not None or compared.streaming is not None or compared.signed:
         return False
     in_triton = uses_triton(compute, device)
     if device.type == "cuda":
@@ -263,7 +270,10 @@ def solve_single(
     """
     # A certificate finds a little more than the iterations: it lowers g for rounding.
     goal = goal_of(options, epsilon, TOLERANCE_AIM)
-    starts = {name: g[None] for name, g in (start or {}).items()}
+    starts = {
+        name: within_reach(g, constraints.between(*SIDES[name]).columns)[None]
+        for name, g in (start or {}).items()
+    }
     solve.begin(batch, goal, starts, constraints)
     known = batch.facts if isinstance(batch, GivenCosts) else None
     in_triton, costs, done = solve.room.in_triton, dict[str, CostFacts](), False
@@ -272,6 +282,7 @@ def solve_single(
         found = solve.read()
         reads = dict(zip(TERMS, found.terms(0), strict=False))
         costs = {name: known or facts_of(read) for name, read in reads.items()}
+        refuse_beyond_digits(constraints, costs["xy"], epsilon)
         if not all(_in_range(facts, epsilon, options) for facts in costs.values()):
             return None
         if progress is not None and in_triton:
@@ -319,11 +330,16 @@ def _concluded(
 ) -> TransportTerm | None:
     """The term, or None where iterations should go on."""
     numbers = read.numbers
+    exhausted = read.iterations >= options.max_iterations - 1
+    few = read.iterations < MOST_UNMOVED
+    if exhausted and few and not LEAST_MOVING <= numbers.penalties.moving < math.inf:
+        # What is known of a plan that moves nothing yet is said by a term that is solved alone.
+        return None
     if name == "xy" and shows_rounding(costs, numbers, epsilon):
         return None
     certificate = conclude(costs, evidence, numbers, epsilon)
+    check_moving(certificate, epsilon)
     floor = rounding_floor(costs, numbers.size, epsilon)
-    exhausted = read.iterations >= options.max_iterations - 1
     try:
         tolerance = reachable_tolerance(options, floor, epsilon, costs.dtype)
     except InputError:

@@ -81,6 +81,8 @@ class Measure(ABC):
         proven: whether `lower` and `upper` of a reading are solver bounds; otherwise they are an
             interval over draws.
         needs_transfer: whether it uses trained sources.
+        one_class: whether it has a meaning for rows of one class alone, not of several labels or
+            numbers.
     """
 
     name: ClassVar[str]
@@ -89,6 +91,7 @@ class Measure(ABC):
     unit: ClassVar[float] = 0.0
     proven: ClassVar[bool] = False
     needs_transfer: ClassVar[bool] = False
+    one_class: ClassVar[bool] = False
 
     @abstractmethod
     def units(self, setup: Setup) -> list[Unit]:

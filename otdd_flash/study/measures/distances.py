@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import gaussian_table
 from otdd_flash.labels.measuring import class_block
+from otdd_flash.labels.table import class_names
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, same_content
@@ -234,15 +235,25 @@ class Epsilon(Unit):
 
     @property
     def needs(self) -> tuple[Unit, ...]:
-        return tuple(ClassBlock(self.setup, *pair) for pair in self.setup.pairs())
+        count = len(self.setup.tasks) if self._several else 0
+        own = ((i, i) for i in range(count))
+        return tuple(ClassBlock(self.setup, *pair) for pair in (*own, *self.setup.pairs()))
+
+    @property
+    def _several(self) -> bool:
+        """Whether rows have several labels, whose costs depend on W within a task as well."""
+        return any(task.train.label_sets is not None for task in self.setup.tasks)
 
     def compute(self, store: Store) -> Content:
         whole, means = compared(self.setup, store), []
         for i, j in self.setup.pairs():
-            block = store.found(ClassBlock(self.setup, i, j)).tensors["values"]
             comparison = whole.of(i, j)
-            # Of the cross term's cost, to which the other blocks do not belong.
-            table = comparison.classes.around("xy", block)
+            if self._several:
+                table = table_of(self.setup, store, i, j).full
+            else:
+                # Of the cross term's cost, to which the other blocks do not belong.
+                block = store.found(ClassBlock(self.setup, i, j)).tensors["values"]
+                table = comparison.classes.around("xy", block)
             means.append(comparison.with_classes(table).mean_cost())
         mean, settings = sum(means, 0.0) / len(means), self.setup.settings
         relative = settings.epsilon_relative
@@ -280,9 +291,9 @@ def table_of(setup: Setup, store: Store, i: int, j: int) -> ClassDistances:
     tasks = setup.tasks
     return ClassDistances.from_full(
         full["values"],
-        tasks[i].train.class_total,
-        tasks[i].train.class_names,
-        tasks[j].train.class_names,
+        len(class_names(tasks[i].train)),
+        class_names(tasks[i].train),
+        class_names(tasks[j].train),
         lower=full["lower"] if bounded else None,
         upper=full["upper"] if bounded else None,
     )
@@ -323,7 +334,7 @@ class PairSampling(PairUnit):
             "labels": settings.labels,
             "solver": settings.solver,
             "compute": settings.compute,
-            **asdict(settings.cost),
+            **{key: getattr(settings.cost, key) for key in ("lambda_x", "lambda_y", "ground")},
         }
 
 
@@ -381,6 +392,7 @@ class Otce(Measure):
 
     name = "otce"
     title = "OTCE entropy"
+    one_class = True
     nearer = -1
     unit = 1.0
 
@@ -450,6 +462,7 @@ class Sliced(Measure):
 
     name = "sliced"
     title = "s-OTDD"
+    one_class = True
     nearer = -1
 
     def units(self, setup: Setup) -> list[Unit]:

@@ -60,7 +60,7 @@ class NetworkMeasure(PairwiseMeasure):
     # The sign of an improvement, and the size to which rounding is relative; see `Measure`.
     nearer = 1
     unit = 1.0
-    needs_transfer = True
+    needs_transfer = one_class = True
 
     @abstractmethod
     def score(self, view: NetworkView) -> float:

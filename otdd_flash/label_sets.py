@@ -1,0 +1,287 @@
+"""Labels of other kinds: several for a row, and numbers; how both are read and held.
+
+Rows with several labels are rows of one class each, the class of all rows with the same labels:
+`LabelSets` says which of the V labels are in each of the S distinct sets. So all that follows
+classes, such as draws, layouts and files, follows sets. Numbers are float64 targets (n, q).
+
+`samples` and `data.dataset` call `encode_rows`, `data.arrays` `split_text`; `labels.classes` and
+`operators.label_costs` read the shares of a set.
+
+A change must keep sets in an order that their members alone decide, as fingerprints hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from otdd_flash.checks import shown
+from otdd_flash.errors import InputError
+from otdd_flash.raw_labels import (
+    columns_of,
+    encode_labels,
+    missing_labels,
+    names_of_columns,
+    raw_values,
+    rows_shown,
+)
+
+# Between the labels of a set, in its name.
+AND = "+"
+
+HOW_TO_DROP = "leave those rows out of features and labels, or label them"
+
+
+@dataclass(frozen=True, eq=False)
+class LabelSets:
+    """The distinct sets of labels of some rows.
+
+    Attributes:
+        names: of the V labels.
+        members: (S, V) bool on the CPU, which labels each set has; at least one.
+    """
+
+    names: tuple[str, ...]
+    members: Tensor
+
+    @property
+    def set_names(self) -> tuple[str, ...]:
+        """A name of each set, its labels side by side."""
+        return tuple(
+            AND.join(self.names[label] for label in row.nonzero().squeeze(1).tolist())
+            for row in self.members
+        )
+
+    @property
+    def shares(self) -> Tensor:
+        """The part that each label is of a set, (S, V) float64; rows sum to 1."""
+        counts = self.members.double()
+        return counts / counts.sum(1, keepdim=True)
+
+    def take(self, sets: Sequence[int] | Tensor | NDArray[Any]) -> LabelSets:
+        """Return some of the sets, with all labels."""
+        return LabelSets(self.names, self.members[torch.as_tensor(sets)])
+
+
+def named_sets(members: Tensor | None, names: Sequence[str]) -> dict[str, Any]:
+    """Return `class_names` and `label_sets` of samples, from stored members of sets, or None."""
+    if members is None:
+        return {"class_names": tuple(names), "label_sets": None}
+    sets = LabelSets(tuple(names), members.bool())
+    return {"class_names": sets.set_names, "label_sets": sets}
+
+
+class Encoded(NamedTuple):
+    """Labels of n rows, of one kind.
+
+    Attributes:
+        labels: (n,) indices of classes, or of sets; None for numbers.
+        class_names: names of the classes, or of the sets.
+        label_sets: the sets of rows with several labels.
+        targets: (n, q) float64 numbers.
+    """
+
+    labels: NDArray[np.int64] | None
+    class_names: tuple[str, ...]
+    label_sets: LabelSets | None = None
+    targets: NDArray[np.float64] | None = None
+
+    @classmethod
+    def of_indicator(cls, indicator: NDArray[np.bool_], names: Sequence[str]) -> Encoded:
+        """Return the sets of an indicator (n, V).
+
+        Raises:
+            InputError: a row has no label; the message names it.
+        """
+        without = np.asarray(~indicator.any(1))
+        if count := int(without.sum()):
+            raise InputError(
+                f"{count} {'row has' if count == 1 else 'rows have'} no label, "
+                f"{rows_shown(without)}; {HOW_TO_DROP}"
+            )
+        packed = np.packbits(indicator, axis=1)
+        _, first, indices = np.unique(packed, axis=0, return_index=True, return_inverse=True)
+        sets = LabelSets(tuple(names), torch.from_numpy(indicator[first].astype(np.bool_)))
+        return cls(indices.reshape(-1).astype(np.int64), sets.set_names, sets)
+
+    def kept(self, keep: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], Encoded]:
+        """Return the rows that have one of these labels (V,), and what is left of their sets."""
+        assert self.label_sets is not None
+        indicator = self.label_sets.members.numpy()[self.labels][:, keep]
+        rows = np.flatnonzero(indicator.any(1))
+        names = [self.label_sets.names[label] for label in keep]
+        return rows, Encoded.of_indicator(indicator[rows], names)
+
+
+def encode_rows(labels: Any) -> Encoded:
+    """Read raw labels: of classes as `encode_labels`, several for a row, or numbers.
+
+    Raises:
+        InputError: they are none of these, some are missing, or a row has no label.
+    """
+    if (several := several_of(labels)) is not None:
+        return Encoded.of_indicator(*several)
+    values = raw_values(labels)
+    if (targets := numbers_of(values)) is not None:
+        return Encoded(None, (), targets=targets)
+    return Encoded(*encode_labels(labels))
+
+
+def numbers_of(values: NDArray[Any]) -> NDArray[np.float64] | None:
+    """Return raw floats (n,) with fractions, or any (n, q), as numbers (n, q); else None.
+
+    Rows of probabilities are no numbers. Missing values are for the caller to refuse.
+    """
+    if values.dtype.kind != "f" or values.ndim not in (1, 2) or missing_labels(values).any():
+        return None
+    whole = values.ndim == 1 and bool((values == np.floor(values)).all())
+    if whole or not np.isfinite(values).all() or values.shape[1:] == (0,):
+        return None
+    found = values.astype(np.float64).reshape(len(values), -1)
+    shares = found.shape[1] > 1 and bool((found >= 0).all())
+    return None if shares and np.allclose(found.sum(1), 1, 0, 1e-3) else found
+
+
+def named_numbers(class_names: Sequence[str]) -> NDArray[np.float64] | None:
+    """Return the numbers (V, 1) that classes are named by, as whole ones are; None for others."""
+    try:
+        found = np.array(list(map(float, class_names)))
+    except ValueError:
+        return None
+    return found[:, None] if np.isfinite(found).all() else None
+
+
+def several_of(
+    labels: Any, class_names: Sequence[str] | None = None
+) -> tuple[NDArray[np.bool_], tuple[str, ...]] | None:
+    """Return the indicator (n, V) and the names of the labels if rows can have several; else None.
+
+    Args:
+        labels: an indicator of 0 and 1, a list or column of lists or sets, or anything else. Lists
+            of one length that hold nothing but 0 and 1 are an indicator.
+        class_names: names of labels that are indices; None: labels are told apart by their values.
+
+    Raises:
+        InputError: labels in lists are missing, of mixed types or beyond the names, or they could
+            be an indicator as well.
+    """
+    if (rows := _lists_of(labels)) is not None:
+        hot = _listed_indicator(rows, class_names)
+        if hot is None:
+            return _of_lists([list(row) for row in rows], class_names)
+        return hot, _names_of(hot, class_names)
+    if getattr(labels, "ndim", 2) != 2 or isinstance(labels, list | tuple):
+        return None
+    values, names = raw_values(labels), names_of_columns(labels) or class_names
+    if values.ndim != 2 or values.shape[1] == 1 or values.dtype.kind not in "iubf":
+        return None
+    if not bool(((values == 0) | (values == 1)).all()):
+        return None
+    return values.astype(np.bool_), _names_of(values, names)
+
+
+def _names_of(indicator: NDArray[Any], names: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of the columns of an indicator, their numbers if there are no such names."""
+    if names is None or len(names) != indicator.shape[1]:
+        names = [str(label) for label in range(indicator.shape[1])]
+    return tuple(map(str, names))
+
+
+def _listed_indicator(
+    rows: Sequence[Any], class_names: Sequence[str] | None
+) -> NDArray[np.bool_] | None:
+    """Return the indicator (n, V) that lists of one length V >= 2 are; else None.
+
+    A missing row is empty, and has no label.
+
+    Raises:
+        InputError: integers 0 and 1 could be an indicator as well as labels.
+    """
+    there = [row for row in rows if len(row)]
+    length = len(there[0])
+    if length < 2 or any(isinstance(row, set | frozenset) or len(row) != length for row in there):
+        return None
+    kinds = {type(entry) for row in there for entry in row}
+    if not all(issubclass(kind, int | float | np.bool_ | np.number) for kind in kinds):
+        return None
+    values = np.array([list(row) for row in there])
+    if not bool(((values == 0) | (values == 1)).all()):
+        return None
+    if values.dtype.kind in "iu":
+        # No label is twice in a set, and an indicator has as many columns as there are names.
+        repeats = length > 2 or bool((values[:, 0] == values[:, 1]).any())
+        fits = class_names is None or len(class_names) == length
+        if not repeats and not fits:
+            return None
+        if not repeats or not fits:
+            raise InputError(
+                f"lists such as {values[0].tolist()} are labels or an indicator"
+                + ("" if class_names is None else f" of {len(class_names)} names")
+                + "; give an indicator as np.array(labels), with a column for each name, and "
+                "labels by their names, or as sets"
+            )
+    indicator = np.zeros((len(rows), length), np.bool_)
+    indicator[[len(row) > 0 for row in rows]] = values.astype(np.bool_)
+    return indicator
+
+
+def _lists_of(labels: Any) -> list[Any] | None:
+    """Return the rows of a list or column of lists or sets, a missing one empty; else None."""
+    if (columns := columns_of(labels)) is not None:
+        found = zip(columns[0].values, columns[0].missing, strict=True)
+        rows = [() if gone else row for row, gone in found] if len(columns) == 1 else []
+    elif isinstance(labels, list | tuple) or getattr(labels, "dtype", None) == np.dtype(object):
+        rows = [() if row is None else row for row in labels]
+    else:
+        return None
+    kinds = (list, tuple, set, frozenset, np.ndarray)
+    several = all(isinstance(row, kinds) and getattr(row, "ndim", 1) == 1 for row in rows)
+    return rows if several and any(map(len, rows)) else None
+
+
+def _of_lists(
+    rows: Sequence[list[Any]], class_names: Sequence[str] | None
+) -> tuple[NDArray[np.bool_], tuple[str, ...]] | None:
+    flat = [entry for row in rows for entry in row]
+    if any(isinstance(entry, float | np.floating) for entry in flat):
+        # These are numbers.
+        return None
+    if class_names is None:
+        gaps = np.array([None in row for row in rows])
+        if gaps.any():
+            raise InputError(f"labels in lists are missing, {rows_shown(gaps)}; {HOW_TO_DROP}")
+        indices, names = encode_labels(flat)
+    else:
+        indices, names = np.asarray(flat), tuple(map(str, class_names))
+        _check_indices(rows, len(names))
+    indicator = np.zeros((len(rows), len(names)), np.bool_)
+    indicator[np.repeat(np.arange(len(rows)), list(map(len, rows))), indices] = True
+    return indicator, names
+
+
+def _check_indices(rows: Sequence[list[Any]], count: int) -> None:
+    for row, labels in enumerate(rows):
+        for label in labels:
+            integer = isinstance(label, int | np.integer) and not isinstance(label, bool)
+            if not integer or not 0 <= label < count:
+                raise InputError(
+                    f"labels in lists must be indices of {count} names, from 0, got "
+                    f"{shown(label)} at row {row}; leave out numbers that fill short lists up"
+                )
+
+
+def split_text(column: Any, separator: str) -> list[list[str]]:
+    """Split the texts of a column into labels; missing and empty texts have none."""
+    found = columns_of(column)
+    assert found is not None
+    texts = [
+        "" if gone else str(text)
+        for text, gone in zip(found[0].values, found[0].missing, strict=True)
+    ]
+    return [[part.strip() for part in text.split(separator) if part.strip()] for text in texts]
