@@ -1,6 +1,6 @@
 """Is the p-value of `shift_test` valid, and how powerful is it?
 
-    python -m experiments.shift_validity [--part validity|sabotage|power] [--simulations 2000]
+    python -m experiments.shift_validity [--part validity|sabotage|power] [--simulations N]
 
 `validity`: both sides are drawn from one law, of each kind below, and the share of p-values at most
 0.05 and 0.01 is counted, of the joint test, of class proportions, of the least adjusted p-value of
@@ -19,9 +19,11 @@ and MMD with a Gaussian kernel of the median distance, all by the same permutati
 from __future__ import annotations
 
 import argparse
+import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +41,8 @@ from otdd_flash.shift.pooled import PooledCost
 from otdd_flash.shift.rows import PooledRows
 
 NAME = "shift"
-PERMUTATIONS = 99
+# Of validity and sabotage, and of power.
+PERMUTATIONS, POWER_PERMUTATIONS = 99, 199
 # Shares of p-values at most so large may be so many standard errors above, and on continuous data
 # the first as many below: with 2,000 simulations 0.067 and 0.018, and 0.033.
 LEVELS, ERRORS = (0.05, 0.01), 3.5
@@ -288,59 +291,75 @@ def rivals(x: Numbers, rows: PooledRows, count: int, seed: int) -> dict[str, flo
 
 
 def power(simulations: int) -> Iterator[list[dict[str, Any]]]:
-    rows, count = list[dict[str, Any]](), 199
+    """The shares of rejections at 0.05 against every shift, as they grow."""
+    rows: list[dict[str, Any]] = []
     for shift, (_, sizes) in SHIFTS.items():
-        for d in (2, 10):
-            for size in sizes:
-                found: dict[str, list[float]] = {}
-                for seed in range(simulations):
-                    generator = np.random.default_rng((seed, d, len(shift)))
-                    (x, kinds), (y, others) = shifted(shift, size, generator, 50, d)
-                    one, other = samples(x, kinds), samples(y, others)
-                    report = otdd.shift_test(
-                        one, other, permutations=count, parts=False, compute="cpu", seed=seed
-                    )
-                    plain = otdd.shift_test(
-                        one,
-                        other,
-                        permutations=count,
-                        parts=False,
-                        labels="none",
-                        compute="cpu",
-                        seed=seed,
-                    )
-                    pooled = PooledRows.of(one, other, NoLabels(), None)
-                    each = {"otdd": report.p_value, "otdd_without_labels": plain.p_value}
-                    each |= rivals(np.concatenate((x, y)), pooled, count, seed)
-                    for name, value in each.items():
-                        found.setdefault(name, []).append(value)
-                shares = {name: shares_below(values)["at_0.05"] for name, values in found.items()}
-                rows.append(
-                    {"shift": shift, "d": d, "size": size, **shares, "simulations": simulations}
-                )
-                print(rows[-1], flush=True)
-        yield rows
+        for d, size in product((2, 10), sizes):
+            found = [powers(shift, size, seed, d) for seed in range(simulations)]
+            shares = {
+                test: shares_below([each[test] for each in found])["at_0.05"] for test in found[0]
+            }
+            rows.append({"shift": shift, "d": d, "size": size, **shares})
+            print(rows[-1], flush=True)
+            yield rows
+
+
+def powers(shift: str, size: float, seed: int, d: int) -> dict[str, float]:
+    """The p-values of every test in one simulation of 50 + 50 rows."""
+    generator = np.random.default_rng((seed, d, len(shift)))
+    (x, kinds), (y, others) = shifted(shift, size, generator, 50, d)
+    one, other = samples(x, kinds), samples(y, others)
+    found = {
+        # No p-value is below this alpha, so that no interval of an effect is computed.
+        name: otdd.shift_test(
+            one,
+            other,
+            permutations=POWER_PERMUTATIONS,
+            alpha=1e-3,
+            parts=False,
+            labels=labels,
+            compute="cpu",
+            seed=seed,
+        ).p_value
+        for name, labels in (("otdd", "gaussian"), ("otdd_without_labels", "none"))
+    }
+    pooled = PooledRows.of(one, other, NoLabels(), None)
+    return found | rivals(np.concatenate((x, y)), pooled, POWER_PERMUTATIONS, seed)
+
+
+# The simulations of each part.
+PARTS = {"validity": 2000, "sabotage": 2000, "power": 200}
+
+
+def other_kinds(folder: Path, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """What the file of validity holds of kinds that are not run."""
+    path = folder / f"{NAME}_validity.json"
+    known = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [row for row in known if row["kind"] not in kinds]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="validity and power of the shift test")
-    parser.add_argument("--part", choices=("validity", "sabotage", "power"), action="append")
-    parser.add_argument("--kind", choices=KINDS, action="append", help="of validity")
-    parser.add_argument("--simulations", type=int, default=2000)
+    parser.add_argument("--part", choices=PARTS, action="append")
+    parser.add_argument(
+        "--kind", choices=KINDS, action="append", help="of validity; others stay in its file"
+    )
+    parser.add_argument("--simulations", type=int, help=f"of each part; by default {PARTS}")
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    for part in given.part or ("validity", "sabotage", "power"):
-        started = time.perf_counter()
+    for part in given.part or PARTS:
+        count, kept, started = given.simulations or PARTS[part], [], time.perf_counter()
         if part == "validity":
-            found = validity(given.simulations, given.kind or tuple(KINDS))
+            kinds = given.kind or tuple(KINDS)
+            kept, found = other_kinds(given.output, kinds), validity(count, kinds)
         else:
-            found = (sabotage if part == "sabotage" else power)(given.simulations)
+            found = (sabotage if part == "sabotage" else power)(count)
         for rows in found:
             content = {
-                "simulations": given.simulations,
-                "permutations": 199 if part == "power" else PERMUTATIONS,
-                "rows": rows,
+                "simulations": count,
+                "permutations": POWER_PERMUTATIONS if part == "power" else PERMUTATIONS,
+                "rows": kept + rows,
                 "seconds": time.perf_counter() - started,
                 **environment("torch", "scipy"),
             }

@@ -296,9 +296,10 @@ class FlowNode:
 
 @dataclass
 class EmbeddingSettings(RuntimeSettings):
-    """How datasets are embedded."""
+    """How datasets are embedded, and what their labels are."""
 
     extractor: dict[str, Any]
+    labels: LabelSettings
 
 
 @dataclass

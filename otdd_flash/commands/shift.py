@@ -22,7 +22,6 @@ from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.results import track_shift
 from otdd_flash.commands.settings import (
     EmbeddingSettings,
-    LabelSettings,
     ReportSettings,
     parse,
     recorded,
@@ -52,7 +51,6 @@ class ShiftSettings(EmbeddingSettings):
 
     reference: dict[str, Any]
     sample: dict[str, Any]
-    labels: LabelSettings
     ground: str
     lambda_x: float
     lambda_y: float
