@@ -38,6 +38,7 @@ from experiments.environment import RESULTS, environment, write_result
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.labels import Gaussian, NoLabels, class_distances
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shift.joint import DEFAULT_RELATIVE
 from otdd_flash.shift.permutation import draws
 from otdd_flash.shift.pooled import PooledCost
 from otdd_flash.shift.rows import PooledRows
@@ -219,9 +220,8 @@ def sabotaged(seed: int, measured_on: str) -> float:
         own = np.flatnonzero(kinds.numpy() == label)
         for k in range(PERMUTATIONS):
             masks[generator.permutation(own)[:each], 1 + k] = True
-    ours = torch.from_numpy(masks)
-    pooled = PooledCost.at(cost, rows.weights, None, 0.1)
-    found = pooled.statistics(rows.shares(ours), rows.shares(~ours))
+    pooled = PooledCost.at(cost, rows.samples.masses, None, DEFAULT_RELATIVE)
+    found = pooled.statistics(*rows.sides(masks, cpu))
     return (1 + int((found.upper[1:] >= found.lower[0]).sum())) / (1 + PERMUTATIONS)
 
 
@@ -281,12 +281,10 @@ def rivals(x: Numbers, rows: PooledRows, count: int, seed: int) -> dict[str, flo
     gaps = torch.cdist(points, points)
     median = gaps[gaps > 0].median()
     matrices = {"energy": -gaps, "mmd": torch.exp(-(gaps**2) / (2 * median**2))}
-    ours = torch.cat(
-        [torch.from_numpy(rows.in_reference)[:, None], *draws(rows, count, seed, count)], 1
-    )
-    found = {}
+    masks = np.hstack((rows.unit_in_reference[:, None], *draws(rows, count, seed, count)))
+    ours, others = rows.sides(masks, points.device)
+    found, signed = {}, ours - others
     for name, kernel in matrices.items():
-        signed = rows.shares(ours) - rows.shares(~ours)
         values = (signed * (kernel @ signed)).sum(0)
         found[name] = (1 + int((values[1:] >= values[0] - 1e-12).sum())) / (1 + count)
     return found

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from otdd_flash.shift.permutation import PermutationTest
 from otdd_flash.shift.pooled import PooledCost, Until
-from otdd_flash.shift.rows import Mask, PooledRows
+from otdd_flash.shift.rows import PooledRows
 
 # Subsamples, and permutations of each that estimate its null mean; width of bounds over T.
 SUBSAMPLES, NULLS, WIDTH = 39, 5, 0.01
@@ -83,19 +83,14 @@ def _subsampled(pooled: PooledCost, rows: PooledRows, seed: int) -> Tensor:
     ours = np.flatnonzero(rows.unit_in_reference)
     others = np.flatnonzero(~rows.unit_in_reference)
     size = len(ours) // 2
-    sides: tuple[list[Mask], list[Mask]] = ([], [])
-    for _ in range(SUBSAMPLES):
-        drawn = np.concatenate(
-            (generator.permutation(ours)[:size], generator.permutation(others)[: len(others) // 2])
-        )
-        for k in range(1 + NULLS):
-            order = generator.permutation(drawn) if k else drawn
-            for side, part in zip(sides, (order[:size], order[size:]), strict=True):
-                chosen = np.zeros(len(rows.unit_in_reference), dtype=bool)
-                chosen[part] = True
-                side.append(chosen)
-    a, b = (
-        rows.shares(rows.side_of_rows(np.stack(side, 1))).to(pooled.cost.device) for side in sides
-    )
+    chosen = np.zeros((2, len(rows.unit_in_reference), SUBSAMPLES * (1 + NULLS)), dtype=bool)
+    for k in range(chosen.shape[2]):
+        if k % (1 + NULLS) == 0:
+            halves = generator.permutation(ours)[:size], generator.permutation(others)
+            order = np.concatenate((halves[0], halves[1][: len(others) // 2]))
+        else:
+            order = generator.permutation(order)
+        chosen[0, order[:size], k] = chosen[1, order[size:], k] = True
+    a, b = (rows.masses(side, pooled.cost.device) for side in chosen)
     values = pooled.statistics(a, b, Until(width=WIDTH)).value.reshape(SUBSAMPLES, 1 + NULLS)
     return values[:, 0] - values[:, 1:].mean(1)

@@ -27,7 +27,7 @@ from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
-from otdd_flash.labels import Given, Labels, metric_of
+from otdd_flash.labels import Labels, metric_of
 from otdd_flash.shift.effect import measure_effect
 from otdd_flash.shift.parts import MOST_PERMUTATIONS, class_permutations, shift_parts
 from otdd_flash.shift.permutation import permutation_test
@@ -81,7 +81,8 @@ def shift_test(
             interval.
         groups: two sequences, the group of every row of reference and of sample, such as patients,
             documents or days; groups are then exchanged as a whole. None: rows are independent.
-        labels: how classes are compared, as in `dataset_distance`, but for a given table.
+        labels: how labels are compared, as in `dataset_distance`. A table that is given is one
+            between the classes of both sides, in the order of their names: xx, xy and yy are equal.
         parts: whether to test and describe where the shift is.
         min_effect: an effect, in units of the mean cost, that `.exceeds` compares with.
         epsilon: entropic regularisation, in units of the cost.
@@ -108,11 +109,6 @@ def shift_test(
     refuse_both(epsilon, epsilon_relative)
     options, metric = ComputeOptions.of(compute), metric_of(labels)
     cost = GroundCost(lambda_x, lambda_y, ground)
-    if isinstance(metric, Given):
-        raise InputError(
-            "class distances of a shift test are measured on the classes of both sides together, "
-            "so labels=given cannot be used; choose a method that measures"
-        )
     if options.group is not None:
         raise InputError("a shift test runs in one process; leave compute.group out")
     cost.check_labels(metric.name)
@@ -130,7 +126,7 @@ def shift_test(
         epsilon_relative = DEFAULT_RELATIVE
     device = resolve_device(options.device)
     matrix = rows.cost(cost, metric, device, cache_dir)
-    pooled = PooledCost.at(matrix, rows.weights, epsilon, epsilon_relative)
+    pooled = PooledCost.at(matrix, rows.samples.masses, epsilon, epsilon_relative)
     test = permutation_test(
         pooled, rows, permutations, seed, stop_after=stop_after, progress=progress
     )

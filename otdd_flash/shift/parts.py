@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import Progress
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError
 from otdd_flash.labels import NoLabels
-from otdd_flash.shift.permutation import label_test, permutation_test
+from otdd_flash.shift.permutation import PermutationTest, label_test, permutation_test
 from otdd_flash.shift.pooled import PooledCost
 from otdd_flash.shift.rows import PooledRows
 
@@ -61,9 +60,9 @@ class ShiftParts:
     """Where a shift is.
 
     Attributes:
-        label_p_value: of class proportions alone; None without labels.
+        label_p_value: of class proportions alone; None unless rows have one label each.
         label_statistic: Pearson's chi-square.
-        classes: every class of either side; none without labels.
+        classes: every class of either side; none unless rows have one label each.
         permutations: of each class's test; 0 if none was tested.
         reference_rows: (n,) float64, what each row contributes to the distance to first order; NaN
             without weight.
@@ -93,18 +92,6 @@ class ShiftParts:
         }
 
 
-class Described(NamedTuple):
-    """What the solved plan says of rows.
-
-    Attributes:
-        share: (N,) each row's part of the transport cost; sum 1, or 0 without any cost.
-        contributions: (N,) as `otdd_flash.contributions`, of both sides, W fixed.
-    """
-
-    share: Tensor
-    contributions: Tensor
-
-
 def family_of(least: Sequence[float], alpha: float) -> list[int]:
     """Return which tests can be significant in a family of them, by their least p-values."""
     k = 1
@@ -129,10 +116,10 @@ def class_permutations(rows: PooledRows, alpha: float, permutations: int) -> tup
     Raises:
         InputError: they are too many.
     """
-    if rows.samples.labels is None:
+    if rows.labels is None:
         return [], 0
-    classes = [rows.of_class(c) for c in range(len(rows.samples.class_names))]
-    family = family_of([each.least_p for each in classes], alpha)
+    classes = range(len(rows.samples.class_names))
+    family = family_of([rows.of_class(label).least_p for label in classes], alpha)
     needed = math.ceil(len(family) / alpha)
     if needed > MOST_PERMUTATIONS:
         raise InputError(
@@ -152,7 +139,6 @@ def shift_parts(
     epsilon_relative: float | None,
     seed: int,
     stop_after: int | None,
-    progress: Progress | None = None,
 ) -> ShiftParts:
     """Test and describe the parts of a shift.
 
@@ -165,54 +151,51 @@ def shift_parts(
         epsilon_relative: of each class's test, over its mean cost; None is the joint epsilon.
         seed: of the draws.
         stop_after: as in the joint test.
-        progress: called as progress(tests done, their total).
 
     Raises:
         InputError: as `class_permutations`.
     """
+    shares, contributions = describe(pooled, rows)
+    of_rows = rows.on_sides(contributions)
+    if rows.labels is None:
+        return ShiftParts(None, None, (), 0, *of_rows)
     family, count = class_permutations(rows, alpha, permutations)
-    described = describe(pooled, rows)
-    reference, sample = rows.on_sides(described.contributions)
-    if rows.samples.labels is None:
-        return ShiftParts(None, None, (), 0, reference, sample)
-    labels = label_test(rows, permutations, seed)
-    found = {}
-    for done, label in enumerate(family, 1):
+    found: dict[int, PermutationTest] = {}
+    for label in family:
         own = rows.of_class(label)
-        cost = PooledCost.at(
-            own.cost(ground, NoLabels(), pooled.cost.device),
-            own.weights,
-            pooled.epsilon if epsilon_relative is None else None,
-            epsilon_relative,
-        )
+        cost = own.cost(ground, NoLabels(), pooled.cost.device)
+        epsilon = pooled.epsilon if epsilon_relative is None else None
         found[label] = permutation_test(
-            cost, own, count, (seed, label), stop_after=stop_after, null_width=math.inf
+            PooledCost.at(cost, own.samples.masses, epsilon, epsilon_relative),
+            own,
+            count,
+            (seed, label),
+            stop_after=stop_after,
+            null_width=math.inf,
         )
-        if progress is not None:
-            progress(done, len(family))
-    adjusted = holm([found[label].p_value for label in family])
+    adjusted = dict(zip(family, holm([test.p_value for test in found.values()]), strict=True))
     classes = []
     for label, name in enumerate(rows.samples.class_names):
-        here = (rows.samples.labels == label).cpu().numpy()
-        ours = int((here & rows.in_reference).sum())
-        share = float(described.share[torch.from_numpy(here)].sum())
-        tested: tuple[float, ...] = ()
+        here = rows.labels == label
+        ours = int((here.numpy() & rows.in_reference).sum())
+        each = ClassShift(name, ours, int(here.sum()) - ours, float(shares[here].sum()))
         if label in found:
-            test = found[label]
-            tested = test.p_value, adjusted[family.index(label)], test.statistic
-        classes.append(ClassShift(name, ours, int(here.sum()) - ours, share, *tested))
-    return ShiftParts(labels.p_value, labels.statistic, tuple(classes), count, reference, sample)
+            p_value, statistic = found[label].p_value, found[label].statistic
+            each = replace(each, p_value=p_value, adjusted=adjusted[label], statistic=statistic)
+        classes.append(each)
+    return ShiftParts(*label_test(rows, permutations, seed), tuple(classes), count, *of_rows)
 
 
-def describe(pooled: PooledCost, rows: PooledRows) -> Described:
-    """Return shares and contributions of all rows, from plans and potentials of the joint test.
+def describe(pooled: PooledCost, rows: PooledRows) -> tuple[Tensor, Tensor]:
+    """Return shares and contributions (N,) of rows, from plans and potentials of the joint test.
 
     The share of a row is its half of the cost of the cross plan less its half of that of its own
-    side's plan with itself, as rows and columns.
+    side's plan with itself, as rows and columns; shares sum to 1, or are 0 without any cost.
+    Contributions are those of `otdd_flash.contributions`, of both sides.
     """
-    device, ours = pooled.cost.device, torch.from_numpy(rows.in_reference)[:, None]
-    a, b = (rows.shares(side)[:, 0].to(device) for side in (ours, ~ours))
+    a, b = rows.sides(rows.unit_in_reference[:, None], pooled.cost.device)
     f, g, own = pooled.potentials(a, b)
+    a, b = a[:, 0], b[:, 0]
 
     def costs(u: Tensor, v: Tensor, one: Tensor, other: Tensor) -> Tensor:
         """Return the plan's costs (N, N); rows and columns without mass have none."""
@@ -220,14 +203,11 @@ def describe(pooled: PooledCost, rows: PooledRows) -> Described:
         return plan.mul_(one[:, None]).mul_(other).mul_(pooled.cost)
 
     cross = costs(f, g, a, b)
-    share = cross.sum(1) + cross.sum(0)
-    for masses in (a, b):
-        share -= costs(own, own, masses, masses).sum(1)
-    total = float(share.sum())
-    share = share / total if total > 0 else torch.zeros_like(share)
-    contributions = torch.zeros_like(share)
+    shares = cross.sum(1) + cross.sum(0)
+    contributions = torch.zeros_like(shares)
     for masses, potential in ((a, f), (b, g)):
+        shares -= costs(own, own, masses, masses).sum(1)
         slopes = torch.where(masses > 0, potential - own, 0.0)
-        values = (slopes - masses @ slopes) / (1 - masses)
-        contributions = torch.where(masses > 0, values, contributions)
-    return Described(share.cpu(), contributions.cpu())
+        contributions += torch.where(masses > 0, (slopes - masses @ slopes) / (1 - masses), 0.0)
+    total = float(shares.sum())
+    return (shares / total if total > 0 else torch.zeros_like(shares)).cpu(), contributions.cpu()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from otdd_flash.arguments import Progress
 from otdd_flash.shift.pooled import PooledCost, Until
-from otdd_flash.shift.rows import PooledRows
+from otdd_flash.shift.rows import Mask, PooledRows
 
 # Statistics that are sums of counts are equal up to this share of the larger one.
 EQUAL = 1e-9
@@ -42,7 +42,6 @@ class PermutationTest(NamedTuple):
         null: (l,) float64, T of the permutations in the order drawn, by dual values, whose error is
             of second order in that of the plan.
         hits: permutations whose T may be as large.
-        drawn: l, how many permutations were counted.
     """
 
     p_value: float
@@ -50,11 +49,10 @@ class PermutationTest(NamedTuple):
     bounds: tuple[float, float]
     null: Tensor
     hits: int
-    drawn: int
 
 
-def draws(rows: PooledRows, count: int, seed: int | tuple[int, ...], size: int) -> Iterator[Tensor]:
-    """Yield which rows (N, k) are on the reference's side, of `count` permutations in all.
+def draws(rows: PooledRows, count: int, seed: int | tuple[int, ...], size: int) -> Iterator[Mask]:
+    """Yield which units (U, k) are on the reference's side, of `count` permutations in all.
 
     Args:
         rows: the units that are exchanged; as many as there are stay on each side.
@@ -62,12 +60,9 @@ def draws(rows: PooledRows, count: int, seed: int | tuple[int, ...], size: int) 
         seed: of the draws.
         size: k, but for the last.
     """
-    generator = np.random.default_rng(seed)
+    generator, units = np.random.default_rng(seed), rows.unit_in_reference
     for start in range(0, count, size):
-        drawn = [
-            generator.permutation(rows.unit_in_reference) for _ in range(min(size, count - start))
-        ]
-        yield rows.side_of_rows(np.stack(drawn, 1))
+        yield np.stack([generator.permutation(units) for _ in range(min(size, count - start))], 1)
 
 
 def permutation_test(
@@ -93,20 +88,15 @@ def permutation_test(
         progress: called as progress(permutations done, B).
     """
     device = pooled.cost.device
-
-    def sides(ours: Tensor) -> tuple[Tensor, Tensor]:
-        return rows.shares(ours).to(device), rows.shares(~ours).to(device)
-
-    observed = pooled.statistics(*sides(torch.from_numpy(rows.in_reference)[:, None]))
+    observed = pooled.statistics(*rows.sides(rows.unit_in_reference[:, None], device))
     threshold = float(observed.lower)
     until = Until(threshold=threshold, decided_width=null_width)
     values, hits, done = list[Tensor](), 0, 0
     size = pooled.batch if stop_after is None else min(pooled.batch, max(32, 2 * stop_after))
     for drawn in draws(rows, count, seed, size):
-        found = pooled.statistics(*sides(drawn), until)
-        hit = found.upper >= threshold
-        counted = hits + hit.cumsum(0)
-        last = len(hit)
+        found = pooled.statistics(*rows.sides(drawn, device), until)
+        counted = hits + (found.upper >= threshold).cumsum(0)
+        last = len(counted)
         if stop_after is not None and int(counted[-1]) >= stop_after:
             last = int((counted == stop_after).nonzero()[0]) + 1
         values.append(found.value[:last])
@@ -117,34 +107,32 @@ def permutation_test(
             break
     p_value = hits / done if hits == stop_after else (1 + hits) / (1 + count)
     bounds = (threshold, float(observed.upper))
-    return PermutationTest(p_value, float(observed.value), bounds, torch.cat(values), hits, done)
+    return PermutationTest(p_value, float(observed.value), bounds, torch.cat(values), hits)
 
 
-def label_test(rows: PooledRows, count: int, seed: int) -> PermutationTest:
-    """Test class proportions alone by Pearson's chi-square, permuted.
+def label_test(rows: PooledRows, count: int, seed: int) -> tuple[float, float]:
+    """Return the p-value of class proportions alone, and Pearson's chi-square of the sides.
 
     With weights, the shares of the classes are those of masses. Permutations are those of the joint
     test.
 
     Args:
-        rows: labelled rows.
+        rows: rows of one class each.
         count: permutations.
         seed: of the draws.
     """
-    labels = rows.samples.labels
-    assert labels is not None
-    within = torch.nn.functional.one_hot(labels.cpu(), len(rows.samples.class_names)).double().T
-    pooled = within @ rows.weights / rows.weights.sum()
+    assert rows.labels is not None
+    within = torch.nn.functional.one_hot(rows.labels).double().T
+    pooled = within @ rows.samples.masses.cpu()
 
-    def statistic(ours: Tensor) -> Tensor:
+    def statistic(units: Mask) -> Tensor:
         """sum_c (p_c - q_c)^2 / pooled_c times n m / (n + m): Pearson's, of equal weights."""
-        gaps = within @ rows.shares(ours) - within @ rows.shares(~ours)
-        n = ours.sum(0).double()
-        return (gaps.square() / pooled[:, None]).sum(0) * n * (len(rows) - n) / len(rows)
+        ours, others = rows.sides(units, within.device)
+        n = (ours > 0).sum(0)
+        gaps = (within @ (ours - others)).square() / pooled[:, None]
+        return gaps.sum(0) * n * (len(rows) - n) / len(rows)
 
-    observed = float(statistic(torch.from_numpy(rows.in_reference)[:, None]))
-    null = torch.cat([statistic(drawn) for drawn in draws(rows, count, seed, 256)])
-    hits = int((null >= observed * (1 - EQUAL) - EQUAL).sum())
-    return PermutationTest(
-        (1 + hits) / (1 + count), observed, (observed, observed), null, hits, count
-    )
+    observed = float(statistic(rows.unit_in_reference[:, None]))
+    least = observed * (1 - EQUAL) - EQUAL
+    hits = sum(int((statistic(drawn) >= least).sum()) for drawn in draws(rows, count, seed, 256))
+    return (1 + hits) / (1 + count), observed

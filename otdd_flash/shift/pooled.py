@@ -166,8 +166,7 @@ class PooledCost:
         return Statistics(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
 
     def potentials(self, a: Tensor, b: Tensor) -> Potentials:
-        """Return the potentials of one problem, masses (N,)."""
-        a, b = a[:, None], b[:, None]
+        """Return the potentials of one problem, masses (N, 1)."""
         own = self._self_terms(a, b)
         _, cross = self._cross_terms(a, b, own, Until(width=POTENTIALS_WIDTH))
         f, g = (self._cross_base + self.epsilon * part[:, 0] for part in (cross.log_u, cross.log_v))

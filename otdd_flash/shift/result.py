@@ -117,8 +117,10 @@ class ShiftReport:
 
     def _where(self) -> list[str]:
         parts = self.parts
-        if parts is None or parts.label_p_value is None:
+        if parts is None or self.labels == "none":
             return []
+        if parts.label_p_value is None:
+            return ["Classes are not tested by themselves, as that takes one label a row."]
         words = [f"Class proportions: p = {parts.label_p_value:.2g}."]
         found = sorted(
             (c.adjusted, display(c.name)) for c in parts.classes if c.adjusted is not None

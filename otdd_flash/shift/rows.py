@@ -21,11 +21,14 @@ from torch import Tensor
 
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError
-from otdd_flash.labels import LabelMetric, NoLabels, class_distances
+from otdd_flash.label_sets import Encoded
+from otdd_flash.labels import Continuous, Given, LabelMetric, NoLabels, class_distances
+from otdd_flash.labels.numbers import targets_of, with_numbers
 from otdd_flash.memory import check_memory
 from otdd_flash.operators.comparison import check_comparable
 from otdd_flash.raw_labels import raw_values
-from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples
+from otdd_flash.samples import LabeledSamples, without_classes
+from otdd_flash.sampling.comparison import drawable
 from otdd_flash.shown import display, listing
 
 Numbers = NDArray[np.int64]
@@ -33,6 +36,7 @@ Mask = NDArray[np.bool_]
 
 # Arrays (N, N) of float64 that a test holds at once: costs, two kernels and what makes them.
 ARRAYS = 6
+PLACES = ("reference", "sample")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,21 +44,18 @@ class PooledRows:
     """N rows of both sides, the reference's first, without rows of weight 0.
 
     Attributes:
-        samples: features (N, d), labels (N,) or None, and the V names of united classes.
-        weights: (N,) float64 as given: 1 for each row, or on one scale for both sides.
+        samples: features (N, d), labels of united classes or numbers, and masses as they are given:
+            one for each row, or on one scale for both sides.
         in_reference: (N,) which rows are the reference's.
         unit: (N,) the unit of each row, from 0.
-        unit_in_reference: (U,) which units are the reference's.
-        places: (N,) the number of each row on its own side.
-        given: rows of each side, those of weight 0 included.
+        kept: (N,) the place of each row among all that were given, the reference's first.
+        given: how many rows of each side were given.
     """
 
     samples: LabeledSamples
-    weights: Tensor
     in_reference: Mask
     unit: Numbers
-    unit_in_reference: Mask
-    places: Numbers
+    kept: Tensor
     given: tuple[int, int]
 
     @classmethod
@@ -70,134 +71,105 @@ class PooledRows:
         Args:
             reference: rows of one law, perhaps.
             sample: rows of another law, perhaps.
-            metric: how classes are compared; `NoLabels` leaves labels out.
+            metric: how labels are compared; `NoLabels` leaves them out.
             groups: two sequences, the group of every row of each side; None: every row by itself.
 
         Raises:
             InputError: the sides do not compare, share no class, have weights on one side only or
                 fewer than two rows or groups on a side; or a group is on both sides.
         """
-        sides = [reference, sample]
-        if isinstance(metric, NoLabels):
-            sides = [replace(side, labels=None, class_names=()) for side in sides]
+        _, _, sides = with_numbers(metric, GroundCost(), (reference, sample))
         check_comparable(*sides)
-        if (sides[0].weights is None) != (sides[1].weights is None):
+        if (reference.weights is None) != (sample.weights is None):
             raise InputError(
                 "one side has weights and the other has none; a row's weight is exchanged with it, "
                 "so give weights on one scale for both sides, or for none"
             )
-        named = [
-            _named(side, place) for place, side in zip(("reference", "sample"), sides, strict=True)
-        ]
-        units = _units(groups, [len(side) for side in sides])
+        given = len(reference), len(sample)
+        kept = torch.cat([side.masses > 0 for side in sides]).nonzero()[:, 0].cpu()
+        _, unit = np.unique(_units(groups, given)[kept.numpy()], return_inverse=True)
+        sides = [drawable(side, metric, None) for side in sides]
         # `mass` is the sum of the weights that were given.
-        weights = [
-            torch.ones(len(side), dtype=torch.float64)
-            if side.weights is None
-            else side.weights.cpu() * side.mass
-            for side in sides
-        ]
-        kept = [(each > 0).nonzero()[:, 0] for each in weights]
-        names: tuple[str, ...] = ()
-        labels = None
-        if not isinstance(metric, NoLabels):
-            names, labels = _united(
-                [each[rows.numpy()] for each, rows in zip(named, kept, strict=True)]
-            )
-        features = [
-            side.points_of(rows.to(side.features.device))
-            for side, rows in zip(sides, kept, strict=True)
-        ]
+        weights = torch.cat([side.masses * side.mass for side in sides])
         pooled = LabeledSamples(
-            torch.cat([part.double() for part in features]), labels, names, name="all rows"
+            torch.cat([side.points_of(slice(None)).double() for side in sides]),
+            None,
+            (),
+            None if reference.weights is None else weights,
+            name="all rows",
         )
-        in_reference = np.repeat([True, False], [len(rows) for rows in kept])
-        chosen = np.concatenate(
-            [each[rows.numpy()] for each, rows in zip(units, kept, strict=True)]
-        )
-        _, unit = np.unique(chosen, return_inverse=True)
-        of_units = np.zeros(unit.max() + 1, dtype=bool)
-        of_units[unit[in_reference]] = True
-        found = cls(
-            pooled,
-            torch.cat([each[rows] for each, rows in zip(weights, kept, strict=True)]),
-            in_reference,
-            unit,
-            of_units,
-            torch.cat(kept).numpy(),
-            (len(reference), len(sample)),
-        )
-        found.check_sizes("groups" if groups is not None else "rows of positive weight")
-        return found
-
-    def __len__(self) -> int:
-        return len(self.in_reference)
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """How many units each side has."""
-        ours = int(self.unit_in_reference.sum())
-        return ours, len(self.unit_in_reference) - ours
-
-    @property
-    def arrangements(self) -> int:
-        """In how many ways the units can be divided between sides of these sizes."""
-        return math.comb(sum(self.sizes), self.sizes[0])
-
-    @property
-    def least_p(self) -> float:
-        """The least p-value that any number of permutations can show.
-
-        Sides of equal size can be exchanged as a whole, at the same distance.
-        """
-        return min(1.0, (2 if self.sizes[0] == self.sizes[1] else 1) / self.arrangements)
-
-    def check_sizes(self, what: str) -> None:
-        """Refuse a side of fewer than two units."""
-        for place, count in zip(("reference", "sample"), self.sizes, strict=True):
+        if isinstance(metric, Continuous):
+            pooled = replace(pooled, targets=torch.cat(list(map(targets_of, sides))))
+        elif not isinstance(metric, NoLabels):
+            pooled = replace(pooled, **_united(sides))
+        found = cls(pooled, np.repeat([True, False], list(map(len, sides))), unit, kept, given)
+        for place, count in zip(PLACES, found.sizes, strict=True):
             if count < 2:
+                what = "groups" if groups is not None else "rows of positive weight"
                 raise InputError(
                     f"{place} has {count} {what}, and a permutation test needs at least 2 on each "
                     "side; take more of them"
                 )
+        return found
+
+    def __len__(self) -> int:
+        return len(self.unit)
+
+    @property
+    def unit_in_reference(self) -> Mask:
+        """Which units (U,) are the reference's."""
+        return self.in_reference[np.unique(self.unit, return_index=True)[1]]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many units each side has."""
+        ours = self.unit_in_reference
+        return int(ours.sum()), int((~ours).sum())
+
+    @property
+    def least_p(self) -> float:
+        """The least p-value that any number of permutations can show, by how many there are.
+
+        Sides of equal size can be exchanged as a whole, at the same distance.
+        """
+        ours, others = self.sizes
+        return min(1.0, (2 if ours == others else 1) / math.comb(ours + others, ours))
+
+    @property
+    def labels(self) -> Tensor | None:
+        """The class (N,) of each row, on the CPU; None where rows do not have one each."""
+        labels = self.samples.labels
+        return None if labels is None or self.samples.label_sets is not None else labels.cpu()
 
     def of_class(self, label: int) -> PooledRows:
         """Return the rows of a class, without labels; a side may have none."""
-        assert self.samples.labels is not None
-        rows = (self.samples.labels == label).cpu()
+        assert self.labels is not None
+        rows = (self.labels == label).nonzero()[:, 0]
+        own = replace(self.samples.take(rows), labels=None, name=self.samples.class_names[label])
         here = rows.numpy()
-        units, unit = np.unique(self.unit[here], return_inverse=True)
-        features = self.samples.features[rows.to(self.samples.features.device)]
-        return PooledRows(
-            LabeledSamples(features, None, (), name=self.samples.class_names[label]),
-            self.weights[rows],
-            self.in_reference[here],
-            unit,
-            self.unit_in_reference[units],
-            self.places[here],
-            self.given,
-        )
+        _, unit = np.unique(self.unit[here], return_inverse=True)
+        return PooledRows(own, self.in_reference[here], unit, self.kept[rows], self.given)
 
     def on_sides(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return values (N,) of rows as (n,) and (m,), NaN for rows of weight 0."""
-        found = [torch.full((size,), torch.nan, dtype=values.dtype) for size in self.given]
-        for side, own in zip(found, (self.in_reference, ~self.in_reference), strict=True):
-            side[self.places[own]] = values[own]
-        return found[0], found[1]
+        found = torch.full((sum(self.given),), torch.nan, dtype=values.dtype)
+        found[self.kept] = values.cpu()
+        return found[: self.given[0]], found[self.given[0] :]
 
-    def side_of_rows(self, of_units: Mask) -> Tensor:
-        """Expand which units are on a side, (U,) or (U, B), to rows, (N,) or (N, B)."""
-        return torch.from_numpy(of_units[self.unit])
-
-    def shares(self, rows: Tensor) -> Tensor:
-        """Return masses (N, B) of sum 1 of the rows (N, B) on a side."""
-        masses = self.weights[:, None] * rows
+    def masses(self, units: Mask, device: torch.device) -> Tensor:
+        """Return masses (N, B), of sum 1, of the rows whose units (U, B) are on a side."""
+        rows = torch.from_numpy(units[self.unit]).to(device)
+        masses = self.samples.masses.to(device)[:, None] * rows
         return masses / masses.sum(0)
+
+    def sides(self, units: Mask, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the masses (N, B) of both sides, by the units (U, B) on the reference's."""
+        return self.masses(units, device), self.masses(~units, device)
 
     def cost(
         self, ground: GroundCost, metric: LabelMetric, device: torch.device, cache_dir: Any = None
     ) -> Tensor:
-        """Return lambda_x ||x_i - x_j||^2 + lambda_y W[l_i, l_j] (N, N), W of the pooled classes.
+        """Return the costs (N, N) of dataset distances, with W of the pooled classes.
 
         Separable terms of `ground` are left out, as they cancel in the statistic.
 
@@ -206,56 +178,91 @@ class PooledRows:
         """
         needed = ARRAYS * 8 * len(self) ** 2
         check_memory(f"costs of {len(self)} rows of both sides", needed, device, torch.float64)
-        samples = self.samples.to(device)
+        _, ground, (samples,) = with_numbers(metric, ground, [self.samples.to(device)])
         points = ground.transform(samples).features
-        points = points - points.mean(0)
-        squares = points.square().sum(1)
-        cost = torch.addmm(squares[:, None] + squares, points, points.T, alpha=-2).clamp_min_(0)
-        cost = (cost + cost.T).mul_(ground.squared.lambda_x / 2).fill_diagonal_(0)
-        if samples.labels is not None and ground.lambda_y > 0:
-            table = class_distances(
-                [samples], metric, ground=ground.ground, cache_dir=cache_dir
-            ).full.to(device)
-            cost += ground.lambda_y * table[samples.labels][:, samples.labels]
+        cost = _squared_distances(points).mul_(ground.squared.lambda_x)
+        if ground.lambda_y == 0:
+            return cost
+        if isinstance(metric, Continuous):
+            scale = torch.tensor(ground.target_scale, dtype=torch.float64, device=device)
+            numbers = _squared_distances(targets_of(samples) / scale)
+            return cost.add_(numbers, alpha=ground.lambda_y)
+        if samples.labels is not None:
+            table = self._table(ground, metric, cache_dir).to(device)
+            cost.add_(table[samples.labels][:, samples.labels], alpha=ground.lambda_y)
         return cost
 
+    def _table(self, ground: GroundCost, metric: LabelMetric, cache_dir: Any) -> Tensor:
+        """Return W between classes, or between sets of labels as `operators.label_costs` does."""
+        names = self.samples.label_names
+        if isinstance(metric, Given):
+            given = metric.read().named_for(names, names)
+            if not (torch.equal(given.xx, given.xy) and torch.equal(given.xx, given.yy)):
+                raise InputError(
+                    "class distances that are given to a shift test must not know the sides: xx, "
+                    "xy and yy must be one table between the classes of both"
+                )
+            table = given.xx
+        else:
+            table = class_distances(
+                [self.samples], metric, ground=ground.ground, cache_dir=cache_dir
+            ).full
+        if (sets := self.samples.label_sets) is None:
+            return table
+        between = sets.shares @ table @ sets.shares.T
+        half = between.diagonal() / 2
+        return between - half[:, None] - half
 
-def _named(side: LabeledSamples, place: str) -> NDArray[Any]:
-    if side.labels is None:
-        return np.empty(len(side), dtype=object)
-    found: NDArray[Any] = np.asarray(side.class_names, dtype=object)[side.labels.cpu().numpy()]
-    return found
+
+def _squared_distances(points: Tensor) -> Tensor:
+    """Return ||x_i - x_j||^2 (N, N), symmetric, 0 on the diagonal."""
+    points = points - points.mean(0)
+    squares = points.square().sum(1)
+    found = torch.addmm(squares[:, None] + squares, points, points.T, alpha=-2).clamp_min_(0)
+    return (found + found.T).mul_(0.5).fill_diagonal_(0)
 
 
-def _united(named: Sequence[NDArray[Any]]) -> tuple[tuple[str, ...], Tensor]:
-    """Return the names of the classes of both sides, in their order, and labels (N,)."""
-    for place, names in zip(("reference", "sample"), named, strict=True):
-        if any(name is None for name in names):
-            raise InputError(f"{place} has no labels; {HOW_TO_LABEL}")
-    first, second = (dict.fromkeys(names) for names in named)
-    if not first.keys() & second.keys():
+def _united(sides: Sequence[LabeledSamples]) -> dict[str, Any]:
+    """Return labels, class names and sets of labels of the rows of both sides, by name.
+
+    Raises:
+        InputError: a side has no labels, or they share none.
+    """
+    for side in sides:
+        if side.labels is None:
+            raise without_classes(side)
+    first, second = (side.label_names for side in sides)
+    if not set(first) & set(second):
         raise InputError(
             f"reference and sample share no class: {listing(list(map(display, first)), 6)} against "
             f"{listing(list(map(display, second)), 6)}; name classes alike on both sides, or set "
             "labels=none to compare features alone"
         )
-    united = sorted(first | second)
-    number = {name: k for k, name in enumerate(united)}
-    labels = torch.tensor([number[name] for names in named for name in names])
-    return tuple(united), labels
+    names = tuple(sorted({*first, *second}))
+    indicator = np.zeros((sum(map(len, sides)), len(names)), dtype=np.bool_)
+    start = 0
+    for side in sides:
+        has, columns = side.shares.cpu().numpy() > 0, list(map(names.index, side.label_names))
+        indicator[start : start + len(side), columns] = has
+        start += len(side)
+    if indicator.sum(1).max() == 1:
+        return {"labels": torch.from_numpy(indicator.argmax(1)), "class_names": names}
+    found = Encoded.of_indicator(indicator, names)
+    assert found.labels is not None
+    return found._asdict() | {"labels": torch.from_numpy(found.labels)}
 
 
-def _units(groups: Sequence[Any] | None, sizes: Sequence[int]) -> list[Numbers]:
-    """Return the unit of each row of each side, numbered over both."""
+def _units(groups: Sequence[Any] | None, sizes: tuple[int, int]) -> Numbers:
+    """Return the unit of each row of both sides."""
     if groups is None:
-        return [np.arange(sizes[0]), sizes[0] + np.arange(sizes[1])]
+        return np.arange(sum(sizes))
     if len(groups) != 2:
         raise InputError(
             f"groups must be two sequences, of the rows of reference and of sample, got "
             f"{len(groups)}"
         )
     given = [np.asarray(raw_values(part)).astype(str) for part in groups]
-    for place, part, size in zip(("reference", "sample"), given, sizes, strict=True):
+    for place, part, size in zip(PLACES, given, sizes, strict=True):
         if part.shape != (size,):
             raise InputError(
                 f"groups of {place} must be {size}, one a row, got shape {tuple(part.shape)}"
@@ -265,5 +272,4 @@ def _units(groups: Sequence[Any] | None, sizes: Sequence[int]) -> list[Numbers]:
             f"group {display(both[0])} is on both sides, and a group is exchanged as a whole; "
             f"{len(both)} are on both; give groups that are on one side each, or leave them out"
         )
-    _, number = np.unique(np.concatenate(given), return_inverse=True)
-    return [number[: sizes[0]], number[sizes[0] :]]
+    return np.unique(np.concatenate(given), return_inverse=True)[1]

@@ -44,15 +44,13 @@ def pool(
     metric = more.pop("metric", Gaussian())
     rows = PooledRows.of(one, other, metric, more.pop("groups", None))
     cost = rows.cost(GroundCost(**more), metric, CPU)
-    return rows, PooledCost.at(cost, rows.weights, None, relative)
+    return rows, PooledCost.at(cost, rows.samples.masses, None, relative)
 
 
 def sides_of(rows: PooledRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Masses of the rows as they are and of permutations."""
-    ours = torch.cat(
-        [torch.from_numpy(rows.in_reference)[:, None], *draws(rows, count, 0, count)], 1
-    )
-    return rows.shares(ours), rows.shares(~ours)
+    units = np.hstack((rows.unit_in_reference[:, None], *draws(rows, count, 0, count)))
+    return rows.sides(units, CPU)
 
 
 @pytest.mark.parametrize("ground", ["sqeuclidean", "cosine", "inner"])
@@ -68,6 +66,7 @@ def test_the_statistic_is_the_dataset_distance_at_pooled_class_distances(ground)
         both = LabeledSamples.from_arrays(
             torch.cat((one.features, other.features)),
             torch.cat((one.labels, other.labels)),
+            torch.cat((one.weights * one.mass, other.weights * other.mass)),
         )
         full = class_distances([both], ground=ground).full
         table = ClassDistances(full, full, full)
@@ -85,6 +84,83 @@ def test_the_statistic_is_the_dataset_distance_at_pooled_class_distances(ground)
     assert report.bounds[0] <= exact.bounds[1]
     assert exact.bounds[0] <= report.bounds[1]
     assert report.bounds[1] - report.bounds[0] <= 1e-4 * report.statistic
+
+
+def labelled_otherwise(
+    kind: str, generator: np.random.Generator
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray], otdd.labels.Labels]:
+    """Two sides whose labels are of another kind, and how they are compared."""
+    x, y = generator.normal(size=(22, 3)), generator.normal(size=(27, 3)) + 0.4
+    if kind == "numbers":
+        return (x, 5 * x[:, :1]), (y, 4 * y[:, :1]), "continuous"
+    if kind == "sets":
+        tags = [generator.random((len(each), 4)) < 0.4 for each in (x, y)]
+        for each in tags:
+            each[:, 0] |= ~each.any(1)
+        return (x, tags[0]), (y, tags[1]), "gaussian"
+    tree = {"a": "root", "b": "root", "c": "b"}
+    return (
+        (x, np.array(list("abc"))[np.arange(22) % 3]),
+        (y, ["c", "b", "a"] * 9),
+        otdd.labels.Tree(tree),
+    )
+
+
+@pytest.mark.parametrize("kind", ["sets", "numbers", "tree"])
+def test_labels_of_other_kinds_cost_what_they_do_in_a_distance(kind):
+    one, other, labels = labelled_otherwise(kind, np.random.default_rng(20))
+    report = otdd.shift_test(one, other, labels=labels, permutations=39, seed=1)
+    settings, table = {"labels": labels}, None
+    if kind == "sets":
+        both = np.concatenate((one[0], other[0])), np.concatenate((one[1], other[1]))
+        full = class_distances([both]).full
+        table = ClassDistances(full, full, full)
+    if kind == "numbers":
+        scale = float(np.concatenate((one[1], other[1])).std())
+        settings = {"labels": otdd.labels.Continuous((scale,))}
+    exact = otdd.dataset_distance(
+        one,
+        other,
+        epsilon=report.epsilon,
+        class_distances=table,
+        compute=otdd.ComputeOptions("cpu", precision="double"),
+        solver=otdd.Converged(tolerance=1e-8),
+        **settings,
+    )
+    assert report.statistic == pytest.approx(exact.value, rel=1e-5)
+    alone = "Classes are not tested by themselves, as that takes one label a row." in str(report)
+    assert alone == (kind != "tree")
+    assert bool(report.parts.classes) == (report.parts.label_p_value is not None) == (not alone)
+    assert report.parts.reference_rows.isfinite().all()
+    assert otdd.shift_test(one, other, labels="none", permutations=19, parts=False).p_value > 0
+
+
+def test_sets_of_one_label_each_are_classes():
+    generator = np.random.default_rng(21)
+    x, y = generator.normal(size=(12, 2)), generator.normal(size=(15, 2))
+    kinds, others = np.arange(12) % 3, np.arange(15) % 3
+    hot = (x, np.eye(3, dtype=int)[kinds]), (y, np.eye(3, dtype=int)[others])
+    found = [otdd.shift_test(*pair, permutations=19) for pair in (hot, ((x, kinds), (y, others)))]
+    assert found[0].statistic == found[1].statistic
+    assert found[0].parts.to_dict() == found[1].parts.to_dict()
+
+
+def test_a_given_table_between_the_classes_of_both_sides_is_fixed():
+    generator = np.random.default_rng(22)
+    one, other = side(generator, 20), side(generator, 24, shift=0.2)
+    measured = otdd.shift_test(one, other, permutations=39)
+    rows = PooledRows.of(one, other, Gaussian(), None)
+    table = class_distances([rows.samples]).full
+    given = otdd.labels.Given(ClassDistances(table, table, table))
+    fixed = otdd.shift_test(one, other, labels=given, permutations=39)
+    assert fixed.statistic == pytest.approx(measured.statistic, rel=1e-9)
+    assert (fixed.p_value, fixed.labels) == (measured.p_value, "given")
+    for parts, words in (
+        ((table, 2 * table, table), "must not know the sides"),
+        ((table[:2, :2],) * 3, "are about 2 source classes"),
+    ):
+        with pytest.raises(InputError, match=words):
+            otdd.shift_test(one, other, labels=otdd.labels.Given(ClassDistances(*parts)))
 
 
 @pytest.mark.parametrize("relative", [0.01, 0.1, 3.0])
@@ -141,7 +217,7 @@ def test_an_early_end_counts_in_the_order_drawn():
             assert len(found.null) == 99
             continue
         last = int((hits == h).nonzero()[0]) + 1
-        assert (found.p_value, found.drawn, len(found.null)) == (h / last, last, last)
+        assert (found.p_value, found.hits, len(found.null)) == (h / last, h, last)
 
 
 def test_draws_depend_on_seed_and_place_alone_and_keep_sides_and_groups():
@@ -151,14 +227,11 @@ def test_draws_depend_on_seed_and_place_alone_and_keep_sides_and_groups():
     rows = PooledRows.of(one, other, NoLabels(), groups)
     assert rows.sizes == (5, 4)
     whole = next(draws(rows, 20, 7, 20))
-    parts = torch.cat(list(draws(rows, 20, 7, 6)), 1)
-    assert torch.equal(whole, parts)
-    assert not torch.equal(whole, next(draws(rows, 20, 8, 20)))
-    for unit in range(9):
-        of_unit = whole[rows.unit == unit]
-        assert torch.equal(of_unit, of_unit[:1].expand_as(of_unit))
-    counts = torch.stack([whole[rows.unit == u][0] for u in range(9)]).sum(0)
-    assert counts.tolist() == [5] * 20
+    assert np.array_equal(whole, np.hstack(list(draws(rows, 20, 7, 6))))
+    assert not np.array_equal(whole, next(draws(rows, 20, 8, 20)))
+    assert whole.sum(0).tolist() == [5] * 20
+    for ours, masses in zip((whole, ~whole), rows.sides(whole, CPU), strict=True):
+        assert torch.equal(masses > 0, torch.from_numpy(ours[rows.unit]))
 
 
 def test_groups_make_a_shift_of_few_groups_insignificant():
@@ -204,9 +277,13 @@ def test_label_shift_is_pearsons_chi_square():
     rows = PooledRows.of(one, other, Gaussian(), None)
     table = np.stack([each.class_counts.numpy() for each in (one, other)])
     expected = chi2_contingency(table, correction=False).statistic
-    found = label_test(rows, 199, 0)
-    assert found.statistic == pytest.approx(expected, rel=1e-9)
-    assert found.p_value == (1 + int((found.null >= expected - 1e-9).sum())) / 200
+    p_value, statistic = label_test(rows, 199, 0)
+    assert statistic == pytest.approx(expected, rel=1e-9)
+    kinds, null = rows.labels.numpy(), []
+    for ours in next(draws(rows, 199, 0, 199)).T:
+        counts = [np.bincount(kinds[rows_of], minlength=3) for rows_of in (ours, ~ours)]
+        null.append(chi2_contingency(np.stack(counts), correction=False).statistic)
+    assert p_value == (1 + int((np.array(null) >= expected - 1e-9).sum())) / 200
 
 
 def test_parts_name_the_class_that_shifts_and_those_that_are_too_small():
@@ -249,7 +326,7 @@ def test_contributions_are_those_of_a_distance():
     generator = np.random.default_rng(9)
     one, other = side(generator, 12, weights=True), side(generator, 10, weights=True)
     rows, pooled = pool(one, other, metric=NoLabels())
-    found = describe(pooled, rows).contributions
+    _, found = describe(pooled, rows)
     settings = {
         "epsilon": pooled.epsilon,
         "labels": "none",
@@ -365,11 +442,6 @@ REFUSALS = {
         "one side has weights and the other has none",
     ),
     "alpha": (lambda x, y: (x, y), {"alpha": 0.0}, "alpha must lie in"),
-    "group": (
-        lambda x, y: (x, y),
-        {"labels": ClassDistances(*[torch.zeros(1, 1)] * 3)},
-        "labels",
-    ),
 }
 
 
