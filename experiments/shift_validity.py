@@ -328,7 +328,7 @@ def powers(shift: str, size: float, seed: int, d: int) -> dict[str, float]:
 
 
 # The simulations of each part.
-PARTS = {"validity": 2000, "sabotage": 500, "power": 200}
+PARTS = {"validity": 2000, "sabotage": 500, "power": 100}
 
 
 def other_kinds(folder: Path, kinds: Sequence[str]) -> list[dict[str, Any]]:
