@@ -220,7 +220,7 @@ def sabotaged(seed: int, measured_on: str) -> float:
         own = np.flatnonzero(kinds.numpy() == label)
         for k in range(PERMUTATIONS):
             masks[generator.permutation(own)[:each], 1 + k] = True
-    pooled = PooledCost.at(cost, rows.samples.masses, None, DEFAULT_RELATIVE)
+    pooled = PooledCost(cost, rows.samples.masses, None, DEFAULT_RELATIVE)
     found = pooled.statistics(*rows.sides(masks, cpu))
     return (1 + int((found.upper[1:] >= found.lower[0]).sum())) / (1 + PERMUTATIONS)
 

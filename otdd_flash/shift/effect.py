@@ -27,7 +27,6 @@ from otdd_flash.shift.rows import PooledRows
 
 # Subsamples, and permutations of each that estimate its null mean; width of bounds over T.
 SUBSAMPLES, NULLS, WIDTH = 39, 5, 0.01
-LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -36,17 +35,14 @@ class ShiftEffect:
 
     Attributes:
         value: the excess; about 0 without a shift.
-        lower: lower end of the interval; None near 0, where there is none.
+        lower: lower end of the 95% interval, a one-sided limit of 97.5%; None near 0, where there is
+            none.
         upper: its upper end, likewise.
-        lower_limit: of a one-sided interval of the same level; None likewise.
-        level: of both.
     """
 
     value: float
     lower: float | None = None
     upper: float | None = None
-    lower_limit: float | None = None
-    level: float = LEVEL
 
 
 def measure_effect(
@@ -65,16 +61,8 @@ def measure_effect(
     value = (test.statistic - float(test.null.mean())) / unit
     if test.p_value > alpha or min(rows.sizes) < 4:
         return ShiftEffect(value)
-    errors = _subsampled(pooled, rows, seed).std() / unit
-    lower, upper = (value + sign * _quantile(LEVEL / 2 + 0.5) * errors for sign in (-1, 1))
-    if lower <= 0:
-        return ShiftEffect(value)
-    limit = value - _quantile(LEVEL) * errors
-    return ShiftEffect(value, float(lower), float(upper), float(limit))
-
-
-def _quantile(level: float) -> float:
-    return float(t.ppf(level, SUBSAMPLES - 1))
+    reach = float(t.ppf(0.975, SUBSAMPLES - 1) * _subsampled(pooled, rows, seed).std()) / unit
+    return ShiftEffect(value, value - reach, value + reach) if value > reach else ShiftEffect(value)
 
 
 def _subsampled(pooled: PooledCost, rows: PooledRows, seed: int) -> Tensor:

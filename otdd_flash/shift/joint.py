@@ -126,7 +126,7 @@ def shift_test(
         epsilon_relative = DEFAULT_RELATIVE
     device = resolve_device(options.device)
     matrix = rows.cost(cost, metric, device, cache_dir)
-    pooled = PooledCost.at(matrix, rows.samples.masses, epsilon, epsilon_relative)
+    pooled = PooledCost(matrix, rows.samples.masses, epsilon, epsilon_relative)
     test = permutation_test(
         pooled, rows, permutations, seed, stop_after=stop_after, progress=progress
     )
@@ -166,18 +166,9 @@ def shift_test(
 
 
 def check_permutations(permutations: int) -> None:
-    """Refuse a number of permutations that is too small for any level, or too large.
-
-    Raises:
-        InputError: it is below 19, where p cannot be below 0.05, or above 100,000.
-    """
-    if permutations < FEWEST_PERMUTATIONS:
+    """Refuse a number of permutations that is too small for any level, or too large."""
+    if not FEWEST_PERMUTATIONS <= permutations <= MOST_PERMUTATIONS:
         raise InputError(
-            f"permutations must be at least {FEWEST_PERMUTATIONS}, below which p cannot reach "
-            f"0.05, got {permutations}"
-        )
-    if permutations > MOST_PERMUTATIONS:
-        raise InputError(
-            f"permutations must be at most {MOST_PERMUTATIONS}, got {permutations}; a p-value of "
-            "so many is as good"
+            f"permutations must lie in [{FEWEST_PERMUTATIONS}, {MOST_PERMUTATIONS}], got "
+            f"{permutations}; fewer allow no p-value of 0.05, and more add nothing"
         )

@@ -166,7 +166,7 @@ def shift_parts(
         cost = own.cost(ground, NoLabels(), pooled.cost.device)
         epsilon = pooled.epsilon if epsilon_relative is None else None
         found[label] = permutation_test(
-            PooledCost.at(cost, own.samples.masses, epsilon, epsilon_relative),
+            PooledCost(cost, own.samples.masses, epsilon, epsilon_relative),
             own,
             count,
             (seed, label),

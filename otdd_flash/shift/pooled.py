@@ -86,14 +86,6 @@ class Statistics(NamedTuple):
     upper: Tensor
 
 
-class Potentials(NamedTuple):
-    """Potentials of one problem (a, b), each (N,): of the cross term and of both self terms."""
-
-    f: Tensor
-    g: Tensor
-    own: Tensor
-
-
 class Term(NamedTuple):
     """State of B problems of one term: bounds (B,) and logarithms of scalings (N, B)."""
 
@@ -107,17 +99,22 @@ class PooledCost:
     """Costs between N pooled rows, stored with their kernels, at one epsilon.
 
     Args:
-        cost: C (N, N) float64, symmetric, with the smallest entries of every row on its diagonal.
+        cost: C (N, N) float64, symmetric.
         masses: (N,) positive, sum 1: of the pooled rows.
-        epsilon: in units of the cost.
+        epsilon: in units of the cost, or None.
+        relative: epsilon over the mean cost of the pooled rows, in its place. Where all costs are 0
+            any epsilon gives 0.
 
     Attributes:
         mean: the mean cost of the pooled rows, the unit of effects.
     """
 
-    def __init__(self, cost: Tensor, masses: Tensor, epsilon: float) -> None:
-        self.cost, self.epsilon = cost, epsilon
-        self.mean = float(masses @ (cost @ masses))
+    def __init__(
+        self, cost: Tensor, masses: Tensor, epsilon: float | None, relative: float | None
+    ) -> None:
+        masses = masses.to(cost.device)
+        self.cost, self.mean = cost, max(0.0, float(masses @ (cost @ masses)))
+        self.epsilon = epsilon = epsilon or (relative or 0.0) * self.mean or 1.0
         # Where all costs are 0, epsilon is the only scale.
         self._least_width = LEAST_WIDTH * (self.mean or epsilon)
         self._largest = float(cost.abs().max())
@@ -126,20 +123,6 @@ class PooledCost:
         apart = cost.clone().fill_diagonal_(torch.inf)
         self._cross_base = _stabiliser(apart, masses, epsilon)
         self._cross = _kernel(apart, self._cross_base, epsilon)
-
-    @classmethod
-    def at(
-        cls, cost: Tensor, weights: Tensor, epsilon: float | None, epsilon_relative: float | None
-    ) -> PooledCost:
-        """Store costs of rows with these weights (N,) at an epsilon, or at one over their mean.
-
-        Where all costs are 0 any epsilon gives 0.
-        """
-        masses = (weights / weights.sum()).to(cost.device)
-        if epsilon is None:
-            assert epsilon_relative is not None
-            epsilon = epsilon_relative * float(masses @ (cost @ masses)) or 1.0
-        return cls(cost, masses, epsilon)
 
     def __len__(self) -> int:
         return len(self.cost)
@@ -157,29 +140,23 @@ class PooledCost:
             b: (N, B) masses of the other side, on other rows.
             until: when a problem is done.
         """
-        parts = [
-            self._statistics(*each, until)
-            for each in zip(
-                torch.split(a, self.batch, 1), torch.split(b, self.batch, 1), strict=True
-            )
-        ]
-        return Statistics(*(torch.cat(part).cpu() for part in zip(*parts, strict=True)))
+        if a.shape[1] > self.batch:
+            halves = zip(a.split(self.batch, 1), b.split(self.batch, 1), strict=True)
+            found = [self.statistics(*each, until) for each in halves]
+            return Statistics(*map(torch.cat, zip(*found, strict=True)))
+        numbers, _ = self._cross_terms(a, b, self._self_terms(a, b), until)
+        numbers = numbers.cpu()
+        for k in (~numbers.isfinite().all(0)).nonzero()[:, 0].tolist():
+            numbers[:, k] = self._alone(a[:, k], b[:, k])
+        return Statistics(*numbers)
 
-    def potentials(self, a: Tensor, b: Tensor) -> Potentials:
-        """Return the potentials of one problem, masses (N, 1)."""
+    def potentials(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the potentials (N,) of one problem (N, 1): f and g, and those of self terms."""
         own = self._self_terms(a, b)
         _, cross = self._cross_terms(a, b, own, Until(width=POTENTIALS_WIDTH))
         f, g = (self._cross_base + self.epsilon * part[:, 0] for part in (cross.log_u, cross.log_v))
-        of_a, of_b = (self._own_base + self.epsilon * part for part in own.log_u.unbind(1))
-        return Potentials(f, g, torch.where(b[:, 0] > 0, of_b, of_a))
-
-    def _statistics(self, a: Tensor, b: Tensor, until: Until) -> tuple[Tensor, Tensor, Tensor]:
-        own = self._self_terms(a, b)
-        found, _ = self._cross_terms(a, b, own, until)
-        value, lower, upper = found.unbind()
-        for k in (~(lower.isfinite() & upper.isfinite())).nonzero()[:, 0].tolist():
-            value[k], lower[k], upper[k] = self._alone(a[:, k], b[:, k])
-        return value, lower, upper
+        on_sides = torch.where(b > 0, own.log_u[:, 1:], own.log_u[:, :1])[:, 0]
+        return f, g, self._own_base + self.epsilon * on_sides
 
     def _self_terms(self, a: Tensor, b: Tensor) -> Term:
         """Solve OT(a, a) and OT(b, b): 2 B problems, by averaged steps, which converge fast."""
@@ -272,10 +249,10 @@ class PooledCost:
             log_v,
         )
 
-    def _alone(self, a: Tensor, b: Tensor) -> tuple[float, float, float]:
-        """Return value and bounds of one problem, solved by the library's own iterations."""
-        value = lower = upper = 0.0
-        for (one, other), factor in (((a, b), 1.0), ((a, a), -0.5), ((b, b), -0.5)):
+    def _alone(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return value and bounds (3,) of one problem, solved by the library's own iterations."""
+        total = torch.zeros(3, dtype=torch.float64)
+        for one, other, factor in ((a, b, 1.0), (a, a, -0.5), (b, b, -0.5)):
             rows, columns = one.nonzero()[:, 0], other.nonzero()[:, 0]
             with warnings.catch_warnings():
                 # Bounds hold where a solve stops early.
@@ -287,12 +264,9 @@ class PooledCost:
                     epsilon=self.epsilon,
                     options=Converged(tolerance=1e-5),
                 )
-            low, high = term.bounds if factor > 0 else term.bounds[::-1]
-            value, lower, upper = (
-                total + factor * part
-                for total, part in ((value, term.value), (lower, low), (upper, high))
-            )
-        return value, lower, upper
+            ends = term.bounds if factor > 0 else term.bounds[::-1]
+            total += factor * torch.tensor((term.value, *ends), dtype=torch.float64)
+        return total
 
 
 def _log_sums(kernel: Tensor, log_scaling: Tensor, masses: Tensor) -> Tensor:

@@ -86,10 +86,7 @@ class ShiftReport:
 
         The limit is asymptotic, and no p-value is claimed.
         """
-        if self.min_effect is None:
-            return None
-        limit = self.effect.lower_limit
-        return limit is not None and limit > self.min_effect
+        return None if self.min_effect is None else (self.effect.lower or 0.0) > self.min_effect
 
     def sentences(self) -> list[str]:
         """Say in words what was found: significance and size, then where."""

@@ -188,30 +188,9 @@ class PooledRows:
             numbers = _squared_distances(targets_of(samples) / scale)
             return cost.add_(numbers, alpha=ground.lambda_y)
         if samples.labels is not None:
-            table = self._table(ground, metric, cache_dir).to(device)
+            table = _table(samples, ground, metric, cache_dir).to(device)
             cost.add_(table[samples.labels][:, samples.labels], alpha=ground.lambda_y)
         return cost
-
-    def _table(self, ground: GroundCost, metric: LabelMetric, cache_dir: Any) -> Tensor:
-        """Return W between classes, or between sets of labels as `operators.label_costs` does."""
-        names = self.samples.label_names
-        if isinstance(metric, Given):
-            given = metric.read().named_for(names, names)
-            if not (torch.equal(given.xx, given.xy) and torch.equal(given.xx, given.yy)):
-                raise InputError(
-                    "class distances that are given to a shift test must not know the sides: xx, "
-                    "xy and yy must be one table between the classes of both"
-                )
-            table = given.xx
-        else:
-            table = class_distances(
-                [self.samples], metric, ground=ground.ground, cache_dir=cache_dir
-            ).full
-        if (sets := self.samples.label_sets) is None:
-            return table
-        between = sets.shares @ table @ sets.shares.T
-        half = between.diagonal() / 2
-        return between - half[:, None] - half
 
 
 def _squared_distances(points: Tensor) -> Tensor:
@@ -220,6 +199,28 @@ def _squared_distances(points: Tensor) -> Tensor:
     squares = points.square().sum(1)
     found = torch.addmm(squares[:, None] + squares, points, points.T, alpha=-2).clamp_min_(0)
     return (found + found.T).mul_(0.5).fill_diagonal_(0)
+
+
+def _table(
+    samples: LabeledSamples, ground: GroundCost, metric: LabelMetric, cache_dir: Any
+) -> Tensor:
+    """Return W between classes, or between sets of labels as `operators.label_costs` does."""
+    names = samples.label_names
+    if isinstance(metric, Given):
+        given = metric.read().named_for(names, names)
+        if not (torch.equal(given.xx, given.xy) and torch.equal(given.xx, given.yy)):
+            raise InputError(
+                "class distances that are given to a shift test must not know the sides: xx, "
+                "xy and yy must be one table between the classes of both"
+            )
+        table = given.xx
+    else:
+        table = class_distances([samples], metric, ground=ground.ground, cache_dir=cache_dir).full
+    if (sets := samples.label_sets) is None:
+        return table
+    between = sets.shares @ table @ sets.shares.T
+    half = between.diagonal() / 2
+    return between - half[:, None] - half
 
 
 def _united(sides: Sequence[LabeledSamples]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def test_groups_come_from_files_and_bad_settings_are_refused(shift):
     for arguments, words in (
         (["groups=[a.npy]"], "groups must be two files"),
         (["groups=[a.npy,c.npy]"], "cannot read c.npy"),
-        (["permutations=5"], "permutations must be at least 19"),
+        (["permutations=5"], "permutations must lie in [19"),
         (["window=10"], "leave sample.max_samples out"),
         (["labels=given", "labels.path=W.npz"], "no class distances at W.npz"),
         (["labels.full=true"], "labels.full=true has no meaning here"),
