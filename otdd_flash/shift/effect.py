@@ -35,8 +35,8 @@ class ShiftEffect:
 
     Attributes:
         value: the excess; about 0 without a shift.
-        lower: lower end of the 95% interval, a one-sided limit of 97.5%; None near 0, where there is
-            none.
+        lower: lower end of the 95% interval, a one-sided limit of 97.5%; None near 0, where no
+            interval covers.
         upper: its upper end, likewise.
     """
 
