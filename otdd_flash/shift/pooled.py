@@ -141,8 +141,8 @@ class PooledCost:
             until: when a problem is done.
         """
         if a.shape[1] > self.batch:
-            halves = zip(a.split(self.batch, 1), b.split(self.batch, 1), strict=True)
-            found = [self.statistics(*each, until) for each in halves]
+            parts = (torch.split(each, self.batch, 1) for each in (a, b))
+            found = [self.statistics(*each, until) for each in zip(*parts, strict=True)]
             return Statistics(*map(torch.cat, zip(*found, strict=True)))
         numbers, _ = self._cross_terms(a, b, self._self_terms(a, b), until)
         numbers = numbers.cpu()
