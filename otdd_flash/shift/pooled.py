@@ -141,8 +141,8 @@ class PooledCost:
             until: when a problem is done.
         """
         if a.shape[1] > self.batch:
-            parts = (torch.split(each, self.batch, 1) for each in (a, b))
-            found = [self.statistics(*each, until) for each in zip(*parts, strict=True)]
+            parts = zip(torch.split(a, self.batch, 1), torch.split(b, self.batch, 1), strict=True)
+            found = [self.statistics(one, other, until) for one, other in parts]
             return Statistics(*map(torch.cat, zip(*found, strict=True)))
         numbers, _ = self._cross_terms(a, b, self._self_terms(a, b), until)
         numbers = numbers.cpu()
