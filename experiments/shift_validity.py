@@ -9,10 +9,10 @@ below 0.067 and 0.018, three and a half standard errors above; on continuous dat
 also above 0.033. Fewer simulations have wider limits. Seeds are those of the simulation's number:
 none was chosen after a look.
 
-`sabotage`: the same with class distances of the reference alone, of all rows and of each side by
-itself, held fixed, for 60 classes of 3 rows in 20 dimensions. The first and the last must break it:
-distances of the reference's own rows are small where its rows are near, which its self term sees.
-Every pair of classes adds to that, so that of ten classes it is lost in the noise of T.
+`sabotage`: the same with class distances of the reference alone and of all rows, held fixed, for 60
+classes of 3 rows in 20 dimensions. The first must break it: distances of the reference's own rows
+are small where its rows are near, which its self term sees. Every pair of classes adds to that, so
+that of ten classes it is lost in the noise of T (5.8% of p-values were at most 0.05).
 
 `power`: the share of rejections at 0.05 against shifts of growing size, beside the energy distance
 and MMD with a Gaussian kernel of the median distance, all by the same permutations.
@@ -209,11 +209,8 @@ def sabotaged(seed: int, measured_on: str) -> float:
     if measured_on == "all rows":
         cost = rows.cost(GroundCost(), Gaussian(), cpu)
     else:
-        table = class_distances(sides[:1] if measured_on == "reference" else sides).full
-        places = kinds
-        if measured_on == "each side":
-            places = kinds + classes * torch.from_numpy(~rows.in_reference)
-        cost = rows.cost(GroundCost(lambda_y=0.0), Gaussian(), cpu) + table[places][:, places] / 2
+        table = class_distances(sides[:1]).full
+        cost = rows.cost(GroundCost(lambda_y=0.0), Gaussian(), cpu) + table[kinds][:, kinds] / 2
     masks = np.zeros((2 * len(labels), 1 + PERMUTATIONS), dtype=bool)
     masks[:, 0] = rows.in_reference
     for label in range(classes):
@@ -227,7 +224,7 @@ def sabotaged(seed: int, measured_on: str) -> float:
 
 def sabotage(simulations: int) -> Iterator[list[dict[str, Any]]]:
     rows: list[dict[str, Any]] = []
-    for name in ("reference", "all rows", "each side"):
+    for name in ("reference", "all rows"):
         found = [sabotaged(seed, name) for seed in range(simulations)]
         rows.append({"class_distances_of": name, **shares_below(found)})
         print(rows[-1], flush=True)

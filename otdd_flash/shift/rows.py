@@ -107,8 +107,8 @@ class PooledRows:
             if count < 2:
                 what = "groups" if groups is not None else "rows of positive weight"
                 raise InputError(
-                    f"{place} has {count} {what}, and a permutation test needs at least 2 on each "
-                    "side; take more of them"
+                    f"a permutation test needs at least 2 {what} on each side, and {place} has "
+                    f"{count}; take more of them"
                 )
         return found
 

@@ -414,7 +414,11 @@ def test_windows_spend_the_level_and_equal_a_detector():
 
 
 REFUSALS = {
-    "one row": (lambda x, y: (x[:1], y), {}, "reference has 1 rows of positive weight"),
+    "one row": (
+        lambda x, y: (x[:1], y),
+        {},
+        "at least 2 rows of positive weight on each side, and ref",
+    ),
     "dimension": (lambda x, y: (x, y[:, :1]), {}, "has 2 features and sample has 1"),
     "no labels": (lambda x, y: (x, y), {"labels": "gaussian"}, "reference has no labels"),
     "no shared class": (
@@ -427,7 +431,7 @@ REFUSALS = {
     "one group": (
         lambda x, y: (x, y),
         {"groups": [[0] * 6, [1, 2, 3, 4, 5, 6]]},
-        "reference has 1 groups",
+        "at least 2 groups on each side, and reference has 1",
     ),
     "shared group": (
         lambda x, y: (x, y),
