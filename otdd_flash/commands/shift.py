@@ -87,6 +87,12 @@ class ShiftSettings(EmbeddingSettings):
             )
         if self.groups is not None and len(self.groups) != 2:
             raise InputError("groups must be two files, [REFERENCE.npy,SAMPLE.npy], one id a row")
+        for side in (self.reference, self.sample):
+            if side.get("pseudo_labels") is not None:
+                raise InputError(
+                    "pseudo_labels cluster each side by itself, so that clusters differ without a "
+                    "shift; set labels=none"
+                )
         if self.labels.full:
             raise InputError("labels.full=true has no meaning here; leave it out")
         found = {key: getattr(self, key) for key in PASSED_ON}

@@ -230,8 +230,12 @@ def _united(sides: Sequence[LabeledSamples]) -> dict[str, Any]:
         InputError: a side has no labels, or they share none.
     """
     for side in sides:
-        if side.labels is None:
+        if side.targets is not None:
             raise without_classes(side)
+        if side.labels is None:
+            raise InputError(
+                f"{side.name} has no labels; give some, or set labels=none to compare features alone"
+            )
     first, second = (side.label_names for side in sides)
     if not set(first) & set(second):
         raise InputError(

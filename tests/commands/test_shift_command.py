@@ -104,6 +104,7 @@ def test_groups_come_from_files_and_bad_settings_are_refused(shift):
         (["permutations=5"], "permutations must lie in [19"),
         (["window=10"], "leave sample.max_samples out"),
         (["labels=given", "labels.path=W.npz"], "no class distances at W.npz"),
+        (["sample.pseudo_labels=kmeans"], "clusters differ without a shift"),
         (["labels.full=true"], "labels.full=true has no meaning here"),
         (["epsilon=0.1", "epsilon_relative=0.1"], "epsilon"),
         (["alpha=2"], "alpha must lie in"),

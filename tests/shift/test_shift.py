@@ -421,6 +421,7 @@ REFUSALS = {
     ),
     "dimension": (lambda x, y: (x, y[:, :1]), {}, "has 2 features and sample has 1"),
     "no labels": (lambda x, y: (x, y), {"labels": "gaussian"}, "reference has no labels"),
+    "numbers": (lambda x, y: ((x, x[:, 0]), (y, y[:, 0])), {"labels": "gaussian"}, "has numbers"),
     "no shared class": (
         lambda x, y: ((x, ["a"] * 6), (y, ["b"] * 6)),
         {"labels": "gaussian"},
