@@ -234,7 +234,7 @@ def _united(sides: Sequence[LabeledSamples]) -> dict[str, Any]:
             raise without_classes(side)
         if side.labels is None:
             raise InputError(
-                f"{side.name} has no labels; give some, or set labels=none to compare features alone"
+                f"{side.name} has no labels; give some, or compare features alone by labels=none"
             )
     first, second = (side.label_names for side in sides)
     if not set(first) & set(second):
