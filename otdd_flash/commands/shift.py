@@ -119,35 +119,27 @@ def shift(config: DictConfig, directory: Path) -> None:
     arguments = settings.arguments()
     with Phases() as phases:
         sides = prepare_sides(settings, phases, whole=False, roles=("reference", "sample"))
-        what = "permutations" if settings.window is None else "windows"
-        with phases.phase("test", what) as progress:
-            pair = sides.source, sides.target
-            if settings.window is None:
-                one = shift_test(*pair, alpha=settings.alpha, progress=progress, **arguments)
-                reports = [one]
+        window, pair = settings.window, (sides.source, sides.target)
+        with phases.phase("test", "permutations" if window is None else "windows") as progress:
+            arguments["progress"] = progress
+            if window is None:
+                reports = [shift_test(*pair, alpha=settings.alpha, **arguments)]
             else:
-                reports = shift_windows(
-                    *pair,
-                    window=settings.window,
-                    alpha=settings.level,
-                    progress=progress,
-                    **arguments,
-                )
-    more = {
+                reports = shift_windows(*pair, window=window, alpha=settings.level, **arguments)
+    summary = _summary(reports, window) | {
         "seconds": phases.all_seconds({}),
         "seed": settings.seed,
         "choices": sides.choices,
         "config": kept,
     }
-    summary = _summary(reports, settings.window, more)
     console, content = Terminal(), settings.report.content
     try:
         remove_result(directory)
         write_json(directory / SUMMARY_FILE, summary)
     finally:
-        _print(reports, settings.window, content, console)
+        _print(reports, window, content, console)
     with Phases() as phases, phases.phase("report", "drawing"):
-        report = write_shift_report(reports, directory, window=settings.window, content=content)
+        report = write_shift_report(reports, directory, window=window, content=content)
     if content != "none":
         console.print(f"written to {directory}", soft_wrap=True)
     report += track_shift(reports, settings.log, kept, directory)
@@ -155,15 +147,13 @@ def shift(config: DictConfig, directory: Path) -> None:
     _fail(reports, settings)
 
 
-def _summary(
-    reports: Sequence[ShiftReport], window: int | None, more: dict[str, Any]
-) -> dict[str, Any]:
+def _summary(reports: Sequence[ShiftReport], window: int | None) -> dict[str, Any]:
     """Return the content of result.json; of windows that with the least p-value over its level."""
     worst = min(reports, key=lambda each: each.p_value / each.alpha)
-    found = worst.to_dict(**more)
+    source, target = worst.names
     # What summaries of a multirun read of any result.
-    found |= {"source": worst.names[0], "target": worst.names[1], "value": worst.statistic}
-    found |= {"converged": True}
+    common = {"source": source, "target": target, "value": worst.statistic, "converged": True}
+    found = worst.to_dict() | common
     if window is not None:
         found |= {"window": window, "windows": [each.to_dict() for each in reports]}
     return found
@@ -185,8 +175,7 @@ def _print(
 
 
 def _fail(reports: Sequence[ShiftReport], settings: ShiftSettings) -> None:
-    limit = settings.fail_on_shift
-    if limit is None:
+    if (limit := settings.fail_on_shift) is None:
         return
     alone = settings.window is None
     found = [r.p_value for r in reports if (r.p_value <= limit if alone else r.shifted)]

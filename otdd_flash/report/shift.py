@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from otdd_flash.report.figures.page import (
     write_each,
 )
 from otdd_flash.report.tables import facts_table, write_table_csv
-from otdd_flash.shift.parts import ClassShift, ShiftParts
+from otdd_flash.shift.parts import ShiftParts
 from otdd_flash.shift.result import ShiftReport
 from otdd_flash.shown import bounded, display, epsilon_shown, shorten
 
@@ -60,34 +61,29 @@ def write_shift_report(
     """
     first = reports[0]
     classes = first.parts.classes if first.parts is not None else ()
-    names = [*first.names, *(each.name for each in classes)]
-    writers: Writers = {}
-    if window is None:
-        null = [(k + 1, value) for k, value in enumerate(first.null.tolist())]
-        writers[directory / "null.csv"] = lambda path: write_table_csv(
-            path, ("permutation", "statistic"), null
-        )
-        if (parts := first.parts) is not None:
-            writers[directory / "rows.csv"] = lambda path: write_table_csv(
-                path, ("side", "row", "contribution"), _rows(parts)
-            )
-        if classes:
-            writers[directory / "classes.csv"] = lambda path: write_table_csv(
-                path, list(asdict(classes[0])), [[*asdict(each).values()] for each in classes]
-            )
-        writers[directory / "shift.png"] = lambda path: save_picture(_draw(first), path)
-    else:
-        writers[directory / "windows.csv"] = lambda path: write_table_csv(
-            path,
+    tables: dict[str, tuple[Sequence[str], Sequence[Sequence[Any]]]] = {}
+    if window is not None:
+        tables["windows"] = (
             WINDOW_COLUMNS,
             [
                 (k, r.p_value, r.alpha, r.shifted, r.statistic, r.effect.value, r.permutations)
                 for k, r in enumerate(reports, 1)
             ],
         )
-        writers[directory / "windows.png"] = lambda path: save_picture(
-            _draw_windows(reports, window), path
-        )
+    else:
+        tables["null"] = ("permutation", "statistic"), list(enumerate(first.null.tolist(), 1))
+        if first.parts is not None:
+            tables["rows"] = ("side", "row", "contribution"), _rows(first.parts)
+        if classes:
+            tables["classes"] = [*asdict(classes[0])], [[*asdict(c).values()] for c in classes]
+    writers: Writers = {
+        directory / f"{name}.csv": partial(write_table_csv, columns=columns, rows=rows)
+        for name, (columns, rows) in tables.items()
+    }
+    writers[directory / ("shift.png" if window is None else "windows.png")] = lambda path: (
+        save_picture(_draw(first) if window is None else _draw_windows(reports, window), path)
+    )
+    names = [*first.names, *(each.name for each in classes)]
     return write_each({} if content == "none" else writers, names, pictures=content == "full")
 
 
@@ -128,10 +124,6 @@ def shift_table(report: ShiftReport) -> Table:
     return facts_table(title, found, None, details)
 
 
-def _by_p(classes: Sequence[ClassShift]) -> list[ClassShift]:
-    return sorted(classes, key=lambda each: 2.0 if each.adjusted is None else each.adjusted)
-
-
 def plot_shift(report: ShiftReport) -> Figure:
     """Draw the picture of a test for a notebook."""
     classes = report.parts.classes if report.parts is not None else ()
@@ -139,9 +131,9 @@ def plot_shift(report: ShiftReport) -> Figure:
 
 
 def _draw(report: ShiftReport) -> Figure:
-    tested: list[ClassShift] = []
-    if report.parts is not None:
-        tested = [each for each in _by_p(report.parts.classes) if each.adjusted is not None]
+    classes = report.parts.classes if report.parts is not None else ()
+    tested = [(each.adjusted, each.name) for each in classes if each.adjusted is not None]
+    tested.sort()
     height = max(HEIGHT, 1.2 + BAR * min(len(tested), MOST_BARS))
     figure = new_figure(WIDTH if tested else WIDTH / 2, height)
     figure.set_layout_engine("constrained")
@@ -163,13 +155,13 @@ def _draw_null(axes: Axes, report: ShiftReport) -> None:
     axes.set_ylabel("permutations")
 
 
-def _draw_classes(axes: Axes, tested: Sequence[ClassShift], alpha: float) -> None:
+def _draw_classes(axes: Axes, tested: Sequence[tuple[float, str]], alpha: float) -> None:
     at = np.arange(len(tested))
-    p_values = [each.adjusted or 1.0 for each in tested]
-    colors = [TARGET_COLOR if p <= alpha else "0.7" for p in p_values]
-    axes.barh(at, [-np.log10(p) for p in p_values], color=colors, height=0.7)
+    p_values = np.array([p for p, _ in tested])
+    colors = np.where(p_values <= alpha, TARGET_COLOR, "0.7")
+    axes.barh(at, -np.log10(p_values), color=colors, height=0.7)
     axes.axvline(-np.log10(alpha), color=INK, linewidth=1, linestyle=":")
-    axes.set_yticks(at, [shorten(each.name, LONGEST) for each in tested], fontsize=8)
+    axes.set_yticks(at, [shorten(name, LONGEST) for _, name in tested], fontsize=8)
     axes.set_ylim(len(tested) - 0.5, -0.5)
     axes.set_xlabel(f"-log10 of adjusted p of features; dotted: {alpha:g}")
 

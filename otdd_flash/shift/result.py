@@ -132,8 +132,8 @@ class ShiftReport:
     def __str__(self) -> str:
         return " ".join(self.sentences())
 
-    def to_dict(self, **more: Any) -> dict[str, Any]:
-        """Return the content of result.json, with `more` beside it; null and rows are left out."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of result.json; null and rows are left out."""
         first, second = self.names
         found: dict[str, Any] = {"reference": first, "sample": second}
         found |= {key: getattr(self, key) for key in WRITTEN}
@@ -143,7 +143,6 @@ class ShiftReport:
             "effect": asdict(self.effect),
             "parts": None if self.parts is None else self.parts.to_dict(),
             "sentences": self.sentences(),
-            **more,
         }
 
     def plot(self) -> Figure:
