@@ -114,8 +114,7 @@ def shift_test(
     cost.check_labels(metric.name)
     reference, sample = as_samples(reference, "reference"), as_samples(sample, "sample")
     rows = PooledRows.of(reference, sample, metric, groups)
-    if parts:
-        class_permutations(rows, alpha, permutations)
+    tested = class_permutations(rows, alpha, permutations) if parts else None
     if rows.least_p > alpha:
         warn(
             f"{rows.sizes[0]} and {rows.sizes[1]} {'rows' if groups is None else 'groups'} allow "
@@ -132,17 +131,8 @@ def shift_test(
     )
     effect = measure_effect(pooled, rows, test, alpha=alpha, seed=seed)
     found = None
-    if parts:
-        found = shift_parts(
-            pooled,
-            rows,
-            cost,
-            alpha=alpha,
-            permutations=permutations,
-            epsilon_relative=epsilon_relative,
-            seed=seed,
-            stop_after=stop_after,
-        )
+    if tested is not None:
+        found = shift_parts(pooled, rows, cost, *tested, permutations, seed, stop_after=stop_after)
     ours = int(rows.in_reference.sum())
     return ShiftReport(
         test.p_value,

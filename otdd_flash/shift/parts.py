@@ -133,40 +133,35 @@ def shift_parts(
     pooled: PooledCost,
     rows: PooledRows,
     ground: GroundCost,
-    *,
-    alpha: float,
+    family: Sequence[int],
+    count: int,
     permutations: int,
-    epsilon_relative: float | None,
     seed: int,
+    *,
     stop_after: int | None,
 ) -> ShiftParts:
     """Test and describe the parts of a shift.
 
     Args:
-        pooled: the costs of the joint test.
+        pooled: the costs of the joint test; tests of classes have its epsilon over the mean cost.
         rows: all rows.
         ground: the cost between features.
-        alpha: the level that the least p-values of classes must reach, all together.
-        permutations: of each test; raised to V / alpha.
-        epsilon_relative: of each class's test, over its mean cost; None is the joint epsilon.
+        family: the classes that are tested, as `class_permutations` returns them.
+        count: permutations of each of their tests, likewise.
+        permutations: of class proportions.
         seed: of the draws.
         stop_after: as in the joint test.
-
-    Raises:
-        InputError: as `class_permutations`.
     """
     shares, contributions = describe(pooled, rows)
     of_rows = rows.on_sides(contributions)
     if rows.labels is None:
         return ShiftParts(None, None, (), 0, *of_rows)
-    family, count = class_permutations(rows, alpha, permutations)
     found: dict[int, PermutationTest] = {}
     for label in family:
         own = rows.of_class(label)
         cost = own.cost(ground, NoLabels(), pooled.cost.device)
-        epsilon = pooled.epsilon if epsilon_relative is None else None
         found[label] = permutation_test(
-            PooledCost(cost, own.samples.masses, epsilon, epsilon_relative),
+            PooledCost(cost, own.samples.masses, None, pooled.epsilon / (pooled.mean or 1.0)),
             own,
             count,
             (seed, label),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from otdd_flash.arguments import Count, Progress, Seed, Share, takes
+from otdd_flash.arguments import Count, Progress, Share, takes
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
@@ -51,7 +51,6 @@ def shift_windows(
     alpha: Share = 0.05,
     permutations: Count = 999,
     groups: Sequence[Any] | None = None,
-    seed: Seed = 0,
     progress: Progress | None = None,
     **settings: Any,
 ) -> list[ShiftReport]:
@@ -66,9 +65,8 @@ def shift_windows(
         alpha: the level of all windows together; window t has alpha / (t (t + 1)).
         permutations: of a window at least; raised to what its level takes.
         groups: as in `shift_test`; a group that lies in two windows is exchanged with each.
-        seed: of the draws, the same as of one test in each window.
         progress: called as progress(windows done, their total).
-        **settings: further keywords of `shift_test`.
+        **settings: further keywords of `shift_test`; all windows have its seed.
 
     Returns:
         A report for each window, with its own level as `alpha`.
@@ -88,22 +86,14 @@ def shift_windows(
     if rest:
         warn(f"the last {rest} rows do not fill a window of {window} and are left out", DataNotice)
     reports = []
-    for place in range(count):
-        rows = torch.arange(place * window, (place + 1) * window)
-        level, needed = spent(alpha, place + 1, permutations)
+    for place, start in enumerate(range(0, count * window, window), 1):
+        level, needed = spent(alpha, place, permutations)
         own = groups
         if groups is not None and len(groups) == 2:
-            own = [groups[0], groups[1][place * window : (place + 1) * window]]
-        report = shift_test(
-            reference,
-            sample.take(rows),
-            alpha=level,
-            permutations=needed,
-            groups=own,
-            seed=seed,
-            **settings,
-        )
-        reports.append(report)
+            own = [groups[0], groups[1][start : start + window]]
+        settings |= {"alpha": level, "permutations": needed, "groups": own}
+        rows = torch.arange(start, start + window)
+        reports.append(shift_test(reference, sample.take(rows), **settings))
         if progress is not None:
-            progress(place + 1, count)
+            progress(place, count)
     return reports
