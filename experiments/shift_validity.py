@@ -189,6 +189,7 @@ def validity(simulations: int, kinds: Sequence[str]) -> Iterator[list[dict[str, 
                     **shares,
                     "within": within,
                     "seconds": time.perf_counter() - started,
+                    "commit": environment()["commit"],
                 }
             )
             print(rows[-1], flush=True)
