@@ -23,7 +23,8 @@ of potentials, so no entry of P is formed, and by the log-sum inequality KL of t
     KL(diag(s) P) + KL(r c^T / delta) - delta log delta - (1 - delta) log(1 - delta).
 
 `shift.permutation` calls it. All is float64. A problem whose scalings leave the range of float64,
-as with outliers at a tiny epsilon, is solved alone by `matrix_transport`.
+as with outliers at a tiny epsilon, or that MOST_STEPS do not decide is solved alone by
+`matrix_transport`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ POTENTIALS_WIDTH = 1e-6
 # Problems side by side, bounded by the bytes of one array of theirs.
 MOST_PROBLEMS, MOST_BYTES = 256, 1 << 28
 # Steps after which bounds are evaluated first, and the most steps.
-FIRST_LOOK, MOST_STEPS = 6, 2000
+FIRST_LOOK, MOST_STEPS = 6, 1100
 # Logarithms of scalings, of both sides together, up to which what K loses to underflow is below
 # exp(600 - 745) of the mass; and the least product that counts as positive.
 MOST_LOG, TINY = 600.0, 1e-300
@@ -201,6 +202,9 @@ class PooledCost:
             if not bool(going.all()):
                 here, log_u, a, b = here[going], log_u[:, going], a[:, going], b[:, going]
             look = step + max(FIRST_LOOK, step // 2)
+        else:
+            # Not decided: it will be solved alone, too.
+            found[:, here] = torch.nan
         return found, term
 
     def _certified(self, kernel: Tensor, base: Tensor, log_u: Tensor, a: Tensor, b: Tensor) -> Term:

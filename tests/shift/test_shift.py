@@ -250,13 +250,15 @@ def test_groups_make_a_shift_of_few_groups_insignificant():
     assert grouped.groups == (3, 3)
 
 
-def test_scalings_out_of_range_are_solved_alone(monkeypatch):
+@pytest.mark.parametrize(("limit", "value"), [("MOST_LOG", -1e9), ("MOST_STEPS", 6)])
+def test_scalings_out_of_range_and_slow_problems_are_solved_alone(monkeypatch, limit, value):
     generator = np.random.default_rng(6)
     rows, pooled = pool(side(generator, 8), side(generator, 9))
     a, b = sides_of(rows, 3)
     expected = pooled.statistics(a, b)
-    monkeypatch.setattr(pooled_module, "MOST_LOG", -1e9)
+    monkeypatch.setattr(pooled_module, limit, value)
     alone = pooled.statistics(a, b)
+    assert float((alone.upper - alone.lower - 1e-3 * alone.lower).max()) <= 0
     assert alone.value.tolist() == pytest.approx(expected.value.tolist(), rel=1e-4)
     assert bool(((alone.lower <= expected.upper) & (expected.lower <= alone.upper)).all())
     # An outlier at a tiny epsilon needs it.
