@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import NotConvergedWarning
+from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.matrix.transport import matrix_transport
 from otdd_flash.solver.schedules.converged import Converged
 
@@ -148,16 +149,26 @@ class PooledCost:
         numbers, _ = self._cross_terms(a, b, self._self_terms(a, b), until)
         numbers = numbers.cpu()
         for k in (~numbers.isfinite().all(0)).nonzero()[:, 0].tolist():
-            numbers[:, k] = self._alone(a[:, k], b[:, k])
+            cross, *own = self._alone(a[:, k], b[:, k])
+            ends = ((cross.value, *cross.bounds), *((e.value, *e.bounds[::-1]) for e in own))
+            factors = torch.tensor((1.0, -0.5, -0.5), dtype=numbers.dtype)
+            numbers[:, k] = factors @ torch.tensor(ends, dtype=numbers.dtype)
         return Statistics(*numbers)
 
     def potentials(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the potentials (N,) of one problem (N, 1): f and g, and those of self terms."""
         own = self._self_terms(a, b)
-        _, cross = self._cross_terms(a, b, own, Until(width=POTENTIALS_WIDTH))
+        numbers, cross = self._cross_terms(a, b, own, Until(width=POTENTIALS_WIDTH))
+        if not bool(numbers.isfinite().all()):
+            (a, b), (f, g, on_sides) = (a[:, 0], b[:, 0]), self.cost.new_zeros(3, len(self))
+            cross, of_a, of_b = self._alone(a, b)
+            f[a > 0], g[b > 0] = cross.f.to(f), cross.g.to(g)
+            for side, term in ((a > 0, of_a), (b > 0, of_b)):
+                on_sides[side] = (term.f + term.g).to(f) / 2
+            return f, g, on_sides
         f, g = (self._cross_base + self.epsilon * part[:, 0] for part in (cross.log_u, cross.log_v))
-        on_sides = torch.where(b > 0, own.log_u[:, 1:], own.log_u[:, :1])[:, 0]
-        return f, g, self._own_base + self.epsilon * on_sides
+        log_own = torch.where(b > 0, own.log_u[:, 1:], own.log_u[:, :1])[:, 0]
+        return f, g, self._own_base + self.epsilon * log_own
 
     def _self_terms(self, a: Tensor, b: Tensor) -> Term:
         """Solve OT(a, a) and OT(b, b): 2 B problems, by averaged steps, which converge fast."""
@@ -253,10 +264,10 @@ class PooledCost:
             log_v,
         )
 
-    def _alone(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return value and bounds (3,) of one problem, solved by the library's own iterations."""
-        total = torch.zeros(3, dtype=torch.float64)
-        for one, other, factor in ((a, b, 1.0), (a, a, -0.5), (b, b, -0.5)):
+    def _alone(self, a: Tensor, b: Tensor) -> list[MatrixTransport]:
+        """Solve OT(a, b), OT(a, a) and OT(b, b) by the library's own iterations."""
+        found = []
+        for one, other in ((a, b), (a, a), (b, b)):
             rows, columns = one.nonzero()[:, 0], other.nonzero()[:, 0]
             with warnings.catch_warnings():
                 # Bounds hold where a solve stops early.
@@ -268,9 +279,8 @@ class PooledCost:
                     epsilon=self.epsilon,
                     options=Converged(tolerance=1e-5),
                 )
-            ends = term.bounds if factor > 0 else term.bounds[::-1]
-            total += factor * torch.tensor((term.value, *ends), dtype=torch.float64)
-        return total
+            found.append(term)
+        return found
 
 
 def _log_sums(kernel: Tensor, log_scaling: Tensor, masses: Tensor) -> Tensor:

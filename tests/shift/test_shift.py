@@ -255,12 +255,14 @@ def test_scalings_out_of_range_and_slow_problems_are_solved_alone(monkeypatch, l
     generator = np.random.default_rng(6)
     rows, pooled = pool(side(generator, 8), side(generator, 9))
     a, b = sides_of(rows, 3)
-    expected = pooled.statistics(a, b)
+    expected, parts = pooled.statistics(a, b), describe(pooled, rows)
     monkeypatch.setattr(pooled_module, limit, value)
     alone = pooled.statistics(a, b)
     assert float((alone.upper - alone.lower - 1e-3 * alone.lower).max()) <= 0
     assert alone.value.tolist() == pytest.approx(expected.value.tolist(), rel=1e-4)
     assert bool(((alone.lower <= expected.upper) & (expected.lower <= alone.upper)).all())
+    for found, of_parts in zip(describe(pooled, rows), parts, strict=True):
+        assert torch.allclose(found, of_parts, rtol=1e-3, atol=1e-3)
     # An outlier at a tiny epsilon needs it.
     x = np.concatenate((generator.normal(size=(15, 1)), [[30.0]]))
     report = otdd.shift_test(x[:8], x[8:], labels="none", permutations=19, epsilon=0.5, parts=False)
