@@ -7,7 +7,6 @@ before anything is drawn. A shift is no failure: the exit code is 0 unless `fail
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,17 +68,11 @@ class ShiftSettings(EmbeddingSettings):
     def arguments(self) -> dict[str, Any]:
         """Return the keywords of `shift_test` and `shift_windows`, after checks without data."""
         check_fields(self)
-        check_permutations(self.permutations)
+        check_permutations(self.permutations, None if self.window else self.level)
         refuse_both(self.epsilon, self.epsilon_relative)
         GroundCost(self.lambda_x, self.lambda_y, self.ground)
         self.report.check()
         self.log.check()
-        least = self.fail_on_shift
-        if least is not None and self.window is None and 1 / (1 + self.permutations) > least:
-            raise InputError(
-                f"fail_on_shift={least:g} is below any p-value of permutations={self.permutations};"
-                f" set permutations={math.ceil(1 / least - 1e-9) - 1}"
-            )
         if self.window is not None and self.sample.get("max_samples", self.max_samples) is not None:
             raise InputError(
                 "window= takes the rows of sample in their order, and max_samples draws some of "
@@ -104,7 +97,7 @@ class ShiftSettings(EmbeddingSettings):
 
     @property
     def level(self) -> float:
-        """The level of all windows: of `fail_on_shift`, if that is smaller."""
+        """The least level: `alpha`, or `fail_on_shift` if that is smaller."""
         return min(self.alpha, self.fail_on_shift or self.alpha)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from otdd_flash.data.given import as_samples
+from otdd_flash.arguments import Count, Share, takes
+from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.shift.joint import check_permutations, shift_test
 from otdd_flash.shift.result import ShiftReport
 from otdd_flash.shift.windows import spent
@@ -31,18 +32,25 @@ class ShiftDetector:
         seen: how many batches were scored.
 
     Raises:
-        InputError: `permutations` is below 19, or the reference is not one of samples.
+        InputError: a value is out of range, or the reference is not one of samples.
     """
 
+    # `takes` checks arguments by their annotations.
+    @takes()
     def __init__(
-        self, reference: Any, *, alpha: float = 0.05, permutations: int = 999, **settings: Any
+        self,
+        reference: Samples,
+        *,
+        alpha: Share = 0.05,
+        permutations: Count = 999,
+        **settings: Any,
     ) -> None:
         check_permutations(permutations)
         self.reference = as_samples(reference, "reference")
         self.alpha, self.permutations, self.settings = alpha, permutations, settings
         self.seen = 0
 
-    def score(self, batch: Any, groups: Sequence[Any] | None = None) -> ShiftReport:
+    def score(self, batch: Samples, groups: Sequence[Any] | None = None) -> ShiftReport:
         """Test a batch; `.shifted` of the report compares its p-value with the batch's own level.
 
         Args:

@@ -15,6 +15,7 @@ call it.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -74,9 +75,10 @@ def shift_test(
         reference: n labelled rows, as samples, arrays or any dataset of vectors; without labels
             only `labels="none"` applies. Weights belong to rows, and are on one scale for both.
         sample: m rows of the same features; classes of both sides are united by name.
-        permutations: B, at least 19; p cannot be below 1 / (1 + B).
+        permutations: B, at least 19 and 1 / alpha - 1; p cannot be below 1 / (1 + B).
         stop_after: h, permutations with a T as large after which no more are drawn: p is then h
-            over the permutations drawn (Besag & Clifford 1991). None: all are drawn.
+            over the permutations drawn (Besag & Clifford 1991), whose mean the effect is compared
+            with. None: all are drawn.
         alpha: the level of `.shifted`, of classes as a family, and of when an effect has an
             interval.
         groups: two sequences, the group of every row of reference and of sample, such as patients,
@@ -102,10 +104,10 @@ def shift_test(
         InputError: the request cannot be met; the message says what to change.
 
     Warns:
-        DataNotice: there are so few units that no p-value can reach `alpha`.
+        DataNotice: there are so few units that hardly any p-value can reach `alpha`.
     """
     started = time.perf_counter()
-    check_permutations(permutations)
+    check_permutations(permutations, alpha)
     refuse_both(epsilon, epsilon_relative)
     options, metric = ComputeOptions.of(compute), metric_of(labels)
     cost = GroundCost(lambda_x, lambda_y, ground)
@@ -117,8 +119,9 @@ def shift_test(
     tested = class_permutations(rows, alpha, permutations) if parts else None
     if rows.least_p > alpha:
         warn(
-            f"{rows.sizes[0]} and {rows.sizes[1]} {'rows' if groups is None else 'groups'} allow "
-            f"no p-value below {rows.least_p:.2g}, and alpha is {alpha:g}; take more of them",
+            f"{rows.sizes[0]} and {rows.sizes[1]} {'rows' if groups is None else 'groups'} can be "
+            f"exchanged in so few ways that a share of {rows.least_p:.2g} of them gives the same "
+            f"distance, and alpha is {alpha:g}; take more of them",
             DataNotice,
         )
     if epsilon is None and epsilon_relative is None:
@@ -155,10 +158,15 @@ def shift_test(
     )
 
 
-def check_permutations(permutations: int) -> None:
-    """Refuse a number of permutations that is too small for any level, or too large."""
+def check_permutations(permutations: int, level: float | None = None) -> None:
+    """Refuse a number of permutations that is too large, or too small for a level or for any."""
     if not FEWEST_PERMUTATIONS <= permutations <= MOST_PERMUTATIONS:
         raise InputError(
             f"permutations must lie in [{FEWEST_PERMUTATIONS}, {MOST_PERMUTATIONS}], got "
             f"{permutations}; fewer allow no p-value of 0.05, and more add nothing"
+        )
+    if level is not None and 1 / (1 + permutations) > level:
+        raise InputError(
+            f"permutations={permutations} allow no p-value as small as {level:g}; set "
+            f"permutations={math.ceil(1 / level - 1e-9) - 1}"
         )

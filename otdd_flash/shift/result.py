@@ -45,7 +45,7 @@ class ShiftReport:
         epsilon: regularisation, in units of the cost.
         mean_cost: of all rows, the unit of effects.
         labels: how classes were compared.
-        sizes: rows of reference and sample.
+        sizes: rows of reference and sample that have weight.
         groups: how many either side has; None if rows were exchanged one by one.
         names: of reference and sample.
         seconds: wall time.
@@ -91,17 +91,18 @@ class ShiftReport:
     def sentences(self) -> list[str]:
         """Say in words what was found: significance and size, then where."""
         found = "differ" if self.shifted else "show no shift"
-        size = f"{100 * self.effect.value:.2g}% of the mean cost above its null mean"
+        over = self.effect.value
+        size = f"{abs(over):.2%} of the mean cost {'above' if over >= 0 else 'below'} its null mean"
         if self.effect.lower is not None and self.effect.upper is not None:
-            size += f" (95%: {100 * self.effect.lower:.2g}% to {100 * self.effect.upper:.2g}%)"
+            size += f" (95%: {self.effect.lower:.2%} to {self.effect.upper:.2%})"
         words = [
             f"{display(self.names[0])} and {display(self.names[1])} {found} at level "
             f"{self.alpha:g}: p = {self.p_value:.2g} by {self.permutations} permutations. The "
-            f"distance is {size}; with {sum(self.sizes)} rows "
+            f"distance is {size}; "
             + (
-                "even a small shift is significant, so judge by the size."
+                "with enough rows any shift is significant, so judge by the size."
                 if self.shifted
-                else "a shift that is small may go unseen."
+                else f"with {sum(self.sizes)} rows a shift that is small may go unseen."
             )
         ]
         if self.min_effect is not None:

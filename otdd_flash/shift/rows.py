@@ -128,9 +128,9 @@ class PooledRows:
 
     @property
     def least_p(self) -> float:
-        """The least p-value that any number of permutations can show, by how many there are.
+        """The share of all exchanges with the same distance: what p is at least, but for the draw.
 
-        Sides of equal size can be exchanged as a whole, at the same distance.
+        Sides of equal size can be exchanged as a whole.
         """
         ours, others = self.sizes
         return min(1.0, (2 if ours == others else 1) / math.comb(ours + others, ours))

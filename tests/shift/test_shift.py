@@ -242,7 +242,7 @@ def test_groups_make_a_shift_of_few_groups_insignificant():
     pair = x[:30], x[30:]
     alone = otdd.shift_test(*pair, labels="none", permutations=99, parts=False)
     assert alone.p_value <= 0.05
-    with pytest.warns(DataNotice, match=r"3 and 3 groups allow no p-value below 0\.1"):
+    with pytest.warns(DataNotice, match=r"3 and 3 groups can be exchanged in so few ways that a share of 0\.1"):
         grouped = otdd.shift_test(
             *pair, labels="none", permutations=99, parts=False, groups=[own[:30], own[30:]]
         )
@@ -378,7 +378,7 @@ def test_effects_are_sizes_with_intervals_away_from_zero_alone():
     assert far.effect.value == pytest.approx(9 / far.mean_cost, rel=0.15)
     assert far.effect.lower <= 9 / far.mean_cost * 1.1
     assert "is not shown to exceed min_effect=0.01" in str(none)
-    assert "even a small shift is significant" in str(far)
+    assert "with enough rows any shift is significant" in str(far)
     assert otdd.shift_test(x, y, labels="none", permutations=19).exceeds is None
 
 
@@ -413,6 +413,9 @@ def test_windows_spend_the_level_and_equal_a_detector():
         assert (found.p_value, found.alpha) == (expected.p_value, expected.alpha)
     detector.reset()
     assert detector.score(stream[:10]).alpha == 0.025
+    for wrong in ({"alpha": 0.0}, {"alpha": 2}, {"permutations": 5}, {"permutations": 30.5}):
+        with pytest.raises(InputError, match=f"{next(iter(wrong))} must"):
+            ShiftDetector(reference, **wrong)
     with pytest.raises(InputError, match="window 80 is tested at level"):
         spent(0.05, 80, 19)
 
@@ -451,6 +454,11 @@ REFUSALS = {
         "one side has weights and the other has none",
     ),
     "alpha": (lambda x, y: (x, y), {"alpha": 0.0}, "alpha must lie in"),
+    "level": (
+        lambda x, y: (x, y),
+        {"alpha": 0.001, "permutations": 99},
+        "allow no p-value as small as 0.001; set permutations=999",
+    ),
 }
 
 
