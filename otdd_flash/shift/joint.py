@@ -84,7 +84,8 @@ def shift_test(
         groups: two sequences, the group of every row of reference and of sample, such as patients,
             documents or days; groups are then exchanged as a whole. None: rows are independent.
         labels: how labels are compared, as in `dataset_distance`. A table that is given is one
-            between the classes of both sides, in the order of their names: xx, xy and yy are equal.
+            between the classes of both sides, the reference's first and then those that only the
+            sample has: xx, xy and yy are equal.
         parts: whether to test and describe where the shift is.
         min_effect: an effect, in units of the mean cost, that `.exceeds` compares with.
         epsilon: entropic regularisation, in units of the cost.

@@ -10,6 +10,7 @@ Rows are exchanged between the sides in units: single rows, or whole groups.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.errors import InputError
+from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.label_sets import Encoded
 from otdd_flash.labels import Continuous, Given, LabelMetric, NoLabels, class_distances
 from otdd_flash.labels.numbers import targets_of, with_numbers
@@ -215,7 +216,11 @@ def _table(
             )
         table = given.xx
     else:
-        table = class_distances([samples], metric, ground=ground.ground, cache_dir=cache_dir).full
+        with warnings.catch_warnings():
+            # A class of one row is a point, with covariance 0; it stays.
+            warnings.simplefilter("ignore", DataNotice)
+            found = class_distances([samples], metric, ground=ground.ground, cache_dir=cache_dir)
+        table = found.full
     if (sets := samples.label_sets) is None:
         return table
     between = sets.shares @ table @ sets.shares.T
@@ -243,7 +248,7 @@ def _united(sides: Sequence[LabeledSamples]) -> dict[str, Any]:
             f"{listing(list(map(display, second)), 6)}; name classes alike on both sides, or set "
             "labels=none to compare features alone"
         )
-    names = tuple(sorted({*first, *second}))
+    names = tuple(dict.fromkeys((*first, *second)))
     indicator = np.zeros((sum(map(len, sides)), len(names)), dtype=np.bool_)
     start = 0
     for side in sides:

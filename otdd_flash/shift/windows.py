@@ -17,10 +17,12 @@ import torch
 from otdd_flash.arguments import Count, Progress, Share, takes
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
-from otdd_flash.errors import DataNotice, InputError, warn
+from otdd_flash.errors import DataNotice, InputError, placed, warn
+from otdd_flash.labels import metric_of
 from otdd_flash.shift.joint import check_permutations, shift_test
-from otdd_flash.shift.parts import MOST_PERMUTATIONS
+from otdd_flash.shift.parts import MOST_PERMUTATIONS, class_permutations
 from otdd_flash.shift.result import ShiftReport
+from otdd_flash.shift.rows import PooledRows
 
 
 def spent(alpha: float, window: int, permutations: int) -> tuple[float, int]:
@@ -56,7 +58,8 @@ def shift_windows(
 ) -> list[ShiftReport]:
     """Test each disjoint window of a sample against the reference, in the order of its rows.
 
-    Rows that do not fill a window are left out, with a notice.
+    All windows are checked before the first is tested. Rows that do not fill a window are left out,
+    with a notice.
 
     Args:
         reference: rows as they should be.
@@ -85,15 +88,21 @@ def shift_windows(
     spent(alpha, count, permutations)
     if rest:
         warn(f"the last {rest} rows do not fill a window of {window} and are left out", DataNotice)
-    reports = []
+    metric, parts = metric_of(settings.get("labels", "gaussian")), settings.get("parts", True)
+    tests = []
     for place, start in enumerate(range(0, count * window, window), 1):
         level, needed = spent(alpha, place, permutations)
-        own = groups
+        rows, own = torch.arange(start, start + window), groups
         if groups is not None and len(groups) == 2:
             own = [groups[0], groups[1][start : start + window]]
-        settings |= {"alpha": level, "permutations": needed, "groups": own}
-        rows = torch.arange(start, start + window)
-        reports.append(shift_test(reference, sample.take(rows), **settings))
+        with placed(f"window {place}"):
+            pooled = PooledRows.of(reference, sample.take(rows), metric, own)
+            if parts:
+                class_permutations(pooled, level, needed)
+        tests.append((rows, {"alpha": level, "permutations": needed, "groups": own}))
+    reports = []
+    for place, (rows, levels) in enumerate(tests, 1):
+        reports.append(shift_test(reference, sample.take(rows), **settings, **levels))
         if progress is not None:
             progress(place, count)
     return reports

@@ -242,7 +242,9 @@ def test_groups_make_a_shift_of_few_groups_insignificant():
     pair = x[:30], x[30:]
     alone = otdd.shift_test(*pair, labels="none", permutations=99, parts=False)
     assert alone.p_value <= 0.05
-    with pytest.warns(DataNotice, match=r"3 and 3 groups can be exchanged in so few ways that a share of 0\.1"):
+    with pytest.warns(
+        DataNotice, match=r"3 and 3 groups can be exchanged in so few ways that a share of 0\.1"
+    ):
         grouped = otdd.shift_test(
             *pair, labels="none", permutations=99, parts=False, groups=[own[:30], own[30:]]
         )
@@ -273,6 +275,13 @@ def test_rows_that_are_all_equal_have_no_shift():
     report = otdd.shift_test(np.ones((4, 2)), np.ones((5, 2)), labels="none", permutations=19)
     assert report.p_value == 1.0
     assert report.effect.value == pytest.approx(0.0, abs=1e-12)
+
+
+def test_classes_keep_the_order_of_the_reference(recwarn):
+    x = np.arange(36.0).reshape(18, 2)
+    report = otdd.shift_test((x[:11], np.arange(11)), (x, np.arange(18) % 13), permutations=19)
+    assert [each.name for each in report.parts.classes] == [str(k) for k in range(13)]
+    assert not recwarn.list
 
 
 def test_label_shift_is_pearsons_chi_square():
@@ -420,6 +429,17 @@ def test_windows_spend_the_level_and_equal_a_detector():
         spent(0.05, 80, 19)
 
 
+def test_windows_are_all_checked_before_the_first_is_tested():
+    x, y = np.arange(48.0).reshape(24, 2), np.arange(144.0).reshape(72, 2)
+    kinds, done = [0, 1] * 12, []
+    settings = {"window": 24, "permutations": 19, "progress": lambda *k: done.append(k)}
+    with pytest.raises(InputError, match="window 3: reference and sample share no class"):
+        otdd.shift_windows((x, kinds), (y, [0, 1] * 24 + [2] * 24), **settings)
+    with pytest.raises(InputError, match=r"window 3: tests of 2 classes .* parts=false"):
+        otdd.shift_windows((x, kinds), (y, [0, 1] * 36), **settings, alpha=2e-4)
+    assert not done
+
+
 REFUSALS = {
     "one row": (
         lambda x, y: (x[:1], y),
@@ -443,7 +463,7 @@ REFUSALS = {
     ),
     "shared group": (
         lambda x, y: (x, y),
-        {"groups": [[0, 0, 1, 1, 2, 2], [2, 2, 3, 3, 4, 4]]},
+        {"groups": [[0, 0, 1, 1, 2, 2], [2.0, 2.0, 3.0, 3.0, 4.0, 4.0]]},
         "group 2 is on both sides",
     ),
     "group sizes": (lambda x, y: (x, y), {"groups": [[1, 2], [3, 4]]}, "groups of reference must"),
