@@ -31,9 +31,10 @@ from otdd_flash import plugins
 from otdd_flash.commands.choices import GROUPS, folders
 from otdd_flash.errors import InputError
 
-# Hydra's advice to write +KEY=VALUE is wrong here, because keys are fixed.
 # The groups whose choices are datasets.
 DATASETS = ("source", "target", "reference", "sample")
+
+# Hydra's advice to write +KEY=VALUE is wrong here, because keys are fixed.
 ADVICE = "To append"
 SEVERAL = re.compile(r"Ambiguous value for argument '(.*)'")
 ADDED = re.compile(r"Could not append to config\. An item is already at '(\S+)'")

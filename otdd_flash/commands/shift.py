@@ -84,7 +84,7 @@ class ShiftSettings(EmbeddingSettings):
             if side.get("pseudo_labels") is not None:
                 raise InputError(
                     "pseudo_labels cluster each side by itself, so that clusters differ without a "
-                    "shift; set labels=none"
+                    "shift; leave them out, and set labels=none if there are no labels"
                 )
         if self.labels.full:
             raise InputError("labels.full=true has no meaning here; leave it out")

@@ -182,6 +182,7 @@ def _draw_windows(reports: Sequence[ShiftReport], window: int) -> Figure:
     lower.scatter(at, [100 * report.effect.value for report in reports], c=colors, s=20)
     lower.set_ylabel("effect, % of the mean cost")
     lower.set_xlabel(f"window of {window} rows")
+    lower.xaxis.get_major_locator().set_params(integer=True)
     title = f"{reports[0].names[1]} against {reports[0].names[0]}: {int(shifted.sum())} shifted"
     figure.suptitle(fit_title(figure, title, WIDTH - 0.3), x=0.02, ha="left")
     return figure
