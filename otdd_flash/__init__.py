@@ -9,6 +9,7 @@ How data move through the package:
                                                       -> Study -> StudyResult
                                                       -> gradient_flow -> FlowResult
                                                       -> subsample_interval, noise_floor
+                                                      -> shift_test -> ShiftReport
 
 Conventions, the same everywhere:
 
@@ -84,6 +85,9 @@ if TYPE_CHECKING:
     from otdd_flash.result import DistanceResult
     from otdd_flash.samples import LabeledSamples
     from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
+    from otdd_flash.shift.joint import shift_test
+    from otdd_flash.shift.result import ShiftReport
+    from otdd_flash.shift.windows import shift_windows
     from otdd_flash.sliced.distances import sliced_distances
     from otdd_flash.sliced.result import SlicedResult
     from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
@@ -124,6 +128,7 @@ __all__ = [
     "NotConvergedWarning",
     "PairwiseResult",
     "Ranking",
+    "ShiftReport",
     "SinkhornHessian",
     "SlicedResult",
     "SmallPlans",
@@ -150,6 +155,8 @@ __all__ = [
     "nearest",
     "noise_floor",
     "pairwise_distances",
+    "shift_test",
+    "shift_windows",
     "sinkhorn",
     "sinkhorn_divergence",
     "sinkhorn_hessian",
@@ -194,6 +201,7 @@ _HOMES = {
     "Study": "otdd_flash.study.study",
     "StudyResult": "otdd_flash.study.result",
     "Transfer": "otdd_flash.study.networks",
+    "ShiftReport": "otdd_flash.shift.result",
     "SinkhornHessian": "otdd_flash.derivatives.hessian",
     "SlicedResult": "otdd_flash.sliced.result",
     "SmallPlans": "otdd_flash.batched.plans",
@@ -212,6 +220,8 @@ _HOMES = {
     "nearest": "otdd_flash.ranking.race",
     "noise_floor": "otdd_flash.sampling",
     "pairwise_distances": "otdd_flash.pairwise",
+    "shift_test": "otdd_flash.shift.joint",
+    "shift_windows": "otdd_flash.shift.windows",
     "sinkhorn": "otdd_flash.solver.clouds",
     "sinkhorn_divergence": "otdd_flash.solver.clouds",
     "sinkhorn_hessian": "otdd_flash.derivatives.hessian",

@@ -2,8 +2,8 @@
 
 `commands.compare` and `commands.adapt` call `write_run`: result.json is written and the tables are
 printed before anything is drawn, so an error in drawing loses no number. They and
-the commands of studies and rankings then call `track_distance`, `track_flow`, `track_study` and
-`track_ranking`. A tracker that fails
+the commands of studies, rankings and shift tests then call `track_distance`, `track_flow`,
+`track_study`, `track_ranking` and `track_shift`. A tracker that fails
 gives a notice and a missing file in the report, never an error, because the result is already on
 the disk. `_placed` decides where a run is stored. Users select numbers and series in their tracker
 by name, so the names must stay.
@@ -15,7 +15,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from otdd_flash.flows.result import FlowResult
     from otdd_flash.ranking.race import Ranking
     from otdd_flash.result import DistanceResult
+    from otdd_flash.shift.result import ShiftReport
     from otdd_flash.study.result import StudyResult
 
 
@@ -139,6 +140,24 @@ def track_flow(result: FlowResult, log: LogSettings, config: Settings, directory
         {key: points for key, points in series.items() if points},
     )
     return _track(log, run)
+
+
+def track_shift(
+    reports: Sequence[ShiftReport], log: LogSettings, config: Settings, directory: Path
+) -> Report:
+    """Log p-value, distance and effect of a shift test; those of windows as series."""
+    columns = {
+        "p_value": [report.p_value for report in reports],
+        "value": [report.statistic for report in reports],
+        "effect": [report.effect.value for report in reports],
+    }
+    numbers = {name: values[0] for name, values in columns.items() if len(values) == 1}
+    series = {
+        name: list(enumerate(values, 1)) for name, values in columns.items() if len(values) > 1
+    }
+    first, second = reports[0].names
+    name = f"{_label(first)} to {_label(second)}"
+    return _track(log, TrackedRun(name, directory, config, finite(numbers), series))
 
 
 def track_study(result: StudyResult, log: LogSettings, config: Settings, directory: Path) -> Report:

@@ -3,8 +3,9 @@
 The dataclasses here have the keys of the files in `conf`; each command has a dataclass of its own,
 in its module, that extends or holds some of them. `parse` checks a configuration and builds the
 dataclass, `DatasetPairSettings.arguments` makes the arguments of a solve, and `recorded` returns
-the settings as results store them. `commands.compare`, `commands.adapt`, `commands.study` and
-`commands.nearest`, the work of the four commands, and `commands.sides` and `commands.results` use
+the settings as results store them. `commands.compare`, `commands.adapt`, `commands.study`,
+`commands.nearest` and `commands.shift`, the work of the five commands, and `commands.sides` and
+`commands.results` use
 this module.
 
 A key of `conf` needs a field of the same name here, because `parse` refuses unknown keys. Values
@@ -295,12 +296,19 @@ class FlowNode:
 
 
 @dataclass
-class DatasetPairSettings(ComparisonSettings, RuntimeSettings):
+class EmbeddingSettings(RuntimeSettings):
+    """How datasets are embedded, and what their labels are."""
+
+    extractor: dict[str, Any]
+    labels: LabelSettings
+
+
+@dataclass
+class DatasetPairSettings(ComparisonSettings, EmbeddingSettings):
     """Two datasets, how both are embedded and compared, and what is written."""
 
     source: dict[str, Any]
     target: dict[str, Any]
-    extractor: dict[str, Any]
     report: ReportSettings
     save_result: bool
 
