@@ -4,6 +4,7 @@ How data move through the package:
 
     load -> LabeledDataset -> embed -> LabeledSamples -> dataset_distance -> DistanceResult
                                                       -> pairwise_distances -> PairwiseResult
+                                                      -> mixture -> Mixture
                                                       -> sliced_distances -> SlicedResult
                                                       -> Study -> StudyResult
                                                       -> gradient_flow -> FlowResult
@@ -76,6 +77,8 @@ if TYPE_CHECKING:
     from otdd_flash.flows.run import gradient_flow
     from otdd_flash.flows.stepping import Stepping
     from otdd_flash.labels import ClassDistances, JointClassDistances, class_distances
+    from otdd_flash.mixing.mixture import mixture
+    from otdd_flash.mixing.result import Mixture
     from otdd_flash.otdd import dataset_distance
     from otdd_flash.pairwise import PairwiseResult, pairwise_distances
     from otdd_flash.result import DistanceResult
@@ -116,6 +119,7 @@ __all__ = [
     "JointClassDistances",
     "LabeledSamples",
     "MatrixTransport",
+    "Mixture",
     "NoiseFloor",
     "NotConvergedWarning",
     "PairwiseResult",
@@ -141,6 +145,7 @@ __all__ = [
     "matrix_loss",
     "matrix_plan",
     "matrix_transport",
+    "mixture",
     "noise_floor",
     "pairwise_distances",
     "sinkhorn",
@@ -177,6 +182,7 @@ _HOMES = {
     "JointClassDistances": "otdd_flash.labels",
     "LabeledSamples": "otdd_flash.samples",
     "MatrixTransport": "otdd_flash.solver.matrix.result",
+    "Mixture": "otdd_flash.mixing.result",
     "NoiseFloor": "otdd_flash.sampling",
     "NotConvergedWarning": "otdd_flash.errors",
     "PairwiseResult": "otdd_flash.pairwise",
@@ -199,6 +205,7 @@ _HOMES = {
     "matrix_loss": "otdd_flash.solver.matrix.loss",
     "matrix_plan": "otdd_flash.solver.matrix.plan",
     "matrix_transport": "otdd_flash.solver.matrix.transport",
+    "mixture": "otdd_flash.mixing.mixture",
     "noise_floor": "otdd_flash.sampling",
     "pairwise_distances": "otdd_flash.pairwise",
     "sinkhorn": "otdd_flash.solver.clouds",

@@ -66,8 +66,8 @@ SUMMARY_FILE, PICTURE_FILE = "summary.csv", "summary.png"
 LOCK_FILE = ".lock"
 CHECKPOINT = "checkpoint.json"
 # Files of a run, and of a multirun, that are worth keeping.
-STUDY = "study.json"
-OF_A_RUN = (RESULT_FILE, "result.safetensors", CHECKPOINT, STUDY)
+STUDY, MIXTURE = "study.json", "mixture.json"
+OF_A_RUN = (RESULT_FILE, "result.safetensors", CHECKPOINT, STUDY, MIXTURE)
 OF_A_MULTIRUN = (SUMMARY_FILE, *(f"*/{name}" for name in OF_A_RUN))
 
 # Space for the files that Hydra writes before a job starts.

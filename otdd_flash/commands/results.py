@@ -53,6 +53,7 @@ LONGEST_LABEL = 80
 
 if TYPE_CHECKING:
     from otdd_flash.flows.result import FlowResult
+    from otdd_flash.mixing.result import Mixture
     from otdd_flash.result import DistanceResult
     from otdd_flash.study.result import StudyResult
 
@@ -149,6 +150,15 @@ def track_study(result: StudyResult, log: LogSettings, config: Settings, directo
         key = f"{found.measure}/{found.statistic}"
         numbers |= {key: found.value, f"{key}/lower": found.lower, f"{key}/upper": found.upper}
     run = TrackedRun("study", directory, config, finite(numbers))
+    return _track(log, run)
+
+
+def track_mixture(mixture: Mixture, log: LogSettings, config: Settings, directory: Path) -> Report:
+    """Log the value of a mixture with its bounds, and all weights."""
+    numbers: dict[str, float | None] = {"value": mixture.value}
+    numbers |= dict(zip(("lower", "upper"), mixture.bounds, strict=True))
+    numbers |= {f"weight/{_label(name)}": weight for name, weight in mixture.weights.items()}
+    run = TrackedRun(f"mixture for {_label(mixture.target)}", directory, config, finite(numbers))
     return _track(log, run)
 
 

@@ -1,6 +1,6 @@
 """The value of a mixture at some weights, and what potentials say of it at all others.
 
-Rows i of all sources are one cloud with masses A_i = w_k a_ki. At any potentials f, g the dual value
+Rows i of all sources are one cloud with masses A_i = w_k a_ki. For any f, g the dual value
 
     D(f, g) = <b, g> + epsilon + sum_i A_i (f_i - epsilon r_i),
     r_i = sum_j b_j exp((f_i + g_j - C_ij) / epsilon),
@@ -45,12 +45,12 @@ from otdd_flash.solver.solving import solve
 
 # Updates with weights: the first level of epsilon over the mean cost, the factor between levels and
 # the updates at each; those after which the centre of the penalty follows, and the least weight in
-# it, over 1 / K; those in which the bound has to rise, and the most.
+# it, over 1 / K; those in which the bound has to rise or weights to change, by how much; the most.
 FIRST_LEVEL, LEVELS, PER_LEVEL = 0.1, 4.0, 6
 PER_CENTRE, LEAST_CENTRE = 3, 1e-6
-SLOW, MOST_TAKEN = 10, 300
-# With debiasing the share of equal weights in all mixtures that are solved. The slope of a self term
-# at weight 0 is that of rows without themselves, and falls within e^(-cost / epsilon) of weight.
+SLOW, STEADY, MOST_TAKEN = 10, 5e-4, 300
+# With debiasing the share of equal weights in all mixtures that are solved. The slope of a self
+# term at weight 0 is that of rows without themselves, and falls within e^(-cost / epsilon).
 LIFTED = 1e-3
 
 
@@ -154,13 +154,17 @@ class MixtureOracle:
         exact step of one concave dual; v follows every `PER_CENTRE` updates, as in a proximal
         point method. Mass need not move between sources, so that it takes fewer updates than solves
         at fixed weights. Epsilon falls through levels. It ends where the lower bound rises by less
-        than `width` of itself.
+        than `width` of itself, or weights stand.
         """
-        operator, epsilon, w = self._equal, self.comparison.epsilon, allowed.centre
+        operator, epsilon, w = (
+            self.comparison.operator("xy"),
+            self.comparison.epsilon,
+            allowed.centre,
+        )
         dtype, members = operator.costs.dtype, self.sources.members
         level = max(epsilon, FIRST_LEVEL * operator.costs.above_lowest)
         count, g, centre = len(w), torch.zeros_like(operator.b, dtype=operator.costs.dtype), w
-        bounds, taken = list[float](), 0
+        bounds, taken, before = list[float](), 0, w
         while True:
             f = operator.softmin_rows(g, level)
             prices = self.sources.sums(f.double())
@@ -172,10 +176,14 @@ class MixtureOracle:
             g = operator.softmin_columns((f.double() + shift).to(dtype), level)
             bounds.append(float(operator.b @ g.double()) + allowed.lowest(prices))
             if level > epsilon and taken % PER_LEVEL == 0:
-                level, bounds = max(level / LEVELS, epsilon), []
-            slow = len(bounds) > SLOW and abs(bounds[-1] - bounds[-SLOW]) < width * abs(bounds[-1])
+                level, bounds, before = max(level / LEVELS, epsilon), [], w
+            if len(bounds) > SLOW and len(bounds) % SLOW == 1:
+                rise = abs(bounds[-1] - bounds[-SLOW])
+                if rise < width * abs(bounds[-1]) or np.abs(w - before).max() < STEADY:
+                    break
+                before = w
             left = self._left()
-            if (level <= epsilon and slow) or taken >= MOST_TAKEN or (left or 1.0) <= NO_TIME:
+            if taken >= MOST_TAKEN or (left is not None and left <= NO_TIME):
                 break
         self._start = {"xy": g}
         w[w < 10 * LEAST_CENTRE / count] = 0.0

@@ -64,8 +64,8 @@ class Mixture:
         value: upper bound of the objective at these weights: the transport cost, and the penalty.
             With `debias` the solver's value.
         bounds: (lower, upper): the least objective over all allowed weights is between them, and
-            so is that of `weights`. With `debias` solver bounds of the value at these weights, which
-            say nothing of others.
+            so is that of `weights`. With `debias` solver bounds at these weights, which say nothing
+            of others.
         transport: the value without the penalty.
         marginal_costs: by source, price less the mean price under the weights, per unit of weight:
             about 0 where a source is in use, positive where it is not, negative only at a limit.
@@ -191,7 +191,7 @@ class Mixture:
         """Draw a dataset to train on, see `rows`.
 
         Classes of equal names are one class, as a network has one output for both. In the mixture
-        that was compared they stayed apart, so `dataset_distance` of this dataset is another number.
+        that was compared they stayed apart: `dataset_distance` of this dataset is another number.
 
         Raises:
             InputError: as for `rows`, or some sources have labels and others none.
@@ -226,7 +226,9 @@ class Mixture:
             "marginal_costs": dict(self.marginal_costs),
             "undetermined": [dict(moves) for moves in self.undetermined],
             "others": [other._asdict() for other in self.others],
-            "intervals": intervals and {name: list(ends) for name, ends in intervals.items()},
+            "intervals": None
+            if intervals is None
+            else {name: list(ends) for name, ends in intervals.items()},
             "limits": dict(self.limits),
             "sizes": dict(self.sizes),
             "converged": self.converged,

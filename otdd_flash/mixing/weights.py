@@ -1,15 +1,15 @@
 """Minimisation of a convex function over weights, from cuts: a bundle method with a metric.
 
 An oracle is asked at weights w (K,) for an upper bound of a convex function V there and for a cut
-e (K,): V(w') >= <e, w'> for all weights w' that sum to 1. `minimise` keeps the cuts and asks next at
+e (K,): V(w') >= <e, w'> for all weights w' that sum to 1. `minimise` keeps the cuts and asks at
 
     argmin  max_c <e_c, w> + penalty KL(w | towards) + (w - v)^T H (w - v) / 2
 
-over the allowed weights, v the best so far. Far from the optimum V is nearly piecewise linear, where
-cuts are good models; near it V is smooth, at curvature H, where the step is a quasi-Newton step.
-The multipliers of this problem combine the cuts to one, whose minimum over the allowed weights is a
-lower bound of V, up to nothing: `Allowed.lowest` is a dual value (Lemarechal, Nemirovskii & Nesterov
-1995, New variants of bundle methods; Kiwiel 1990, Proximity control in bundle methods).
+over the allowed weights, v the best so far. Far from the optimum V is nearly piecewise linear,
+where cuts are good models; near it V is smooth, and this a quasi-Newton step at curvature H. Its
+multipliers combine the cuts to one, whose minimum over the allowed weights is a lower bound of V:
+`Allowed.lowest` is a dual value, a bound for any multiplier (Kiwiel 1990, Proximity control in
+bundle methods; Lemarechal, Nemirovskii & Nesterov 1995, New variants of bundle methods).
 
 `mixing.mixture` and `mixing.intervals` call it. Everything here is float64 on the host.
 """
@@ -32,10 +32,12 @@ StoppedBy = Literal["bound_width", "max_seconds", "max_iterations", "rounding"]
 SERIOUS, WELL = 0.1, 0.5
 # Damping by diag(1 / w) at the start, over the value, and the least w in it, over 1 / K.
 FIRST_DAMPING, SPREAD = 0.05, 0.2
-# Share of the gap that a solve may be off by, and the widths at the most and over the one asked for.
+# Shares of the gap and of the predicted fall that a solve may be off by; its largest width, and the
+# least over the one asked for.
 OF_GAP, OF_FALL, WIDEST, OF_WIDTH = 0.2, 0.3, 0.1, 0.25
-# Solves in a row that do not narrow the gap by a percent, after which rounding is what is left.
-MOST_IDLE = 25
+# Solves in a row that do not narrow the gap by a percent, after which it stays; fewer where it is
+# no bound.
+MOST_IDLE, MOST_IDLE_UNPROVEN = 25, 8
 # Most solves, and the cuts that are kept.
 MOST_SOLVES, MOST_CUTS = 400, 120
 # Steps of an interior-point solve, its last gap over the spread of the cuts, and how near to the
@@ -71,7 +73,8 @@ class Allowed:
     def centre(self) -> Vector:
         """Weights (K,) away from all borders."""
         room = np.where(self.usable, self.most, 0.0)
-        return room / room.sum()
+        shares: Vector = room / room.sum()
+        return shares
 
     def charge(self, w: Vector) -> float:
         """Return penalty KL(w | towards)."""
@@ -224,6 +227,7 @@ def minimise(
     upper, lower, cuts = best.upper + allowed.charge(w), -math.inf, best.cut[None]
     metric, proof, narrowest = oracle.curvature(best), best.cut, math.inf
     damping = FIRST_DAMPING * oracle.scale
+    most_idle = MOST_IDLE if oracle.convex else MOST_IDLE_UNPROVEN
     for solves in range(1, MOST_SOLVES + 1):
         damped = metric + damping * np.diag(1 / np.maximum(w, SPREAD / len(w)))
         following, shares, model = next_weights(cuts, w, damped, allowed)
@@ -239,7 +243,7 @@ def minimise(
             progress(solves, gap / oracle.scale)
         idle = 0 if gap < 0.99 * narrowest else idle + 1
         narrowest = min(gap, narrowest)
-        stopped = _ended(gap <= wanted, left(), solves, idle)
+        stopped = _ended(gap <= wanted, left(), solves, idle >= most_idle)
         if stopped is not None:
             return Found(w, best, upper, lower, proof, metric, cuts, solves, stopped)
         level = float(best.cut @ w) + allowed.charge(w)
@@ -270,7 +274,7 @@ def _ended(narrow: bool, seconds: float | None, solves: int, idle: int) -> Stopp
         return "bound_width"
     if seconds is not None and seconds <= NO_TIME:
         return "max_seconds"
-    if idle >= MOST_IDLE:
+    if idle:
         return "rounding"
     return "max_iterations" if solves == MOST_SOLVES else None
 
@@ -284,7 +288,7 @@ def _kept(cuts: NDArray[np.float64], w: Vector) -> NDArray[np.float64]:
 
 
 def secant(metric: NDArray[np.float64], moved: Vector, changed: Vector) -> NDArray[np.float64]:
-    """Return the metric with H moved = changed, by the update of Broyden, Fletcher, Goldfarb, Shanno.
+    """Return the metric with H moved = changed, by the update of Broyden, Fletcher and others.
 
     Prices are known up to a constant, which sums with `moved` to 0.
     """
