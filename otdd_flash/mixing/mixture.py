@@ -161,7 +161,7 @@ def mixture(
         value,
         bounds,
         value - charged,
-        dict(zip(names, _marginal_costs(last.slope, found.w, allowed).tolist(), strict=True)),
+        dict(zip(names, _marginal_costs(last.prices, found.w, allowed).tolist(), strict=True)),
         directions,
         others,
         intervals,
@@ -188,9 +188,12 @@ def mixture(
         sources=pool.each,
     )
     if not converged:
+        far = f"the bounds of the mixture are {result.bound_width:.2g} of its value wide"
+        if debias:
+            far = f"slopes promise {(found.upper - found.lower) / oracle.scale:.2g} of the cost"
         warn(
-            f"the bounds of the mixture are {result.bound_width:.2g} of its value wide, and "
-            f"bound_width={bound_width:g} was asked for; it stopped by {found.stopped_by}",
+            f"{far}, and bound_width={bound_width:g} was asked for; it stopped by "
+            f"{found.stopped_by}",
             NotConvergedWarning,
         )
     return result
@@ -215,6 +218,8 @@ def searched(
     """Search the best weights of a comparison of sources and target."""
     oracle = MixtureOracle(comparison, sources, left)
     start = oracle.approach(allowed, APPROACH * width)
+    if oracle.entropy:
+        allowed = allowed.with_entropy(oracle.entropy)
     return Search(minimise(oracle, allowed, start, width, left, progress), oracle)
 
 
@@ -294,7 +299,9 @@ def other_weights(
 
     def solved(name: str, w: Vector, part: Comparison) -> OtherWeights:
         divergence = solve(part, options, start=start)
-        return OtherWeights(name, tuple(w.tolist()), divergence.value, *divergence.bounds)
+        # As the value of a mixture.
+        value = divergence.value if comparison.debias else divergence.bounds[1]
+        return OtherWeights(name, tuple(w.tolist()), value, *divergence.bounds)
 
     best: OtherWeights | None = None
     # A cut bounds the value of each source alone.

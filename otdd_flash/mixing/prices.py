@@ -27,6 +27,7 @@ epsilon M^T diag(1 / b) M, which takes one product (`MixtureOracle.curvature`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,13 +36,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.mixing.sources import Sources, at_weights
-from otdd_flash.mixing.weights import NO_TIME, Allowed, Vector
+from otdd_flash.mixing.weights import NO_TIME, Allowed, Vector, without_small
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.evidence import DOUBLE_UNIT, share_of_costs
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
+from otdd_flash.solver.term import UnreachableTolerance
 
 # Updates with weights: the first level of epsilon over the mean cost, the factor between levels and
 # the updates at each; those after which the centre of the penalty follows, and the least weight in
@@ -49,9 +51,11 @@ from otdd_flash.solver.solving import solve
 FIRST_LEVEL, LEVELS, PER_LEVEL = 0.1, 4.0, 6
 PER_CENTRE, LEAST_CENTRE = 3, 1e-6
 SLOW, STEADY, MOST_TAKEN = 10, 5e-4, 300
-# With debiasing the share of equal weights in all mixtures that are solved. The slope of a self
-# term at weight 0 is that of rows without themselves, and falls within e^(-cost / epsilon).
-LIFTED = 1e-3
+# With debiasing the share of equal weights in all mixtures that are solved: at weight 0 slopes of
+# self terms are infinite, or as good as that.
+LIFTED = 1e-5
+# The marginal error of debiased solves over the width of bounds that is asked for.
+OF_SLOPES = 0.02
 
 
 class Priced(NamedTuple):
@@ -99,9 +103,10 @@ class Solved(NamedTuple):
     """A mixture that was solved.
 
     Attributes:
-        upper: an upper bound of its value; with debiasing its value.
+        upper: an upper bound of its value; with debiasing its value less an entropy.
         cut: (K,), see `Priced`; with debiasing the tangent of its value.
-        slope: (K,) the gradient of the value by weights, up to a constant.
+        slope: (K,) the gradient of `upper` by weights, up to a constant.
+        prices: (K,) the gradient of the value itself; see `MixtureOracle.entropy`.
         bounds: solver bounds of the value at these weights.
         divergence: the solve.
         potentials: f (n,) and g (m,) of the cross term; rows without mass have softmins.
@@ -110,6 +115,7 @@ class Solved(NamedTuple):
     upper: float
     cut: Vector
     slope: Vector
+    prices: Vector
     bounds: tuple[float, float]
     divergence: Divergence
     potentials: tuple[Tensor, Tensor]
@@ -137,7 +143,6 @@ class MixtureOracle:
         self.scale = 1.0
         self._start: dict[str, Tensor] = {}
         self._known: dict[str, Any] = {}
-        self._value: float | None = None
         # Its passes are few: scores are not stored.
         self._equal = comparison.operator("xy", keep_scores=False).refined
 
@@ -186,9 +191,7 @@ class MixtureOracle:
             if taken >= MOST_TAKEN or (left is not None and left <= NO_TIME):
                 break
         self._start = {"xy": g}
-        w[w < 10 * LEAST_CENTRE / count] = 0.0
-        w[np.argmax(allowed.most - w)] += 1.0 - w.sum()
-        return w
+        return without_small(w, 10 * LEAST_CENTRE / count, allowed.most)
 
     def at(self, w: Vector, width: float) -> Solved:
         """Solve the mixture of weights w (K,), to bounds `width` times the value wide."""
@@ -196,16 +199,24 @@ class MixtureOracle:
         if self.comparison.debias:
             w = (1 - LIFTED) * w + LIFTED / len(w)
         comparison, epsilon = at_weights(self.comparison, self.sources, w), self.comparison.epsilon
-        # A debiased value may be near 0: the width is relative to that of the cross term.
-        relative = width if self._value is None else width * self.scale / max(self._value, 1e-300)
-        options = Converged(bound_width=min(relative, 1e6), max_seconds=self._left())
-        own: list[Tensor] = []
+        own: dict[str, Tensor] = {}
 
         def solved(name: str, operator: Operator, term: Any) -> None:
             if name == "xx":
-                own.append(operator.softmin_self(term.f, epsilon))
+                own[name] = operator.softmin_self(term.f, epsilon)
 
-        divergence = solve(comparison, options, start=self._start, known=self._known, solved=solved)
+        def solve_by(options: Converged) -> Divergence:
+            options = replace(options, max_seconds=self._left())
+            return solve(comparison, options, start=self._start, known=self._known, solved=solved)
+
+        if not comparison.debias:
+            divergence = solve_by(Converged(bound_width=width))
+        else:
+            # A debiased value may be 0, and slopes are as exact as marginals.
+            try:
+                divergence = solve_by(Converged(OF_SLOPES * width))
+            except UnreachableTolerance:
+                divergence = solve_by(Converged())
         xy = divergence.xy
         self._start = {name: term.g for name, term in divergence.terms.items()}
         if divergence.yy is not None and not divergence.identical:
@@ -213,16 +224,22 @@ class MixtureOracle:
         self.scale = max(abs(xy.value), 1e-12 * abs(self._equal.costs.mean), 1e-300)
         f, g = self._extended(w, xy.f, xy.g)
         found = priced(self._equal, self.sources, f, g, epsilon, comparison.cost_error)
+        told = divergence.bounds, divergence, (f, g)
         if not comparison.debias:
-            return Solved(
-                divergence.bounds[1], found.cut, found.prices, divergence.bounds, divergence, (f, g)
-            )
-        assert divergence.xx is not None
-        self._value = abs(divergence.value)
-        slope = found.prices - self.sources.sums(own[0].double())
-        slope *= 1 - LIFTED
-        cut = divergence.value + slope - float(given @ slope)
-        return Solved(divergence.value, cut, slope, divergence.bounds, divergence, (f, g))
+            return Solved(divergence.bounds[1], found.cut, found.prices, found.prices, *told)
+        prices = found.prices - self.sources.sums(own["xx"].double())
+        entropy = self.entropy * np.log(w * len(w))
+        slope, value = (1 - LIFTED) * (prices - entropy), divergence.value - float(w @ entropy)
+        return Solved(value, value + slope - float(given @ slope), slope, prices, *told)
+
+    @property
+    def entropy(self) -> float:
+        """The price of KL(w | 1 / K) that is left out of debiased values; 0 of others.
+
+        The self term of rows far from all others has the slope epsilon log(w_k) / 2, which is left
+        to the problem of the next weights.
+        """
+        return self.comparison.epsilon / 2 if self.comparison.debias else 0.0
 
     def curvature(self, answer: Solved) -> NDArray[np.float64]:
         """Return epsilon M^T diag(1 / b) M (K, K) at the potentials of an answer."""

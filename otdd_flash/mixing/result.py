@@ -36,7 +36,7 @@ class OtherWeights(NamedTuple):
     Attributes:
         name: `uniform`, `proportional to size`, or `NAME alone`, the best single source.
         weights: (K,) of the sources; limits do not hold for them.
-        value: of the transport, without a penalty.
+        value: of the transport, without a penalty: an upper bound, as that of the mixture.
         lower: its lower solver bound.
         upper: its upper solver bound.
     """

@@ -30,13 +30,15 @@ StoppedBy = Literal["bound_width", "max_seconds", "max_iterations", "rounding"]
 
 # Shares of the predicted fall: to go on from the next weights, and to damp the next step less.
 SERIOUS, WELL = 0.1, 0.5
+# The share of the gap below which a predicted fall means that steps are too short.
+TIMID = 0.1
 # Damping by diag(1 / w) at the start, over the value, and the least w in it, over 1 / K.
 FIRST_DAMPING, SPREAD = 0.05, 0.2
 # Shares of the gap and of the predicted fall that a solve may be off by; its largest width, and the
 # least over the one asked for.
 OF_GAP, OF_FALL, WIDEST, OF_WIDTH = 0.2, 0.3, 0.1, 0.25
-# Solves in a row that do not narrow the gap by a percent, after which it stays; fewer where it is
-# no bound.
+# Solves in a row that do not narrow the gap by a percent, beside one a source, after which the
+# search ends; fewer where the gap is no bound.
 MOST_IDLE, MOST_IDLE_UNPROVEN = 25, 8
 # Most solves, and the cuts that are kept.
 MOST_SOLVES, MOST_CUTS = 400, 120
@@ -75,6 +77,14 @@ class Allowed:
         room = np.where(self.usable, self.most, 0.0)
         shares: Vector = room / room.sum()
         return shares
+
+    def with_entropy(self, price: float) -> Allowed:
+        """Return the weights with a further penalty price KL(w | 1 / K), up to a constant."""
+        with np.errstate(divide="ignore"):
+            logs = np.log(self.towards)
+        total = self.penalty + price
+        found = np.exp(logs * (self.penalty / total)) if self.penalty else np.ones_like(logs)
+        return Allowed(self.most, total, found / found.sum())
 
     def charge(self, w: Vector) -> float:
         """Return penalty KL(w | towards)."""
@@ -135,6 +145,15 @@ class Allowed:
         terms = (e - high) * w + self.penalty * w * (np.log(w) - logs)
         size = float(np.abs(e).max()) + abs(high) + spread
         return high + float(terms.sum()) - unit * size
+
+
+def without_small(w: Vector, least: float, most: Vector) -> Vector:
+    """Return weights (K,) that sum to 1, of which none is below `least` but 0."""
+    w = np.where(w < least, 0.0, w)
+    # What is left goes where there is room for it, if there can be to the largest one.
+    lost = 1.0 - w.sum()
+    w[np.argmax(np.where(most - w >= lost, w, -1.0))] += lost
+    return w
 
 
 class Answer(Protocol):
@@ -227,7 +246,7 @@ def minimise(
     upper, lower, cuts = best.upper + allowed.charge(w), -math.inf, best.cut[None]
     metric, proof, narrowest = oracle.curvature(best), best.cut, math.inf
     damping = FIRST_DAMPING * oracle.scale
-    most_idle = MOST_IDLE if oracle.convex else MOST_IDLE_UNPROVEN
+    most_idle = MOST_IDLE + len(w) if oracle.convex else MOST_IDLE_UNPROVEN
     for solves in range(1, MOST_SOLVES + 1):
         damped = metric + damping * np.diag(1 / np.maximum(w, SPREAD / len(w)))
         following, shares, model = next_weights(cuts, w, damped, allowed)
@@ -248,24 +267,28 @@ def minimise(
             return Found(w, best, upper, lower, proof, metric, cuts, solves, stopped)
         level = float(best.cut @ w) + allowed.charge(w)
         predicted = max(level - model, 0.0)
+        if predicted < TIMID * gap and oracle.convex:
+            # Secants over kinks have made the metric too large.
+            metric, damping = oracle.curvature(best), damping / 4
         asked = max(min(OF_GAP * gap, OF_FALL * predicted) / oracle.scale, OF_WIDTH * width)
         answer = oracle.at(following, min(asked, WIDEST))
         reached, charged = answer.upper, allowed.charge(following)
-        if not oracle.convex:
-            # A cut that is above the function elsewhere bounds nothing.
-            cuts = cuts[cuts @ following <= answer.upper + wanted]
         cuts = np.vstack((cuts, answer.cut))
-        metric = secant(metric, following - w, answer.slope - best.slope)
         # Dual values are nearer to the truth than upper bounds.
         fallen = level - float(answer.cut @ following) - charged
         unsure = answer.upper - float(answer.cut @ following)
         if fallen > SERIOUS * predicted or reached + charged < upper:
+            metric = secant(metric, following - w, answer.slope - best.slope)
             w, best, upper = following, answer, reached + charged
+        # A cut is added whether or not the step was good: only far too long steps are damped.
         if fallen > WELL * predicted:
             damping *= 0.25
-        elif fallen <= SERIOUS * predicted and predicted > unsure:
+        elif not oracle.convex and fallen <= SERIOUS * predicted:
+            damping *= 4
+        elif fallen < -predicted and predicted > unsure:
             damping *= 2
-        cuts = _kept(cuts, w)
+        # A tangent of another function may be above it elsewhere.
+        cuts = _kept(cuts, w) if oracle.convex else best.cut[None]
     raise AssertionError("the last solve ends the loop")
 
 
@@ -357,9 +380,6 @@ def next_weights(
         falls, down = -(sides @ step) / slack, -towards_dual / duals
         length = min(1.0, INSIDE / max(1e-300, float((-falls).max()), float(down.max())))
         x, duals = x + length * step, duals + length * towards_dual
-    w = np.where(x[:count] < NO_WEIGHT, 0.0, x[:count])
-    # What is left goes where there is room for it.
-    w[np.argmax(most - w)] += 1.0 - w.sum()
-    full[free] = w
+    full[free] = without_small(x[:count], NO_WEIGHT, most)
     shares = duals[: len(rows)] / duals[: len(rows)].sum()
     return full, shares, float((cuts @ full).max()) + allowed.charge(full)
