@@ -54,8 +54,8 @@ SLOW, STEADY, MOST_TAKEN = 10, 5e-4, 300
 # With debiasing the share of equal weights in all mixtures that are solved: at weight 0 slopes of
 # self terms are infinite, or as good as that.
 LIFTED = 1e-5
-# The marginal error of debiased solves over the width of bounds that is asked for.
-OF_SLOPES = 0.02
+# The marginal error of debiased solves over the width of bounds that is asked for, and the largest.
+OF_SLOPES, MOST_OF_SLOPES = 0.1, 1e-4
 
 
 class Priced(NamedTuple):
@@ -213,8 +213,9 @@ class MixtureOracle:
             divergence = solve_by(Converged(bound_width=width))
         else:
             # A debiased value may be 0, and slopes are as exact as marginals.
+            tolerance = min(OF_SLOPES * width, MOST_OF_SLOPES)
             try:
-                divergence = solve_by(Converged(OF_SLOPES * width))
+                divergence = solve_by(Converged(tolerance))
             except UnreachableTolerance:
                 divergence = solve_by(Converged())
         xy = divergence.xy

@@ -47,6 +47,8 @@ MOST_SOLVES, MOST_CUTS = 400, 120
 STEPS, LAST_GAP, INSIDE = 80, 1e-11, 0.99
 # Seconds of a solve whose time is over: it gets one iteration.
 NO_TIME = 1e-9
+# The part of the wanted gap by which a tangent may be above a function that is not convex.
+ABOVE = 0.1
 # Weights below it are 0.
 NO_WEIGHT = 1e-7
 
@@ -251,12 +253,11 @@ def minimise(
         damped = metric + damping * np.diag(1 / np.maximum(w, SPREAD / len(w)))
         following, shares, model = next_weights(cuts, w, damped, allowed)
         if not oracle.convex:
-            # How much the slope at the best weights promises at the most.
-            lower, proof = allowed.lowest(best.cut), best.cut
-        else:
-            for cut in (shares @ cuts, cuts[-1]):
-                if (found := allowed.lowest(cut)) > lower:
-                    lower, proof = found, cut
+            # What was proven by cuts that are gone is not.
+            lower = -math.inf
+        for cut in (shares @ cuts, best.cut):
+            if (found := allowed.lowest(cut)) > lower:
+                lower, proof = found, cut
         gap, wanted = upper - lower, width * oracle.scale
         if progress is not None:
             progress(solves, gap / oracle.scale)
@@ -267,28 +268,29 @@ def minimise(
             return Found(w, best, upper, lower, proof, metric, cuts, solves, stopped)
         level = float(best.cut @ w) + allowed.charge(w)
         predicted = max(level - model, 0.0)
-        if predicted < TIMID * gap and oracle.convex:
+        if predicted < TIMID * gap:
             # Secants over kinks have made the metric too large.
             metric, damping = oracle.curvature(best), damping / 4
         asked = max(min(OF_GAP * gap, OF_FALL * predicted) / oracle.scale, OF_WIDTH * width)
         answer = oracle.at(following, min(asked, WIDEST))
         reached, charged = answer.upper, allowed.charge(following)
-        cuts = np.vstack((cuts, answer.cut))
         # Dual values are nearer to the truth than upper bounds.
         fallen = level - float(answer.cut @ following) - charged
         unsure = answer.upper - float(answer.cut @ following)
-        if fallen > SERIOUS * predicted or reached + charged < upper:
+        better = fallen > SERIOUS * predicted or reached + charged < upper
+        if better:
             metric = secant(metric, following - w, answer.slope - best.slope)
             w, best, upper = following, answer, reached + charged
         # A cut is added whether or not the step was good: only far too long steps are damped.
         if fallen > WELL * predicted:
             damping *= 0.25
-        elif not oracle.convex and fallen <= SERIOUS * predicted:
-            damping *= 4
         elif fallen < -predicted and predicted > unsure:
             damping *= 2
-        # A tangent of another function may be above it elsewhere.
-        cuts = _kept(cuts, w) if oracle.convex else best.cut[None]
+        if not oracle.convex:
+            # A tangent that is above the function elsewhere is no cut.
+            below = cuts @ following <= answer.upper + ABOVE * wanted
+            cuts = cuts[below & (cuts @ w <= best.upper + ABOVE * wanted)]
+        cuts = _kept(np.vstack((cuts, best.cut, answer.cut)), w)
     raise AssertionError("the last solve ends the loop")
 
 
