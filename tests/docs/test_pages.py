@@ -42,6 +42,7 @@ MAINS = {"otdd_flash.study": "otdd_flash.study.__main__"}
 FEWER = {
     "otdd_flash.distance": ["max_samples=100"],
     "otdd_flash.flow": ["max_samples=100", "flow.steps=2"],
+    "otdd_flash.mix": ["max_samples=60", "rows=30"],
     "otdd_flash.study": [
         *("max_samples=60", "projections=100", "study.workers=1", "transfer.seeds=1"),
         *("transfer.source_epochs=1", "transfer.target_epochs=1", "transfer.target_samples=20"),

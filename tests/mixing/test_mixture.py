@@ -63,7 +63,7 @@ def checked(seed, **given):
 
 @pytest.mark.slow(after=2)
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(12))
 def test_bounds_hold_in_500_problems_also_early(block):
     for seed in range(50 * block, 50 * (block + 1) if block > 1 else 50 * block + 8):
         with naming(seed):
