@@ -296,3 +296,16 @@ def test_two_hundred_sources():
     found = mixed(target, each)
     assert found.converged
     assert found.bound_width <= 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("debias", [False, True])
+def test_a_gpu_finds_the_same_mixture(debias):
+    each = [cloud(300, (3 * k, 0), k, f"s{k}", labels=[0, 1] * 150) for k in range(4)]
+    target = cloud(400, (1.5, 0), 9, "t", labels=[0, 1] * 200)
+    given = {"debias": debias, "epsilon": 0.2}
+    there = otdd.mixture(target, each, compute="cuda", **given)
+    here = otdd.mixture(target, each, compute="cpu", **given)
+    assert weights(there) == pytest.approx(weights(here), abs=0.01)
+    assert there.value == pytest.approx(here.value, rel=3e-3)
+    assert there.bounds[0] <= here.value * (1 + 1e-9) + 1e-9
