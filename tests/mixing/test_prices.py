@@ -41,6 +41,20 @@ def test_cuts_are_below_all_mixtures(seed, precision):
                 assert float(w @ found.cut) <= truth + 1e-9 * scale
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_cuts_of_solves_are_tight(seed):
+    """A bound that is too high by more than rounding is no bound here."""
+    target, each = problem(seed)
+    sources, comparison = prepared(target, each, 0.3)
+    w = simplex(len(each), np.random.default_rng(seed))
+    truth = value(target, each, w, 0.3)
+    answer = MixtureOracle(comparison, sources).at(w, 1e-6)
+    size = max(abs(truth), 1.0)
+    assert truth - 1e-4 * size <= float(w @ answer.cut) <= truth + 1e-9 * size
+    assert answer.bounds[0] <= truth + 1e-9 * size
+    assert truth <= answer.upper + 1e-9 * size
+
+
 def test_the_mean_potential_alone_is_no_bound():
     """What `epsilon (1 - r)` is there for."""
     target, each = problem(3)
