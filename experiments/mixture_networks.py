@@ -1,11 +1,11 @@
 """Does a mixture that is near in transport cost train a better network?
 
-    python -m experiments.mixture_networks --data-root DIR [--rows 1000] [--pool 600]
+    python -m experiments.mixture_networks --data-root DIR [--rows 1000] [--pool 250]
         [--seeds 0 1 2 3 4] [--output DIR]
 
 Sources are training images of MNIST, USPS, Fashion-MNIST and scikit-learn's digits at 16 x 16
-pixels, as many of each as are read. Targets are test images: half MNIST and half USPS, USPS alone,
-and digits alone. Weights are found on labelled images of the target that no network is tested on.
+pixels. Targets are test images: half MNIST and half USPS, USPS alone, and digits alone. Weights are
+found on `pool` rows of each source and labelled images of the target that no network is tested on.
 Networks of one hidden layer are trained on as many rows each, drawn by
 
     mixture         `otdd.mixture`, the default
@@ -107,10 +107,10 @@ def drawn(found: Mixture, weights: Sequence[float], rows: int, seed: int) -> Lab
 
 def run(target: str, root: Path, rows: int, pool: int, seed: int) -> list[dict[str, Any]]:
     """Accuracies of all ways to draw, for one target and seed."""
-    sources = {name: pixels(name, root, "train", 3 * pool, seed) for name in SOURCES}
+    sources = {name: pixels(name, root, "train", max(pool, rows), seed) for name in SOURCES}
     sizes = {"mnist": 60_000, "usps": 7_291, "fashion_mnist": 60_000, "digits": 1_437}
     known, held = halves(TARGETS[target], root, 2 * pool, seed)
-    fewer = {name: otdd_rows(one, pool, seed) for name, one in sources.items()}
+    fewer = {name: some_rows(one, pool, seed) for name, one in sources.items()}
     found = otdd.mixture(known, fewer, max_seconds=120)
     debiased = otdd.mixture(
         known, fewer, debias=True, epsilon=found.details["epsilon"], max_seconds=120
@@ -130,20 +130,14 @@ def run(target: str, root: Path, rows: int, pool: int, seed: int) -> list[dict[s
     for way, weights in ways.items():
         if not weights:
             continue
-        # Of the smallest source there are fewer rows than some ways ask for.
-        most = min(
-            (len(one) / w for one, w in zip(sources.values(), weights, strict=True) if w > 0),
-            default=rows,
-        )
-        size = min(rows, int(most))
-        train = drawn(wide, weights, size, seed)
+        train = drawn(wide, weights, rows, seed)
         told.append(
             {
                 "target": target,
                 "seed": seed,
                 "way": way,
                 "weights": dict(zip(sources, weights, strict=True)),
-                "rows": size,
+                "rows": rows,
                 "accuracy": accuracy(train, held, seed),
                 "bounds": found.bounds,
             }
@@ -151,7 +145,7 @@ def run(target: str, root: Path, rows: int, pool: int, seed: int) -> list[dict[s
     return told
 
 
-def otdd_rows(samples: LabeledSamples, count: int, seed: int) -> LabeledSamples:
+def some_rows(samples: LabeledSamples, count: int, seed: int) -> LabeledSamples:
     """Some rows, drawn."""
     rows = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
     return samples.take(rows[:count])
@@ -161,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-root", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=1000)
-    parser.add_argument("--pool", type=int, default=400)
+    parser.add_argument("--pool", type=int, default=250)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
