@@ -5,6 +5,7 @@ How data move through the package:
     load -> LabeledDataset -> embed -> LabeledSamples -> dataset_distance -> DistanceResult
                                                       -> pairwise_distances -> PairwiseResult
                                                       -> index, nearest -> Ranking
+                                                      -> mixture -> Mixture
                                                       -> sliced_distances -> SlicedResult
                                                       -> Study -> StudyResult
                                                       -> gradient_flow -> FlowResult
@@ -78,6 +79,8 @@ if TYPE_CHECKING:
     from otdd_flash.flows.run import gradient_flow
     from otdd_flash.flows.stepping import Stepping
     from otdd_flash.labels import ClassDistances, JointClassDistances, class_distances
+    from otdd_flash.mixing.mixture import mixture
+    from otdd_flash.mixing.result import Mixture
     from otdd_flash.otdd import dataset_distance
     from otdd_flash.pairwise import PairwiseResult, pairwise_distances
     from otdd_flash.ranking.index import Index, index
@@ -124,6 +127,7 @@ __all__ = [
     "JointClassDistances",
     "LabeledSamples",
     "MatrixTransport",
+    "Mixture",
     "NoiseFloor",
     "NotConvergedWarning",
     "PairwiseResult",
@@ -152,6 +156,7 @@ __all__ = [
     "matrix_loss",
     "matrix_plan",
     "matrix_transport",
+    "mixture",
     "nearest",
     "noise_floor",
     "pairwise_distances",
@@ -192,6 +197,7 @@ _HOMES = {
     "JointClassDistances": "otdd_flash.labels",
     "LabeledSamples": "otdd_flash.samples",
     "MatrixTransport": "otdd_flash.solver.matrix.result",
+    "Mixture": "otdd_flash.mixing.result",
     "NoiseFloor": "otdd_flash.sampling",
     "NotConvergedWarning": "otdd_flash.errors",
     "PairwiseResult": "otdd_flash.pairwise",
@@ -218,6 +224,7 @@ _HOMES = {
     "matrix_plan": "otdd_flash.solver.matrix.plan",
     "matrix_transport": "otdd_flash.solver.matrix.transport",
     "nearest": "otdd_flash.ranking.race",
+    "mixture": "otdd_flash.mixing.mixture",
     "noise_floor": "otdd_flash.sampling",
     "pairwise_distances": "otdd_flash.pairwise",
     "shift_test": "otdd_flash.shift.joint",

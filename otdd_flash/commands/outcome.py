@@ -68,8 +68,8 @@ SUMMARY_FILE, PICTURE_FILE = "summary.csv", "summary.png"
 LOCK_FILE = ".lock"
 CHECKPOINT = "checkpoint.json"
 # Files of a run, and of a multirun, that are worth keeping.
-STUDY, RANKING = "study.json", "ranking.json"
-OF_A_RUN = (RESULT_FILE, "result.safetensors", CHECKPOINT, STUDY, RANKING)
+STUDY, RANKING, MIXTURE = "study.json", "ranking.json", "mixture.json"
+OF_A_RUN = (RESULT_FILE, "result.safetensors", CHECKPOINT, STUDY, RANKING, MIXTURE)
 OF_A_MULTIRUN = (SUMMARY_FILE, *(f"*/{name}" for name in OF_A_RUN))
 
 # Space for the files that Hydra writes before a job starts.

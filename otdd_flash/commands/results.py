@@ -1,9 +1,9 @@
 """A command's result: its files, its tables, and the tracker that `log=` names.
 
 `commands.compare` and `commands.adapt` call `write_run`: result.json is written and the tables are
-printed before anything is drawn, so an error in drawing loses no number. They and
-the commands of studies, rankings and shift tests then call `track_distance`, `track_flow`,
-`track_study`, `track_ranking` and `track_shift`. A tracker that fails
+printed before anything is drawn, so an error in drawing loses no number. They and the commands of
+studies, rankings, mixtures and shift tests then call `track_distance`, `track_flow`, `track_study`,
+`track_ranking`, `track_mixture` and `track_shift`. A tracker that fails
 gives a notice and a missing file in the report, never an error, because the result is already on
 the disk. `_placed` decides where a run is stored. Users select numbers and series in their tracker
 by name, so the names must stay.
@@ -54,6 +54,7 @@ LONGEST_LABEL = 80
 
 if TYPE_CHECKING:
     from otdd_flash.flows.result import FlowResult
+    from otdd_flash.mixing.result import Mixture
     from otdd_flash.ranking.race import Ranking
     from otdd_flash.result import DistanceResult
     from otdd_flash.shift.result import ShiftReport
@@ -181,6 +182,15 @@ def track_ranking(ranking: Ranking, log: LogSettings, config: Settings, director
         numbers |= {key: row.value, f"{key}/lower": row.lower, f"{key}/upper": row.upper}
         numbers |= {f"{key}/proven": float(row.proven)}
     run = TrackedRun(f"nearest to {_label(ranking.query)}", directory, config, finite(numbers))
+    return _track(log, run)
+
+
+def track_mixture(mixture: Mixture, log: LogSettings, config: Settings, directory: Path) -> Report:
+    """Log the value of a mixture with its bounds, and all weights."""
+    numbers: dict[str, float | None] = {"value": mixture.value}
+    numbers |= dict(zip(("lower", "upper"), mixture.bounds, strict=True))
+    numbers |= {f"weight/{_label(name)}": weight for name, weight in mixture.weights.items()}
+    run = TrackedRun(f"mixture for {_label(mixture.target)}", directory, config, finite(numbers))
     return _track(log, run)
 
 

@@ -44,6 +44,7 @@ FEWER = {
     "otdd_flash.flow": ["max_samples=100", "flow.steps=2"],
     "otdd_flash.nearest": ["max_samples=100"],
     "otdd_flash.shift": ["max_samples=100", "permutations=99"],
+    "otdd_flash.mix": ["max_samples=60", "rows=30"],
     "otdd_flash.study": [
         *("max_samples=60", "projections=100", "study.workers=1", "transfer.seeds=1"),
         *("transfer.source_epochs=1", "transfer.target_epochs=1", "transfer.target_samples=20"),

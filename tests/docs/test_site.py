@@ -60,7 +60,7 @@ def test_the_tables_hold_the_defaults_of_the_composed_configuration(hook):
 
     tables = hook("settings_tables")
     with initialize_config_module("otdd_flash.conf", version_base="1.3"):
-        for command in ("distance", "flow", "study", "nearest", "shift"):
+        for command in ("distance", "flow", "study", "nearest", "mix", "shift"):
             config = compose(command)
             for row in tables.settings(ROOT / "conf" / f"{command}.yaml"):
                 value = OmegaConf.to_yaml(
