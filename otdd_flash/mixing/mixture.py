@@ -352,8 +352,10 @@ def undetermined(
         move = max(moves, key=lambda one: float(np.abs(one).max()))
         if np.abs(move).max() < MEANT:
             continue
-        answer = oracle.at(w + move, width / 4)
-        if answer.upper + allowed.charge(w + move) <= found.upper + gap:
+        # A weight that is given away is 0, up to rounding.
+        there = np.maximum(w + move, 0.0)
+        answer = oracle.at(there / there.sum(), width / 4)
+        if answer.upper + allowed.charge(there) <= found.upper + gap:
             named = {n: float(d) for n, d in zip(names, move, strict=True) if abs(d) >= NAMED_MOVE}
             kept.append(named)
     return tuple(kept)
