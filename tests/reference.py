@@ -38,7 +38,7 @@ def softmin_rows(cost: Tensor, b: Tensor, g: Tensor, epsilon: float) -> Tensor:
 
 def plan(cost: Tensor, a: Tensor, b: Tensor, f: Tensor, g: Tensor, epsilon: float) -> Tensor:
     """P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon)."""
-    exponent = (f.double()[:, None] + g.double()[None, :] - cost) / epsilon
+    exponent = (f.to(cost)[:, None] + g.to(cost)[None, :] - cost) / epsilon
     # Masses as logarithms: next to a mass of 0 the exponent may be too large for exp.
     return (exponent + a.log()[:, None] + b.log()[None, :]).exp()
 

@@ -168,7 +168,7 @@ def test_relaxed_terms_are_proved(rho: tuple[float, float], debias: bool, weight
         assert low <= truth <= high, name
         assert term.converged
         assert high - low < 3e-3 * abs(truth)
-        f, g = term.f[rows].double(), term.g[columns].double()
+        f, g = term.f.cpu()[rows].double(), term.g.cpu()[columns].double()
         plan = reference.plan(cost, a, b, f, g, 0.3)
         owed = a * (-f / own[0]).exp(), b * (-g / own[1]).exp()
         errors = [float((plan.sum(1 - k) - owed[k]).abs().sum()) for k in (0, 1)]
