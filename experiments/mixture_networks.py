@@ -1,6 +1,6 @@
 """Does a mixture that is near in transport cost train a better network?
 
-    python -m experiments.mixture_networks --data-root DIR [--rows 1000] [--pool 250]
+    python -m experiments.mixture_networks --data-root DIR [--rows 800] [--pool 250]
         [--seeds 0 1 2 3 4] [--output DIR]
 
 Sources are training images of MNIST, USPS, Fashion-MNIST and scikit-learn's digits at 16 x 16
@@ -108,7 +108,7 @@ def drawn(found: Mixture, weights: Sequence[float], rows: int, seed: int) -> Lab
 def run(target: str, root: Path, rows: int, pool: int, seed: int) -> list[dict[str, Any]]:
     """Accuracies of all ways to draw, for one target and seed."""
     sources = {name: pixels(name, root, "train", max(pool, rows), seed) for name in SOURCES}
-    sizes = {"mnist": 60_000, "usps": 7_291, "fashion_mnist": 60_000, "digits": 1_437}
+    sizes = {"mnist": 60_000, "usps": 7_291, "fashion_mnist": 60_000, "digits": 899}
     known, held = halves(TARGETS[target], root, 2 * pool, seed)
     fewer = {name: some_rows(one, pool, seed) for name, one in sources.items()}
     found = otdd.mixture(known, fewer, max_seconds=120)
@@ -154,7 +154,7 @@ def some_rows(samples: LabeledSamples, count: int, seed: int) -> LabeledSamples:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-root", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--rows", type=int, default=800)
     parser.add_argument("--pool", type=int, default=250)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--output", type=Path, default=RESULTS)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -27,10 +27,10 @@ from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, NotConvergedWarning, warn
-from otdd_flash.labels import JointClassDistances, Labels, metric_of
+from otdd_flash.labels import JointClassDistances, Labels, drop_small_classes, metric_of
 from otdd_flash.mixing.prices import MixtureOracle
-from otdd_flash.mixing.result import Mixture, OtherWeights, WeightInterval
-from otdd_flash.mixing.sources import Costs, Sources, at_weights, compared, named_sources
+from otdd_flash.mixing.result import Mixture, OtherWeights
+from otdd_flash.mixing.sources import Sources, at_weights, compared, named_sources
 from otdd_flash.mixing.weights import NO_TIME, Allowed, Found, Vector, minimise
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.result import versions
@@ -125,49 +125,57 @@ def mixture(
         return None if max_seconds is None else max(max_seconds - spent, NO_TIME)
 
     names, each = named_sources(sources)
-    given = [*each, as_samples(target, "target")]
-    cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
-    costs = Costs(
-        *(cost, metric_of(labels), class_distances, epsilon, epsilon_relative),
-        *(min_class_size, compute, cache_dir),
-    )
-    limits = _limits(names, each, max_weights, max_rows)
+    given = [
+        drop_small_classes(one, min_class_size) for one in (*each, as_samples(target, "target"))
+    ]
+    sizes = [int((one.masses > 0).sum()) for one in given[:-1]]
+    limits = _limits(names, sizes, max_weights, max_rows)
     allowed = Allowed(limits, penalty or 0.0, _towards(names, towards, penalty))
     check_room(allowed, max_rows)
-    pool, comparison = compared(names, given, costs, debias=debias)
+    metric, cost = metric_of(labels), GroundCost(lambda_x, lambda_y, ground)
+    compare = partial(
+        compared,
+        names,
+        debias=debias,
+        metric=metric,
+        cost=cost,
+        compute=ComputeOptions.of(compute),
+        table=class_distances,
+        cache_dir=cache_dir,
+    )
+    pool, comparison = compare(given, epsilon=epsilon, epsilon_relative=epsilon_relative)
     with comparison.within_memory():
-        search = searched(comparison, pool, allowed, bound_width, left, progress)
-        found, oracle = search.found, search.oracle
+        found, oracle = searched(comparison, pool, allowed, bound_width, left, progress)
+        in_time = left() != NO_TIME
         last = oracle.at(found.w, bound_width) if debias else found.answer
-        others = () if left() == NO_TIME else other_weights(comparison, pool, found, bound_width)
-        directions = () if left() == NO_TIME else undetermined(search, allowed, bound_width)
-    intervals: dict[str, WeightInterval] | None = None
+        others = other_weights(comparison, pool, found, bound_width) if in_time else ()
+        moves = undetermined(found, oracle, allowed, bound_width) if in_time else ()
+    intervals = None
     if subsample is not None:
         from otdd_flash.mixing.intervals import weight_intervals
 
-        fixed = replace(costs, epsilon=comparison.epsilon, epsilon_relative=None)
-        drawn = weight_intervals(
-            *(names, given, fixed, allowed, bound_width, found.w, subsample, seed), debias=debias
-        )
+        again = partial(compare, epsilon=comparison.epsilon)
+        drawn = weight_intervals(again, given, allowed, bound_width, found.w, subsample, seed)
         intervals = dict(zip(names, drawn, strict=True))
+    if found.stopped_by != "bound_width":
+        warn(_shortfall(found, oracle, bound_width), NotConvergedWarning)
     charged = allowed.charge(found.w)
-    bounds = (found.lower, found.upper)
-    if debias:
-        bounds = last.bounds[0] + charged, last.bounds[1] + charged
-    value = (last.divergence.value if debias else last.upper) + charged
-    converged = found.stopped_by == "bound_width"
-    result = Mixture(
+    # With debiasing nothing is known of other weights.
+    bounds = last.bounds if debias else (found.lower - charged, found.upper - charged)
+    value = last.divergence.value if debias else last.upper
+    towards_all = allowed.towards.tolist() if penalty else None
+    return Mixture(
         dict(zip(names, found.w.tolist(), strict=True)),
+        value + charged,
+        (bounds[0] + charged, bounds[1] + charged),
         value,
-        bounds,
-        value - charged,
         dict(zip(names, _marginal_costs(last.prices, found.w, allowed).tolist(), strict=True)),
-        directions,
+        moves,
         others,
         intervals,
         dict(zip(names, limits.tolist(), strict=True)),
-        {name: int((one.masses > 0).sum()) for name, one in zip(names, pool.each, strict=True)},
-        converged,
+        dict(zip(names, sizes, strict=True)),
+        found.stopped_by == "bound_width",
         found.stopped_by,
         debias,
         found.solves,
@@ -177,34 +185,25 @@ def mixture(
             "mean_cost": comparison.mean_cost(),
             "bound_width": bound_width,
             "penalty": penalty,
-            "towards": dict(zip(names, allowed.towards.tolist(), strict=True)),
-            "labels": "given" if class_distances is not None else costs.metric.name,
+            "towards": towards_all and dict(zip(names, towards_all, strict=True)),
+            "labels": metric.name if class_distances is None else "given",
             **cost.to_dict(),
             "device": last.divergence.device,
             "backend": last.divergence.backend,
             "versions": versions(),
             "seconds": time.monotonic() - started,
         },
-        sources=pool.each,
+        sources=tuple(given[:-1]),
     )
-    if not converged:
-        far = f"the bounds of the mixture are {result.bound_width:.2g} of its value wide"
-        if debias:
-            far = f"slopes promise {(found.upper - found.lower) / oracle.scale:.2g} of the cost"
-        warn(
-            f"{far}, and bound_width={bound_width:g} was asked for; it stopped by "
-            f"{found.stopped_by}",
-            NotConvergedWarning,
-        )
-    return result
 
 
-@dataclass(frozen=True, eq=False)
-class Search:
-    """The end of a search for weights."""
-
-    found: Found
-    oracle: MixtureOracle
+def _shortfall(found: Found, oracle: MixtureOracle, width: float) -> str:
+    """Say how far a search came, and what ended it."""
+    gap = (found.upper - found.lower) / oracle.scale
+    far = f"the bounds of the mixture are {gap:.2g} of its value wide"
+    if not oracle.convex:
+        far = f"slopes promise another {gap:.2g} of the cost"
+    return f"{far}, and bound_width={width:g} was asked for; it stopped by {found.stopped_by}"
 
 
 def searched(
@@ -214,18 +213,18 @@ def searched(
     width: float,
     left: Callable[[], float | None] = lambda: None,
     progress: MixtureProgress | None = None,
-) -> Search:
-    """Search the best weights of a comparison of sources and target."""
+) -> tuple[Found, MixtureOracle]:
+    """Search the best weights of a comparison of sources and target; also return who was asked."""
     oracle = MixtureOracle(comparison, sources, left)
     start = oracle.approach(allowed, APPROACH * width)
     if oracle.entropy:
         allowed = allowed.with_entropy(oracle.entropy)
-    return Search(minimise(oracle, allowed, start, width, left, progress), oracle)
+    return minimise(oracle, allowed, start, width, left, progress), oracle
 
 
 def _limits(
     names: Sequence[str],
-    each: Sequence[Any],
+    sizes: Sequence[int],
     max_weights: Mapping[str, float] | None,
     max_rows: int | None,
 ) -> Vector:
@@ -234,8 +233,7 @@ def _limits(
     for name, limit in _by_name("max_weights", names, max_weights).items():
         most[names.index(name)] = min(limit, 1.0)
     if max_rows is not None:
-        rows = np.array([int((one.masses > 0).sum()) for one in each])
-        most = np.minimum(most, rows / max_rows)
+        most = np.minimum(most, np.array(sizes) / max_rows)
     return most
 
 
@@ -324,13 +322,15 @@ def other_weights(
     )
 
 
-def undetermined(search: Search, allowed: Allowed, width: float) -> tuple[dict[str, float], ...]:
+def undetermined(
+    found: Found, oracle: MixtureOracle, allowed: Allowed, width: float
+) -> tuple[dict[str, float], ...]:
     """Find directions in which weights change by `MEANT` or more, and the value by less than a gap.
 
     Candidates are the directions of little curvature among sources that are in use or at no cost;
     each is followed as far as the gap or the limits allow, and kept if a solve there agrees.
     """
-    found, oracle, names = search.found, search.oracle, search.oracle.sources.names
+    names = oracle.sources.names
     gap, w = width * oracle.scale, found.w
     slope = _marginal_costs(found.answer.slope, w, allowed)
     active = np.flatnonzero(allowed.usable & ((w > 0) | (slope < gap)))
@@ -352,8 +352,10 @@ def undetermined(search: Search, allowed: Allowed, width: float) -> tuple[dict[s
         move = max(moves, key=lambda one: float(np.abs(one).max()))
         if np.abs(move).max() < MEANT:
             continue
-        answer = oracle.at(w + move, width / 4)
-        if answer.upper + allowed.charge(w + move) <= found.upper + gap:
+        # A weight that is given away is 0, up to rounding.
+        there = np.maximum(w + move, 0.0)
+        answer = oracle.at(there / there.sum(), width / 4)
+        if answer.upper + allowed.charge(there) <= found.upper + gap:
             named = {n: float(d) for n, d in zip(names, move, strict=True) if abs(d) >= NAMED_MOVE}
             kept.append(named)
     return tuple(kept)

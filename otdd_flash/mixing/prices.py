@@ -87,7 +87,9 @@ def priced(
     sums = operator.marginals(f, g, epsilon)
     r, b = sums.rows / operator.a, operator.b
     prices = sources.sums(f + epsilon * (1 - r))
-    lost = sources.sums(sums.row_errors + epsilon * (sums.relative_error * r + sums.underflow))
+    # The exact sums are at most the computed ones over 1 - relative_error.
+    share = sums.relative_error * (1 + 2 * sums.relative_error)
+    lost = sources.sums(sums.row_errors + epsilon * (share * r + sums.underflow))
     held = b > 0
     level, columns, size = (
         float((b * torch.where(held, each, 0.0)).sum()) for each in (g, sums.column_errors, g.abs())

@@ -129,30 +129,32 @@ def named_sources(
     return tuple(names), each
 
 
-@dataclass(frozen=True)
-class Costs:
-    """How rows are compared: the arguments of `otdd.mixture` that make the cost."""
-
-    cost: GroundCost
-    metric: LabelMetric
-    class_distances: JointClassDistances | None
-    epsilon: float | None
-    epsilon_relative: float | None
-    min_class_size: int | None
-    compute: ComputeOptions
-    cache_dir: str | os.PathLike[str] | None
-
-
 def compared(
-    names: Sequence[str], given: Sequence[LabeledSamples], costs: Costs, *, debias: bool
+    names: Sequence[str],
+    given: Sequence[LabeledSamples],
+    *,
+    debias: bool,
+    metric: LabelMetric,
+    cost: GroundCost,
+    compute: ComputeOptions,
+    epsilon: float | None = None,
+    epsilon_relative: float | None = None,
+    table: JointClassDistances | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> tuple[Sources, Comparison]:
     """Check sources and target, measure class distances and settle epsilon.
 
     Args:
         names: of the K sources.
         given: K sources and the target.
-        costs: how rows are compared; a relative epsilon is of the mean cost at equal weights.
         debias: whether the sources' own class distances are needed.
+        metric: how class distances are measured.
+        cost: the ground cost.
+        compute: where and how passes run.
+        epsilon: regularisation, in units of the cost.
+        epsilon_relative: the same as a multiple of the mean cost at equal weights.
+        table: class distances to use instead.
+        cache_dir: folder of measured class distances.
 
     Returns:
         The sources, and their comparison at equal weights.
@@ -160,8 +162,7 @@ def compared(
     Raises:
         InputError: they cannot be compared, or the class distances cannot be measured.
     """
-    metric, cost, compute = costs.metric, costs.cost, costs.compute
-    table, measured = costs.class_distances, costs.class_distances is None
+    measured = table is None
     refuse_table(metric, table)
     if isinstance(metric, Given):
         raise measures_nothing()
@@ -176,7 +177,8 @@ def compared(
                 f"{display(one.name)} has several labels a row, and a mixture takes one; choose "
                 "one column, or labels=none on rows without labels"
             )
-    sides = [drop_small_classes(one, costs.min_class_size) for one in sides]
+    # Of a class without rows there is nothing to measure.
+    sides = [drop_small_classes(one, None) for one in sides]
     if measured:
         notice_single_samples(sides, metric)
     labelled = not (measured and isinstance(metric, NoLabels))
@@ -195,13 +197,13 @@ def compared(
     elif not labelled:
         full = torch.zeros(2, 2, dtype=torch.float64)
     else:
-        metric = settled_metric(metric, costs.epsilon, (x, y), comparison.streaming)
+        metric = settled_metric(metric, epsilon, (x, y), comparison.streaming)
         if compute.group is not None and comparison.streaming is None:
             metric = measured_by_ranks(metric, compute.group)
-        full = _table(x, y, metric, costs.cache_dir, debias=debias)
+        full = _table(x, y, metric, cache_dir, debias=debias)
     comparison = comparison.with_classes(full)
     mean, scale = comparison.mean_cost, cost.standardized(target.dim)
-    name, said, used = resolve_epsilon(costs.epsilon, costs.epsilon_relative, mean)
+    name, said, used = resolve_epsilon(epsilon, epsilon_relative, mean)
     with epsilon_of_datasets(name, said, used, mean, scale):
         return sources, comparison.at(used)
 

@@ -12,7 +12,7 @@ from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.labels import metric_of
 from otdd_flash.mixing.mixture import mixture
-from otdd_flash.mixing.sources import Costs, Sources, compared
+from otdd_flash.mixing.sources import Sources, compared
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 from tests.reference import dense_cost, entropic_transport
@@ -59,10 +59,16 @@ def prepared(
     target: LabeledSamples, sources: list[LabeledSamples], epsilon: float, precision: str = "fast"
 ) -> tuple[Sources, Comparison]:
     """Sources and comparison, as `mixture` makes them."""
-    compute = ComputeOptions("cpu", precision=precision)
-    costs = Costs(GroundCost(), metric_of("none"), None, epsilon, None, None, compute, None)
     names = [f"s{k}" for k in range(len(sources))]
-    return compared(names, [*sources, target], costs, debias=False)
+    return compared(
+        names,
+        [*sources, target],
+        debias=False,
+        metric=metric_of("none"),
+        cost=GroundCost(),
+        compute=ComputeOptions("cpu", precision=precision),
+        epsilon=epsilon,
+    )
 
 
 def mixed(target: LabeledSamples, sources: list[LabeledSamples], **given: Any) -> Any:
