@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from itertools import starmap
 from typing import NamedTuple
 
 import torch
@@ -149,11 +150,30 @@ class PooledCost:
         numbers, _ = self._cross_terms(a, b, self._self_terms(a, b), until)
         numbers = numbers.cpu()
         for k in (~numbers.isfinite().all(0)).nonzero()[:, 0].tolist():
-            cross, *own = self._alone(a[:, k], b[:, k])
+            one, other = a[:, k], b[:, k]
+            cross, *own = starmap(self._alone, ((one, other), (one, one), (other, other)))
             ends = ((cross.value, *cross.bounds), *((e.value, *e.bounds[::-1]) for e in own))
             factors = torch.tensor((1.0, -0.5, -0.5), dtype=numbers.dtype)
             numbers[:, k] = factors @ torch.tensor(ends, dtype=numbers.dtype)
         return Statistics(*numbers)
+
+    def transport(self, a: Tensor, b: Tensor, width: float) -> Tensor:
+        """Return OT(a, b) of B problems (N, B) on different rows, (B,) float64 on the CPU.
+
+        Args:
+            a: (N, B) masses of one side, of sum 1.
+            b: (N, B) masses of the other side, on other rows.
+            width: of bounds at which a problem is done, over the value.
+        """
+        found = []
+        for one, other in zip(a.split(self.batch, 1), b.split(self.batch, 1), strict=True):
+            nothing = one.new_zeros(2 * one.shape[1])
+            own = Term(nothing, nothing, nothing, nothing)
+            values = self._cross_terms(one, other, own, Until(width=width))[0].cpu()
+            for k in (~values.isfinite().all(0)).nonzero()[:, 0].tolist():
+                values[0, k] = self._alone(one[:, k], other[:, k]).value
+            found.append(values[0])
+        return torch.cat(found)
 
     def potentials(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the potentials (N,) of one problem (N, 1): f and g, and those of self terms."""
@@ -161,7 +181,7 @@ class PooledCost:
         numbers, cross = self._cross_terms(a, b, own, Until(width=POTENTIALS_WIDTH))
         if not bool(numbers.isfinite().all()):
             (a, b), (f, g, on_sides) = (a[:, 0], b[:, 0]), self.cost.new_zeros(3, len(self))
-            cross, of_a, of_b = self._alone(a, b)
+            cross, of_a, of_b = starmap(self._alone, ((a, b), (a, a), (b, b)))
             f[a > 0], g[b > 0] = cross.f.to(f), cross.g.to(g)
             for side, term in ((a > 0, of_a), (b > 0, of_b)):
                 on_sides[side] = (term.f + term.g).to(f) / 2
@@ -264,23 +284,19 @@ class PooledCost:
             log_v,
         )
 
-    def _alone(self, a: Tensor, b: Tensor) -> list[MatrixTransport]:
-        """Solve OT(a, b), OT(a, a) and OT(b, b) by the library's own iterations."""
-        found = []
-        for one, other in ((a, b), (a, a), (b, b)):
-            rows, columns = one.nonzero()[:, 0], other.nonzero()[:, 0]
-            with warnings.catch_warnings():
-                # Bounds hold where a solve stops early.
-                warnings.simplefilter("ignore", NotConvergedWarning)
-                term = matrix_transport(
-                    self.cost[rows][:, columns],
-                    one[rows],
-                    other[columns],
-                    epsilon=self.epsilon,
-                    options=Converged(tolerance=1e-5),
-                )
-            found.append(term)
-        return found
+    def _alone(self, a: Tensor, b: Tensor) -> MatrixTransport:
+        """Solve OT(a, b) of one problem (N,) by the library's own iterations."""
+        rows, columns = a.nonzero()[:, 0], b.nonzero()[:, 0]
+        with warnings.catch_warnings():
+            # Bounds hold where a solve stops early.
+            warnings.simplefilter("ignore", NotConvergedWarning)
+            return matrix_transport(
+                self.cost[rows][:, columns],
+                a[rows],
+                b[columns],
+                epsilon=self.epsilon,
+                options=Converged(tolerance=1e-5),
+            )
 
 
 def _log_sums(kernel: Tensor, log_scaling: Tensor, masses: Tensor) -> Tensor:

@@ -391,6 +391,19 @@ def test_effects_are_sizes_with_intervals_away_from_zero_alone():
     assert otdd.shift_test(x, y, labels="none", permutations=19).exceeds is None
 
 
+def test_effects_are_not_of_other_spreads_or_numbers_of_rows():
+    generator = np.random.default_rng(17)
+    x, y = generator.normal(size=(300, 10)), generator.normal(size=(50, 10))
+    settings = {"labels": "none", "permutations": 19, "parts": False}
+    same, wide = (otdd.shift_test(x, z, **settings).effect for z in (y, 1.5**0.5 * y))
+    assert abs(same.value) < 0.03
+    # 0.022 between the laws, by the closed form for normal ones; T less its null mean is 0.1.
+    assert 0.0 < wide.value < 0.05
+    few = otdd.shift_test(x[:19], x[19:38] + 9, **settings)
+    assert few.shifted
+    assert few.effect.lower is None
+
+
 def test_classes_are_united_and_the_order_of_sides_does_not_matter():
     generator = np.random.default_rng(11)
     x, y = generator.normal(size=(12, 2)), generator.normal(size=(12, 2))
