@@ -37,10 +37,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.errors import NotConvergedWarning
+from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.matrix.transport import matrix_transport
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term import UnreachableTolerance
 
 # Width of bounds over the mean cost at which any solve ends; self terms, which converge fast, do.
 LEAST_WIDTH = 1e-6
@@ -290,13 +291,20 @@ class PooledCost:
         with warnings.catch_warnings():
             # Bounds hold where a solve stops early.
             warnings.simplefilter("ignore", NotConvergedWarning)
-            return matrix_transport(
-                self.cost[rows][:, columns],
-                a[rows],
-                b[columns],
-                epsilon=self.epsilon,
-                options=Converged(tolerance=1e-5),
-            )
+            try:
+                return matrix_transport(
+                    self.cost[rows][:, columns],
+                    a[rows],
+                    b[columns],
+                    epsilon=self.epsilon,
+                    options=Converged(tolerance=1e-5),
+                )
+            except UnreachableTolerance as error:
+                raise InputError(
+                    f"epsilon={self.epsilon:.3g} is too small beside the largest cost, "
+                    f"{self._largest:.3g}: rounding decides; raise epsilon, or leave out rows that "
+                    "are far from all others"
+                ) from error
 
 
 def _log_sums(kernel: Tensor, log_scaling: Tensor, masses: Tensor) -> Tensor:

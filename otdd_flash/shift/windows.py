@@ -85,6 +85,8 @@ def shift_windows(
         raise InputError(
             f"window={window} must be at least 2 rows and at most the sample's {len(sample)}"
         )
+    if groups is not None and len(groups) == 2 and len(groups[1]) != len(sample):
+        raise InputError(f"groups of sample must be {len(sample)}, one a row, got {len(groups[1])}")
     spent(alpha, count, permutations)
     if rest:
         warn(f"the last {rest} rows do not fill a window of {window} and are left out", DataNotice)

@@ -450,6 +450,8 @@ def test_windows_are_all_checked_before_the_first_is_tested():
         otdd.shift_windows((x, kinds), (y, [0, 1] * 24 + [2] * 24), **settings)
     with pytest.raises(InputError, match=r"window 3: tests of 2 classes .* parts=false"):
         otdd.shift_windows((x, kinds), (y, [0, 1] * 36), **settings, alpha=2e-4)
+    with pytest.raises(InputError, match="groups of sample must be 72, one a row, got 99"):
+        otdd.shift_windows(x, y, labels="none", groups=[range(24), range(99)], **settings)
     assert not done
 
 
@@ -478,6 +480,26 @@ REFUSALS = {
         lambda x, y: (x, y),
         {"groups": [[0, 0, 1, 1, 2, 2], [2.0, 2.0, 3.0, 3.0, 4.0, 4.0]]},
         "group 2 is on both sides",
+    ),
+    "shared date": (
+        lambda x, y: (x, y),
+        {"groups": [np.array(["2026-05-01"] * 6, t) for t in ("M8[D]", "M8[ns]")]},
+        "is on both sides",
+    ),
+    "shared number": (
+        lambda x, y: (x, y),
+        {"groups": [np.arange(6) // 2, np.arange(6) // 2 + 2.0]},
+        "group 2 is on both sides",
+    ),
+    "missing group": (
+        lambda x, y: (x, y),
+        {"groups": [[0, 0, 1, 1, 2, 2], [3, 3, np.nan, np.nan, 4, 4]]},
+        "2 groups of sample are missing",
+    ),
+    "epsilon beside an outlier": (
+        lambda x, y: (np.concatenate((x, [[1e6, 0.0]])), y),
+        {"epsilon": 1.0},
+        "epsilon=1 is too small beside the largest cost",
     ),
     "group sizes": (lambda x, y: (x, y), {"groups": [[1, 2], [3, 4]]}, "groups of reference must"),
     "both epsilons": (lambda x, y: (x, y), {"epsilon": 1.0, "epsilon_relative": 0.1}, "epsilon"),
