@@ -167,7 +167,8 @@ class PooledCost:
             width: of bounds at which a problem is done, over the value.
         """
         found = []
-        for one, other in zip(a.split(self.batch, 1), b.split(self.batch, 1), strict=True):
+        parts = (torch.split(side, self.batch, 1) for side in (a, b))
+        for one, other in zip(*parts, strict=True):
             nothing = one.new_zeros(2 * one.shape[1])
             own = Term(nothing, nothing, nothing, nothing)
             values = self._cross_terms(one, other, own, Until(width=width))[0].cpu()
@@ -182,8 +183,8 @@ class PooledCost:
         numbers, cross = self._cross_terms(a, b, own, Until(width=POTENTIALS_WIDTH))
         if not bool(numbers.isfinite().all()):
             (a, b), (f, g, on_sides) = (a[:, 0], b[:, 0]), self.cost.new_zeros(3, len(self))
-            cross, of_a, of_b = starmap(self._alone, ((a, b), (a, a), (b, b)))
-            f[a > 0], g[b > 0] = cross.f.to(f), cross.g.to(g)
+            of_both, of_a, of_b = starmap(self._alone, ((a, b), (a, a), (b, b)))
+            f[a > 0], g[b > 0] = of_both.f.to(f), of_both.g.to(g)
             for side, term in ((a > 0, of_a), (b > 0, of_b)):
                 on_sides[side] = (term.f + term.g).to(f) / 2
             return f, g, on_sides

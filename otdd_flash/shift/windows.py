@@ -91,7 +91,7 @@ def shift_windows(
     if rest:
         warn(f"the last {rest} rows do not fill a window of {window} and are left out", DataNotice)
     metric, parts = metric_of(settings.get("labels", "gaussian")), settings.get("parts", True)
-    tests = []
+    tests: list[tuple[torch.Tensor, dict[str, Any]]] = []
     for place, start in enumerate(range(0, count * window, window), 1):
         level, needed = spent(alpha, place, permutations)
         rows, own = torch.arange(start, start + window), groups
