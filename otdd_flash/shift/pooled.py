@@ -169,6 +169,7 @@ class PooledCost:
         found = []
         parts = (torch.split(side, self.batch, 1) for side in (a, b))
         for one, other in zip(*parts, strict=True):
+            # No self terms are taken off.
             nothing = one.new_zeros(2 * one.shape[1])
             own = Term(nothing, nothing, nothing, nothing)
             values = self._cross_terms(one, other, own, Until(width=width))[0].cpu()
