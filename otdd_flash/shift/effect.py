@@ -1,12 +1,19 @@
-"""The size of a shift: the distance less its null mean, in units of the mean cost.
+"""The size of a shift: what transport between the sides costs more than within them.
 
-A large sample makes any difference significant, so a p-value needs a size beside it. T is positive
-for two samples of one law, by its null mean; the effect is what exceeds that. Its interval is by
-subsampling, as in `sampling.subsampling`: K times a half of the units of each side is drawn without
-replacement, and its T, less the null mean at its own size (each subsample is permuted a few times),
-deviates from the mean of the K as the effect of all rows does from its own, at rate sqrt((m / n) /
-(1 - m / n)) = 1. All of them are masses on the pooled rows of the test. Class distances and epsilon
-are held at those of all rows.
+A large sample makes any difference significant, so a p-value needs a size beside it. T of two
+samples of one law is positive, by its null mean. With a shift that mean is of each side's own law
+and number of rows; permutations of the pooled rows, which mix both laws, do not show it: with a
+wide sample of few rows T less their mean is several times too large. So both sides are halved, x
+into x1, x2 and y into y1, y2, and with OT between different rows alone
+
+    effect = mean of (OT(x1, y1) - OT(x1, x2) / 2 - OT(y1, y2) / 2) / mean cost
+
+over random halves. Its mean is 0 for one law, whatever the number of rows of equal sides. Of few
+rows in many dimensions, where OT of samples is far above that of laws, it is below that of laws.
+
+Its interval is by subsampling, as in `sampling.subsampling`: T(x1, y1) deviates from its mean over
+halves as the effect does from its own, at rate sqrt((m / n) / (1 - m / n)) = 1. All are masses on
+the pooled rows of the test. Class distances and epsilon are held at those of all rows.
 
 Near 0 the statistic fluctuates as 1 / n instead, and no such interval covers: there is none unless
 the test rejects and the lower end is above 0. The interval is asymptotic, not exact as the p-value
@@ -25,19 +32,19 @@ from otdd_flash.shift.permutation import PermutationTest
 from otdd_flash.shift.pooled import PooledCost, Until
 from otdd_flash.shift.rows import PooledRows
 
-# Subsamples, and permutations of each that estimate its null mean; width of bounds over T.
-SUBSAMPLES, NULLS, WIDTH = 39, 5, 0.01
+# Random halves; width of bounds over a value; units of a side from which on there is an interval.
+SUBSAMPLES, WIDTH, FEWEST = 39, 1e-3, 20
 
 
 @dataclass(frozen=True)
 class ShiftEffect:
-    """How much the distance exceeds its null mean, in units of the mean cost of all rows.
+    """What transport between the sides costs more than within them, over the mean cost of all rows.
 
     Attributes:
-        value: the excess; about 0 without a shift.
-        lower: lower end of the 95% interval, a one-sided limit of 97.5%; None near 0, where no
-            interval covers.
-        upper: its upper end, likewise.
+        value: about 0 without a shift.
+        lower: lower end of the 95% interval, a one-sided limit of 97.5%; None near 0, or with less
+            than 20 rows or groups on a side, where no interval covers.
+        upper: its upper end, likewise; too low, as the value is, for few rows in many dimensions.
     """
 
     value: float
@@ -58,27 +65,25 @@ def measure_effect(
         seed: of the subsamples.
     """
     unit = pooled.mean or 1.0
-    value = (test.statistic - float(test.null.mean())) / unit
-    if test.p_value > alpha or min(rows.sizes) < 4:
+    of_x, of_y = _halves(pooled, rows, seed)
+    across = of_x[0], of_y[0]
+    xy, xx, yy = (pooled.transport(*pair, WIDTH) for pair in (across, of_x, of_y))
+    value = float((xy - xx / 2 - yy / 2).mean()) / unit
+    if test.p_value > alpha or min(rows.sizes) < FEWEST:
         return ShiftEffect(value)
-    reach = float(t.ppf(0.975, SUBSAMPLES - 1) * _subsampled(pooled, rows, seed).std()) / unit
+    spread = float(pooled.statistics(*across, Until(width=WIDTH)).value.std())
+    reach = float(t.ppf(0.975, SUBSAMPLES - 1)) * spread / unit
     return ShiftEffect(value, value - reach, value + reach) if value > reach else ShiftEffect(value)
 
 
-def _subsampled(pooled: PooledCost, rows: PooledRows, seed: int) -> Tensor:
-    """Return T of each subsample less its null mean (K,)."""
-    generator = np.random.default_rng((seed, SUBSAMPLES))
-    ours = np.flatnonzero(rows.unit_in_reference)
-    others = np.flatnonzero(~rows.unit_in_reference)
-    size = len(ours) // 2
-    chosen = np.zeros((2, len(rows.unit_in_reference), SUBSAMPLES * (1 + NULLS)), dtype=bool)
-    for k in range(chosen.shape[2]):
-        if k % (1 + NULLS) == 0:
-            halves = generator.permutation(ours)[:size], generator.permutation(others)
-            order = np.concatenate((halves[0], halves[1][: len(others) // 2]))
-        else:
-            order = generator.permutation(order)
-        chosen[0, order[:size], k] = chosen[1, order[size:], k] = True
-    a, b = (rows.masses(side, pooled.cost.device) for side in chosen)
-    values = pooled.statistics(a, b, Until(width=WIDTH)).value.reshape(SUBSAMPLES, 1 + NULLS)
-    return values[:, 0] - values[:, 1:].mean(1)
+def _halves(pooled: PooledCost, rows: PooledRows, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Return masses (N, K) of a half of the units and of the other half, of each side."""
+    generator, found = np.random.default_rng((seed, SUBSAMPLES)), []
+    for units in (rows.unit_in_reference, ~rows.unit_in_reference):
+        first = np.zeros((len(units), SUBSAMPLES), dtype=bool)
+        for k in range(SUBSAMPLES):
+            half = generator.permutation(np.flatnonzero(units))[: int(units.sum()) // 2]
+            first[half, k] = True
+        device = pooled.cost.device
+        found.append((rows.masses(first, device), rows.masses(units[:, None] & ~first, device)))
+    return found

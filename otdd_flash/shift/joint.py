@@ -77,8 +77,7 @@ def shift_test(
         sample: m rows of the same features; classes of both sides are united by name.
         permutations: B, at least 19 and 1 / alpha - 1; p cannot be below 1 / (1 + B).
         stop_after: h, permutations with a T as large after which no more are drawn: p is then h
-            over the permutations drawn (Besag & Clifford 1991), whose mean the effect is compared
-            with. None: all are drawn.
+            over the permutations drawn (Besag & Clifford 1991). None: all are drawn.
         alpha: the level of `.shifted`, of classes as a family, and of when an effect has an
             interval.
         groups: two sequences, the group of every row of reference and of sample, such as patients,

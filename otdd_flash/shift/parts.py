@@ -25,7 +25,7 @@ from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError
 from otdd_flash.labels import NoLabels
 from otdd_flash.shift.permutation import PermutationTest, label_test, permutation_test
-from otdd_flash.shift.pooled import PooledCost
+from otdd_flash.shift.pooled import UNIT, PooledCost
 from otdd_flash.shift.rows import PooledRows
 
 MOST_PERMUTATIONS = 100_000
@@ -203,6 +203,8 @@ def describe(pooled: PooledCost, rows: PooledRows) -> tuple[Tensor, Tensor]:
     for masses, potential in ((a, f), (b, g)):
         shares -= costs(own, own, masses, masses).sum(1)
         slopes = torch.where(masses > 0, potential - own, 0.0)
-        contributions += torch.where(masses > 0, (slopes - masses @ slopes) / (1 - masses), 0.0)
+        # A row of nearly all mass may round to 1.
+        rest = (1 - masses).clamp_min(UNIT)
+        contributions += torch.where(masses > 0, (slopes - masses @ slopes) / rest, 0.0)
     total = float(shares.sum())
     return (shares / total if total > 0 else torch.zeros_like(shares)).cpu(), contributions.cpu()

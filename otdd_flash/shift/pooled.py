@@ -31,15 +31,17 @@ from __future__ import annotations
 
 import math
 import warnings
+from itertools import starmap
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from otdd_flash.errors import NotConvergedWarning
+from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.matrix.transport import matrix_transport
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term import UnreachableTolerance
 
 # Width of bounds over the mean cost at which any solve ends; self terms, which converge fast, do.
 LEAST_WIDTH = 1e-6
@@ -149,11 +151,32 @@ class PooledCost:
         numbers, _ = self._cross_terms(a, b, self._self_terms(a, b), until)
         numbers = numbers.cpu()
         for k in (~numbers.isfinite().all(0)).nonzero()[:, 0].tolist():
-            cross, *own = self._alone(a[:, k], b[:, k])
+            one, other = a[:, k], b[:, k]
+            cross, *own = starmap(self._alone, ((one, other), (one, one), (other, other)))
             ends = ((cross.value, *cross.bounds), *((e.value, *e.bounds[::-1]) for e in own))
             factors = torch.tensor((1.0, -0.5, -0.5), dtype=numbers.dtype)
             numbers[:, k] = factors @ torch.tensor(ends, dtype=numbers.dtype)
         return Statistics(*numbers)
+
+    def transport(self, a: Tensor, b: Tensor, width: float) -> Tensor:
+        """Return OT(a, b) of B problems (N, B) on different rows, (B,) float64 on the CPU.
+
+        Args:
+            a: (N, B) masses of one side, of sum 1.
+            b: (N, B) masses of the other side, on other rows.
+            width: of bounds at which a problem is done, over the value.
+        """
+        found = []
+        parts = (torch.split(side, self.batch, 1) for side in (a, b))
+        for one, other in zip(*parts, strict=True):
+            # No self terms are taken off.
+            nothing = one.new_zeros(2 * one.shape[1])
+            own = Term(nothing, nothing, nothing, nothing)
+            values = self._cross_terms(one, other, own, Until(width=width))[0].cpu()
+            for k in (~values.isfinite().all(0)).nonzero()[:, 0].tolist():
+                values[0, k] = self._alone(one[:, k], other[:, k]).value
+            found.append(values[0])
+        return torch.cat(found)
 
     def potentials(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the potentials (N,) of one problem (N, 1): f and g, and those of self terms."""
@@ -161,8 +184,8 @@ class PooledCost:
         numbers, cross = self._cross_terms(a, b, own, Until(width=POTENTIALS_WIDTH))
         if not bool(numbers.isfinite().all()):
             (a, b), (f, g, on_sides) = (a[:, 0], b[:, 0]), self.cost.new_zeros(3, len(self))
-            cross, of_a, of_b = self._alone(a, b)
-            f[a > 0], g[b > 0] = cross.f.to(f), cross.g.to(g)
+            of_both, of_a, of_b = starmap(self._alone, ((a, b), (a, a), (b, b)))
+            f[a > 0], g[b > 0] = of_both.f.to(f), of_both.g.to(g)
             for side, term in ((a > 0, of_a), (b > 0, of_b)):
                 on_sides[side] = (term.f + term.g).to(f) / 2
             return f, g, on_sides
@@ -264,23 +287,26 @@ class PooledCost:
             log_v,
         )
 
-    def _alone(self, a: Tensor, b: Tensor) -> list[MatrixTransport]:
-        """Solve OT(a, b), OT(a, a) and OT(b, b) by the library's own iterations."""
-        found = []
-        for one, other in ((a, b), (a, a), (b, b)):
-            rows, columns = one.nonzero()[:, 0], other.nonzero()[:, 0]
-            with warnings.catch_warnings():
-                # Bounds hold where a solve stops early.
-                warnings.simplefilter("ignore", NotConvergedWarning)
-                term = matrix_transport(
+    def _alone(self, a: Tensor, b: Tensor) -> MatrixTransport:
+        """Solve OT(a, b) of one problem (N,) by the library's own iterations."""
+        rows, columns = a.nonzero()[:, 0], b.nonzero()[:, 0]
+        with warnings.catch_warnings():
+            # Bounds hold where a solve stops early.
+            warnings.simplefilter("ignore", NotConvergedWarning)
+            try:
+                return matrix_transport(
                     self.cost[rows][:, columns],
-                    one[rows],
-                    other[columns],
+                    a[rows],
+                    b[columns],
                     epsilon=self.epsilon,
                     options=Converged(tolerance=1e-5),
                 )
-            found.append(term)
-        return found
+            except UnreachableTolerance as error:
+                raise InputError(
+                    f"epsilon={self.epsilon:.3g} is too small beside the largest cost, "
+                    f"{self._largest:.3g}: rounding decides; raise epsilon, or leave out rows that "
+                    "are far from all others"
+                ) from error
 
 
 def _log_sums(kernel: Tensor, log_scaling: Tensor, masses: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class ShiftReport:
         hits: permutations whose T may be as large as the statistic.
         requested: B, how many permutations there would have been without an early end.
         alpha: the level that `shifted` compares the p-value with.
-        effect: the distance less its null mean, in units of the mean cost.
+        effect: what transport between the sides costs more than within them, over the mean cost.
         parts: where the shift is; None if it was not asked for.
         min_effect: the least effect that counts as large; None if none was given.
         epsilon: regularisation, in units of the cost.
@@ -92,13 +92,15 @@ class ShiftReport:
         """Say in words what was found: significance and size, then where."""
         found = "differ" if self.shifted else "show no shift"
         over = self.effect.value
-        size = f"{abs(over):.2%} of the mean cost {'above' if over >= 0 else 'below'} its null mean"
+        size = (
+            f"{abs(over):.2%} of the mean cost {'more' if over >= 0 else 'less'} than within them"
+        )
         if self.effect.lower is not None and self.effect.upper is not None:
             size += f" (95%: {self.effect.lower:.2%} to {self.effect.upper:.2%})"
         words = [
             f"{display(self.names[0])} and {display(self.names[1])} {found} at level "
-            f"{self.alpha:g}: p = {self.p_value:.2g} by {self.permutations} permutations. The "
-            f"distance is {size}; "
+            f"{self.alpha:g}: p = {self.p_value:.2g} by {self.permutations} permutations. "
+            f"Transport between them costs {size}; "
             + (
                 "with enough rows any shift is significant, so judge by the size."
                 if self.shifted

@@ -27,7 +27,7 @@ from otdd_flash.labels import Continuous, Given, LabelMetric, NoLabels, class_di
 from otdd_flash.labels.numbers import scale_of, targets_of, with_numbers
 from otdd_flash.memory import check_memory
 from otdd_flash.operators.comparison import check_comparable
-from otdd_flash.raw_labels import raw_values
+from otdd_flash.raw_labels import missing_labels, raw_values, without_fractions
 from otdd_flash.samples import LabeledSamples, needs_classes
 from otdd_flash.sampling.comparison import drawable
 from otdd_flash.shown import display, listing
@@ -271,7 +271,16 @@ def _units(groups: Sequence[Any] | None, sizes: tuple[int, int]) -> Numbers:
             f"groups must be two sequences, of the rows of reference and of sample, got "
             f"{len(groups)}"
         )
-    given = [np.asarray(raw_values(part)).astype(str) for part in groups]
+    given = []
+    for place, part in zip(PLACES, groups, strict=True):
+        values = without_fractions(raw_values(part))
+        if missing := int(missing_labels(values).sum()):
+            raise InputError(
+                f"{missing} groups of {place} are missing; give such rows a group each, or leave "
+                "them out"
+            )
+        # Days and nanoseconds of a date are one group.
+        given.append((values.astype("M8[ns]") if values.dtype.kind == "M" else values).astype(str))
     for place, part, size in zip(PLACES, given, sizes, strict=True):
         if part.shape != (size,):
             raise InputError(

@@ -85,11 +85,13 @@ def shift_windows(
         raise InputError(
             f"window={window} must be at least 2 rows and at most the sample's {len(sample)}"
         )
+    if groups is not None and len(groups) == 2 and len(groups[1]) != len(sample):
+        raise InputError(f"groups of sample must be {len(sample)}, one a row, got {len(groups[1])}")
     spent(alpha, count, permutations)
     if rest:
         warn(f"the last {rest} rows do not fill a window of {window} and are left out", DataNotice)
     metric, parts = metric_of(settings.get("labels", "gaussian")), settings.get("parts", True)
-    tests = []
+    tests: list[tuple[torch.Tensor, dict[str, Any]]] = []
     for place, start in enumerate(range(0, count * window, window), 1):
         level, needed = spent(alpha, place, permutations)
         rows, own = torch.arange(start, start + window), groups

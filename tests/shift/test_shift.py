@@ -391,6 +391,19 @@ def test_effects_are_sizes_with_intervals_away_from_zero_alone():
     assert otdd.shift_test(x, y, labels="none", permutations=19).exceeds is None
 
 
+def test_effects_are_not_of_other_spreads_or_numbers_of_rows():
+    generator = np.random.default_rng(17)
+    x, y = generator.normal(size=(300, 10)), generator.normal(size=(50, 10))
+    settings = {"labels": "none", "permutations": 19, "parts": False}
+    same, wide = (otdd.shift_test(x, z, **settings).effect for z in (y, 1.5**0.5 * y))
+    assert abs(same.value) < 0.03
+    # 0.022 between the laws, by the closed form for normal ones; T less its null mean is 0.1.
+    assert 0.0 < wide.value < 0.05
+    few = otdd.shift_test(x[:19], x[19:38] + 9, **settings)
+    assert few.shifted
+    assert few.effect.lower is None
+
+
 def test_classes_are_united_and_the_order_of_sides_does_not_matter():
     generator = np.random.default_rng(11)
     x, y = generator.normal(size=(12, 2)), generator.normal(size=(12, 2))
@@ -437,6 +450,8 @@ def test_windows_are_all_checked_before_the_first_is_tested():
         otdd.shift_windows((x, kinds), (y, [0, 1] * 24 + [2] * 24), **settings)
     with pytest.raises(InputError, match=r"window 3: tests of 2 classes .* parts=false"):
         otdd.shift_windows((x, kinds), (y, [0, 1] * 36), **settings, alpha=2e-4)
+    with pytest.raises(InputError, match="groups of sample must be 72, one a row, got 99"):
+        otdd.shift_windows(x, y, labels="none", groups=[range(24), range(99)], **settings)
     assert not done
 
 
@@ -465,6 +480,26 @@ REFUSALS = {
         lambda x, y: (x, y),
         {"groups": [[0, 0, 1, 1, 2, 2], [2.0, 2.0, 3.0, 3.0, 4.0, 4.0]]},
         "group 2 is on both sides",
+    ),
+    "shared date": (
+        lambda x, y: (x, y),
+        {"groups": [np.array(["2026-05-01"] * 6, t) for t in ("M8[D]", "M8[ns]")]},
+        "is on both sides",
+    ),
+    "shared number": (
+        lambda x, y: (x, y),
+        {"groups": [np.arange(6) // 2, np.arange(6) // 2 + 2.0]},
+        "group 2 is on both sides",
+    ),
+    "missing group": (
+        lambda x, y: (x, y),
+        {"groups": [[0, 0, 1, 1, 2, 2], [3, 3, np.nan, np.nan, 4, 4]]},
+        "2 groups of sample are missing",
+    ),
+    "epsilon beside an outlier": (
+        lambda x, y: (np.concatenate((x, [[1e6, 0.0]])), y),
+        {"epsilon": 1.0},
+        "epsilon=1 is too small beside the largest cost",
     ),
     "group sizes": (lambda x, y: (x, y), {"groups": [[1, 2], [3, 4]]}, "groups of reference must"),
     "both epsilons": (lambda x, y: (x, y), {"epsilon": 1.0, "epsilon_relative": 0.1}, "epsilon"),
