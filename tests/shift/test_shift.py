@@ -220,6 +220,19 @@ def test_an_early_end_counts_in_the_order_drawn():
         assert (found.p_value, found.hits, len(found.null)) == (h / last, h, last)
 
 
+def test_what_bounds_do_not_decide_is_a_hit(monkeypatch):
+    generator = np.random.default_rng(18)
+    rows, pooled = pool(side(generator, 6), side(generator, 6))
+    bounds = iter([(0.9, 1.1), (0.8, 0.95)])
+
+    def wide(_, a, *others):
+        ends = [torch.full((a.shape[1],), end) for end in next(bounds)]
+        return pooled_module.Statistics(ends[0], *ends)
+
+    monkeypatch.setattr(PooledCost, "statistics", wide)
+    assert permutation_test(pooled, rows, 19, 0).hits == 19
+
+
 def test_draws_depend_on_seed_and_place_alone_and_keep_sides_and_groups():
     generator = np.random.default_rng(4)
     groups = [[0, 0, 1, 2, 2, 2, 3, 4], ["a", "b", "b", "c", "c", "d"]]
