@@ -164,9 +164,13 @@ def _class_moments(side: LabeledSamples, unbiased: bool) -> tuple[Tensor, Tensor
     squares = (points - means[labels]).square().sum(1)
     traces = masses.new_zeros(count).index_add_(0, labels, shares * squares)
     if unbiased:
-        # As `covariance_factor`: reliability weights, and 0 of a single sample.
-        alone = masses.new_zeros(count).index_add_(0, labels, shares.square())
-        traces = torch.where(alone < 1, traces / (1 - alone), 0)
+        # As `covariance_factor`: reliability weights, and 0 of a single sample. Of a share above a
+        # half, which one row of a class has at the most, 1 - share is the sum of all others.
+        heavy = shares > 0.5
+        light = masses.new_zeros(count).index_add_(0, labels, torch.where(heavy, 0, shares))
+        rest = torch.where(heavy, light[labels], 1 - shares)
+        unevenness = masses.new_zeros(count).index_add_(0, labels, shares * rest)
+        traces = torch.where(unevenness > 0, traces / unevenness, 0)
     return means, traces, of_class
 
 
@@ -493,14 +497,13 @@ class SelfTerm(NamedTuple):
 
     value: float
     bounds: tuple[float, float]
-    passes: float
 
 
 def self_terms(terms: Terms, problems: list[Problem]) -> list[SelfTerm]:
     """Solve self terms until their intervals are narrow, or no narrower by rounding."""
     if terms.epsilon == 0 and not has_sets([one.x for one in problems]):
         # Costs are not negative, and nothing has to move. Those of several labels may be.
-        return [SelfTerm(0.0, (0.0, 0.0), 0.0)] * len(problems)
+        return [SelfTerm(0.0, (0.0, 0.0))] * len(problems)
     # Sent to another rank, both sides are copies of their own.
     problems = [one._replace(y=one.x) for one in problems]
     found = []
@@ -509,7 +512,7 @@ def self_terms(terms: Terms, problems: list[Problem]) -> list[SelfTerm]:
             if last or term.bounds[1] - term.bounds[0] <= SELF_WIDTH * abs(term.value):
                 break
             ((term, last),) = terms.raised([one._replace(before=term)])
-        found.append(SelfTerm(term.value, term.bounds, term.passes))
+        found.append(SelfTerm(term.value, term.bounds))
     return found
 
 

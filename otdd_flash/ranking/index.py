@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,6 +132,10 @@ class Settings:
                 "give the same, or build another index"
             )
         return compute
+
+    def transformed(self, samples: LabeledSamples, compute: ComputeOptions) -> LabeledSamples:
+        """Return samples on the device, transformed for the ground cost."""
+        return self.cost.transform(samples.to(resolve_device(compute.device)))
 
     def prepared(self, samples: LabeledSamples) -> LabeledSamples:
         """Return samples as members and queries are: in memory, checked, without small classes.
@@ -269,11 +272,6 @@ class Index:
         """The number of features."""
         return _dim(self.entries[0], self.settings)
 
-    @cached_property
-    def device(self) -> torch.device:
-        """Where terms are solved."""
-        return resolve_device(self.compute.device)
-
     def rows(self, entry: Entry) -> LabeledSamples:
         """Return the rows of a member as they were given.
 
@@ -284,10 +282,6 @@ class Index:
             return self.held[entry.digest]
         assert self.folder is not None
         return _StoredRows(self.folder, entry.digest, entry.name).read()
-
-    def transformed(self, samples: LabeledSamples) -> LabeledSamples:
-        """Return samples on the device, transformed for the ground cost."""
-        return self.settings.cost.transform(samples.to(self.device))
 
     @classmethod
     @takes()
@@ -461,7 +455,8 @@ class _Reader:
         with warnings.catch_warnings(record=True) as said:
             # They are read again, with notices, when all are.
             warnings.simplefilter("always")
-            some = [self.transformed(samples) for _, samples in self.read(drawn, None)]
+            read = self.read(drawn, None)
+            some = [self.settings.transformed(samples, self.compute) for _, samples in read]
         if not some:
             raise InputError(": ".join([NO_MEMBER, *(str(one.message) for one in said[:1])]))
         metric, cost, some = with_numbers(self.settings.metric, cost, some)
@@ -478,10 +473,6 @@ class _Reader:
         rho = None if limits.exact else (penalties_of(limits) or [None])[0]
         settled = replace(self.settings, epsilon=used, mean_cost=mean, unbalanced=rho)
         return replace(settled, metric=metric, cost=cost)
-
-    def transformed(self, samples: LabeledSamples) -> LabeledSamples:
-        """Return samples on the device, transformed for the ground cost."""
-        return self.settings.cost.transform(samples.to(resolve_device(self.compute.device)))
 
     def read(self, names: Sequence[str], dim: int | None) -> Iterator[tuple[str, LabeledSamples]]:
         """Yield members by name, of one dimension, without small classes.
@@ -603,12 +594,13 @@ def _solved(
     """Measure classes and solve the self terms of new members, dealt to ranks if there are any."""
     if not new:
         return []
-    metric, sides = reader.settings.metric, [reader.transformed(one) for one in new.values()]
+    settings, metric = reader.settings, reader.settings.metric
+    sides = [settings.transformed(one, reader.compute) for one in new.values()]
     tables = class_tables(sides, [(k, k) for k in range(len(sides))], metric, cache_dir)
     problems = [Problem(side, side, table) for side, table in zip(sides, tables, strict=True)]
-    solver = reader.settings.terms(reader.compute)
+    solver = settings.terms(reader.compute)
     terms = spread(reader.compute.group, self_terms, solver, problems)
-    moments = moments_of(sides, metric, reader.settings.cost, tables)
+    moments = moments_of(sides, metric, settings.cost, tables)
     parts = zip(sides, new, terms, moments, strict=True)
     return [Entry(side.name, key, term, known) for side, key, term, known in parts]
 

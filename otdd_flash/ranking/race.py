@@ -29,6 +29,7 @@ import numpy as np
 from otdd_flash.arguments import Count, NotNegative, Positive, Progress, Seed, takes
 from otdd_flash.cost.compute import Compute
 from otdd_flash.data.given import Samples, as_samples
+from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.files.atomic import json_content
@@ -278,7 +279,7 @@ def nearest(
         "tie": tie,
         "settings": known.settings.to_dict(),
         "duplicates": dict(known.duplicates),
-        "device": str(known.device),
+        "device": str(resolve_device(known.compute.device)),
         "versions": versions(),
     }
     if subsample is not None:
@@ -370,7 +371,7 @@ class _Race:
         self.known, self.query, self.tie, self.ordered = known, query, tie, ordered
         self._cache_dir = cache_dir
         self._terms: Terms = known.settings.terms(known.compute)
-        self._x = known.transformed(query)
+        self._x = known.settings.transformed(query, known.compute)
         digest = digest_of(query)
         self._same = [one for one in known.entries if one.digest == digest]
         # The query itself is nearest, without a race.
@@ -455,7 +456,7 @@ class _Race:
         able.sort(key=lambda one: one.lower)
         ranks, count = getattr(self.known.compute.group, "size", 1), 1
         if able and able[0].term is None:
-            rows = self.known.transformed(self.known.rows(able[0].entry))
+            rows = self._rows(able[0])
             if self._terms.takes_many(self._x, rows):
                 able = [one for one in able if one.term is None]
                 # As many as before: few are solved in vain, and many are measured together.
@@ -464,10 +465,13 @@ class _Race:
                 count = max(AT_ONCE, min(begun, most))
         return able[: count * ranks]
 
+    def _rows(self, one: _Candidate) -> LabeledSamples:
+        return self.known.settings.transformed(self.known.rows(one.entry), self.known.compute)
+
     def _problems(self, chosen: Sequence[_Candidate]) -> list[Problem]:
         """Return the cross terms of candidates, whose class distances are measured now."""
         settings = self.known.settings
-        rows = [self.known.transformed(self.known.rows(one.entry)) for one in chosen]
+        rows = [self._rows(one) for one in chosen]
         new = [place for place, one in enumerate(chosen) if one.table is None]
         if new:
             sides, pairs = [self._x, *rows], [(0, place + 1) for place in new]

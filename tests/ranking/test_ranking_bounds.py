@@ -97,6 +97,20 @@ def test_moments_far_from_the_origin_and_of_one_point_stay_below():
         assert bound <= value
 
 
+@pytest.mark.parametrize("weight", [1e6, 1e15, 1e17])
+def test_moments_of_one_heavy_row_bound_too(weight):
+    """1 - the sum of squared shares has no digits left there, and covariances divide by it."""
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        sides = []
+        for heavy in (weight, 1.0):
+            weights = rng.uniform(0.5, 1, 4) * [heavy, 1, 1, 1]
+            sides.append(otdd.LabeledSamples(rng.normal(size=(4, 2)), [0] * 4, ("a",), weights))
+        (bound,) = lowest(sides[0], [sides[1]], GroundCost(0.0, 1.0), "gaussian").tolist()
+        (table,) = class_tables(sides, [(0, 1)], metric_of("gaussian"))
+        assert bound <= float(table[0, 1])
+
+
 def test_rounding_of_means_makes_no_bound_above_zero():
     """Copies of one point are at distance 0 from it, whatever their mean rounds to."""
     draw = torch.Generator().manual_seed(0)
@@ -149,7 +163,7 @@ def test_self_terms_are_those_of_each_dataset_and_narrow(count, alone, monkeypat
     tables = class_tables(sides, [(k, k) for k in range(count)], metric_of("gaussian"))
     terms = Terms(GroundCost(), 0.2, EXACT, COMPUTE)
     found = self_terms(terms, [Problem(x, x, w) for x, w in zip(sides, tables, strict=True)])
-    for side, (value, (lower, upper), _) in zip(sides, found, strict=True):
+    for side, (value, (lower, upper)) in zip(sides, found, strict=True):
         true = term(side, side, 0.2)
         assert lower - 1e-9 <= true <= upper + 1e-9
         assert lower <= value <= upper
