@@ -286,7 +286,7 @@ class Index:
     @classmethod
     @takes()
     def load(cls, folder: str | Path, compute: Compute | None = None) -> Index:
-        """Read the folder of an index; members whose files are damaged are computed again.
+        """Read the folder of an index; members whose numbers are damaged are computed again.
 
         Args:
             folder: as `otdd.index` wrote it.
@@ -334,7 +334,8 @@ def index(
     Args:
         library: datasets of one dimension by name: samples, arrays (features, labels), any datasets
             of vectors that `otdd.embed` takes, names of datasets for `otdd.load`, or files that its
-            reader `arrays` takes. With a folder those that it lacks are added; {} reads it.
+            reader `arrays` takes. With a folder those that it lacks are added; {} reads it, at
+            the same settings, as `Index.load` does without any.
         folder: where to store the index; what it holds already is not computed again, and a name
             that is given with other rows takes these. None: in memory.
         epsilon: entropic regularisation, in units of the cost, for good.
@@ -385,6 +386,7 @@ def index(
     passes = ComputeOptions.of(compute)
     asked = Settings(0.0, 0.0, cost, metric, unbalanced, min_class_size, passes.precision)
     if stored is None or rebuild:
+        _refuse_dropped(stored, whole, min_class_size)
         reader = _Reader(whole, asked, passes, skip)
         built = reader.settled(epsilon, epsilon_relative, unbalanced, unbalanced_relative)
     else:
@@ -401,6 +403,19 @@ def index(
 def _stored_members(stored: Mapping[str, Any] | None, where: Path | None) -> dict[str, Any]:
     members = {} if stored is None else stored["members"]
     return {name: _StoredRows(where, key, name) for name, key in members.items()}
+
+
+def _refuse_dropped(
+    stored: Mapping[str, Any] | None, library: Mapping[str, Any], least: int | None
+) -> None:
+    """Raise an `InputError` if rows that were dropped from stored members are asked for again."""
+    dropped = 0 if stored is None else stored["settings"]["min_class_size"] or 0
+    left = [name for name, given in library.items() if isinstance(given, _StoredRows)]
+    if left and dropped > max(1, least or 1):
+        raise InputError(
+            f"the index holds its members without classes below min_class_size={dropped}; give "
+            f"those again to rebuild it with smaller ones: {listing(left, 8)}"
+        )
 
 
 def _refuse_other(built: Settings, asked: Settings) -> None:
@@ -499,7 +514,7 @@ class _Reader:
     def _one(self, name: str) -> LabeledSamples:
         given = self.library[name]
         if isinstance(given, _StoredRows):
-            return given.read()
+            return self.settings.prepared(given.read())
         if isinstance(given, str | os.PathLike):
             text = os.fspath(given)
             named = text in SOURCES or not Path(text).suffix
@@ -568,7 +583,13 @@ def _build(
             if where is not None:
                 # Before the entries: what is not whole of them is computed again.
                 _write_index(where, reader.settings, members)
-            for entry in _solved(reader, new, cache_dir):
+            solved = _solved(reader, new, cache_dir)
+            if len(solved) < len(new):
+                lost = new.keys() - {entry.digest for entry in solved}
+                members = {n: key for n, key in members.items() if key not in lost}
+                if where is not None:
+                    _write_index(where, reader.settings, members)
+            for entry in solved:
                 entries[entry.digest] = entry
                 if where is not None:
                     _write_entry(where, entry, new[entry.digest], mark)
@@ -591,9 +612,29 @@ def _solved(
     new: Mapping[str, LabeledSamples],
     cache_dir: str | os.PathLike[str] | None,
 ) -> list[Entry]:
-    """Measure classes and solve the self terms of new members, dealt to ranks if there are any."""
+    """Solve the self terms of new members; those that have none are refused or left out."""
     if not new:
         return []
+    try:
+        return _solved_together(reader, new, cache_dir)
+    except InputError as error:
+        if len(new) > 1:
+            alone = ({key: samples} for key, samples in new.items())
+            return [entry for one in alone for entry in _solved(reader, one, cache_dir)]
+        (samples,) = new.values()
+        said = f"{samples.name} has no self term in the index: {error}"
+        if not reader.skip:
+            raise InputError(said) from error
+        warn(f"{said}: it is left out of the index", DataNotice)
+        return []
+
+
+def _solved_together(
+    reader: _Reader,
+    new: Mapping[str, LabeledSamples],
+    cache_dir: str | os.PathLike[str] | None,
+) -> list[Entry]:
+    """Measure classes and solve the self terms of new members, dealt to ranks if there are any."""
     settings, metric = reader.settings, reader.settings.metric
     sides = [settings.transformed(one, reader.compute) for one in new.values()]
     tables = class_tables(sides, [(k, k) for k in range(len(sides))], metric, cache_dir)

@@ -50,6 +50,7 @@ from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling import subsample_interval
+from otdd_flash.sampling.subsampling import LEVEL, check_count
 from otdd_flash.shown import display, listing
 from otdd_flash.solver.term import TransportTerm
 
@@ -253,6 +254,8 @@ def nearest(
         DataNotice: the library has fewer than k members, or `tie` is large beside the costs.
     """
     started = time.perf_counter()
+    if subsample is not None:
+        check_count(subsample, LEVEL)
     known = _index_of(library, epsilon, rebuild, compute, cache_dir)
     if k > len(known):
         warn(f"k={k} is above the {len(known)} members of the index: all are ranked", DataNotice)
@@ -420,7 +423,8 @@ class _Race:
             all_proven = bool(proven[: self.k].all())
             settled = proven | out | all_proven
             opened = [one for one, known in zip(placed, settled, strict=True) if not known]
-            able = [one for one in opened if not one.last]
+            # What lies within half a tie is known well enough.
+            able = [one for one in opened if not one.last and one.upper - one.lower > self.tie / 2]
             unsolved = [one for one in placed[: self.k] if not one.solved]
             chosen = self._chosen(able or unsolved)
             if progress is not None:
@@ -489,7 +493,9 @@ class _Race:
         problems = self._problems(chosen)
         found = spread(self.known.compute.group, cross_terms, self._terms, problems)
         for one, (term, last) in zip(chosen, found, strict=True):
-            one.term, one.level = term, one.level + 1
+            one.term, one.level, one.last = term, one.level + 1, last
+            if term is None:
+                continue
             others = self._own, one.entry.term
             # Each end takes the opposite ends of the self terms.
             one.lower = max(one.lower, term.bounds[0] - sum(two.bounds[1] for two in others) / 2)
@@ -497,7 +503,6 @@ class _Race:
             value = term.value - sum(two.value for two in others) / 2
             # An interval that was proven earlier may end below what was found later.
             one.value = min(max(value, one.lower), one.upper)
-            one.last = last or one.upper - one.lower <= self.tie / 2
 
     def ranked(self) -> tuple[tuple[Ranked, ...], tuple[Ranked, ...]]:
         """Return the first k and all others as rows."""

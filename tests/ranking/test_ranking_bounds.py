@@ -12,6 +12,7 @@ import otdd_flash as otdd
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.formulas.marginals import EXACT
 from otdd_flash.labels import metric_of
+from otdd_flash.ranking import bounds
 from otdd_flash.ranking.bounds import (
     MOST_FEATURES,
     Problem,
@@ -151,6 +152,30 @@ def test_intervals_of_every_budget_hold(together, monkeypatch):
     assert last
     assert widths == sorted(widths, reverse=True)
     assert widths[-1] < 1e-4 < widths[0]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_errors_below_rounding_are_not_sought_for_long(scale, monkeypatch):
+    """In double precision nothing says that rounding is reached; equal points have the value 0."""
+    most = []
+    real = bounds.solve_identical
+
+    def solve(compared, options, *, start=None):
+        most.append(options.max_iterations)
+        return real(compared, options, start=start)
+
+    monkeypatch.setattr(bounds, "solve_identical", solve)
+    monkeypatch.setattr(bounds, "SELF_WIDTH", 1e-6 if scale == 0 else 0.0)
+    rng = np.random.default_rng(0)
+    points = 1 + scale * rng.normal(size=(5, 3))
+    side = otdd.LabeledSamples(points, None, (), [0.23, 0.29, 0.24, 0.2, 0.04])
+    (table,) = class_tables([side], [(0, 0)], metric_of("none"))
+    compute = otdd.ComputeOptions("cpu", precision="double")
+    terms = Terms(GroundCost(), 0.04, EXACT, compute)
+    (found,) = self_terms(terms, [Problem(side, side, table)])
+    assert found.bounds[0] <= found.value <= found.bounds[1]
+    assert sum(most[1:]) <= 3 * bounds.MOST_CONTINUED
+    assert len(most) == 1 or scale > 0
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
