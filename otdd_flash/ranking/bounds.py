@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -68,9 +69,11 @@ T = TypeVar("T")
 # Updates of both potentials after which a term is certified for the first times; then it is solved
 # to the default tolerance, and from then on to intervals narrower by this factor.
 BUDGETS, SMALLER = (2, 8, 32), 0.1
-# Iterations that go on from known potentials, after which a descent from large epsilons begins.
+# Iterations that go on from known potentials. After them a descent from large epsilons begins, but
+# not of a term that had converged: a smaller error may be below the rounding of double precision.
 MOST_CONTINUED = 500
-# The width of a self term's interval, over its value, and how often a smaller error is tried.
+# The width of a self term's interval, over its value or epsilon, and how often a smaller error is
+# tried.
 SELF_WIDTH, MOST_NARROWED = 1e-6, 3
 # Features up to which singular values of products of covariance factors are computed.
 MOST_FEATURES = 256
@@ -172,9 +175,13 @@ def _class_moments(side: LabeledSamples, unbiased: bool) -> tuple[Tensor, Tensor
     squares = (points - means[labels]).square().sum(1)
     traces = masses.new_zeros(count).index_add_(0, labels, shares * squares)
     if unbiased:
-        # As `covariance_factor`: reliability weights, and 0 of a single sample.
-        alone = masses.new_zeros(count).index_add_(0, labels, shares.square())
-        traces = torch.where(alone < 1, traces / (1 - alone), 0)
+        # As `covariance_factor`: reliability weights, and 0 of a single sample. Of a share above a
+        # half, which one row of a class has at the most, 1 - share is the sum of all others.
+        heavy = shares > 0.5
+        light = masses.new_zeros(count).index_add_(0, labels, torch.where(heavy, 0, shares))
+        rest = torch.where(heavy, light[labels], 1 - shares)
+        unevenness = masses.new_zeros(count).index_add_(0, labels, shares * rest)
+        traces = torch.where(unevenness > 0, traces / unevenness, 0)
     return means, traces, of_class
 
 
@@ -318,9 +325,12 @@ class Problem(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """A term after another budget, and whether nothing narrows its interval further."""
+    """A term after another budget, and whether nothing narrows its interval further.
 
-    term: TransportTerm
+    The term is None if rounding exceeds the tolerance of the first budget already.
+    """
+
+    term: TransportTerm | None
     last: bool
 
 
@@ -346,14 +356,16 @@ class Terms:
         """Solve every problem within its next budget.
 
         Raises:
-            InputError: rounding alone exceeds the tolerance at this epsilon and precision.
+            InputError: of a self term rounding alone exceeds the tolerance at this epsilon and
+                precision.
         """
         new = sorted((one for one in problems if one.before is None), key=lambda one: len(one.y))
         found: dict[Problem, TransportTerm | None] = {}
         if len(new) > 1 and self.takes_many(new[-1].x, new[-1].y):
             for first in range(0, len(new), AT_ONCE):
                 some = new[first : first + AT_ONCE]
-                found |= zip(some, self._together(some), strict=True)
+                with suppress(UnreachableTolerance, EpsilonOutOfRange):
+                    found |= zip(some, self._together(some), strict=True)
         solved = [found.get(one) for one in problems]
         return [
             self._alone(one) if term is None else Raised(term, False)
@@ -412,7 +424,7 @@ class Terms:
         try:
             found = self._solved(compared, options, before, own=problem.own)
         except (UnreachableTolerance, EpsilonOutOfRange):
-            if before is None or not again:
+            if problem.own and not again:
                 raise
             return Raised(before, True)
         term = whole_term(found.widened(compared.cost_error).xy, compared)
@@ -434,7 +446,7 @@ class Terms:
             most = min(options.max_iterations, MOST_CONTINUED)
             start = {name: before.g}
             found = solve_it(compared, replace(options, max_iterations=most), start=start)
-            if found.converged or most == options.max_iterations:
+            if before.converged or found.converged or most == options.max_iterations:
                 return found
         return solve_it(compared, options)
 
@@ -492,23 +504,25 @@ class SelfTerm(NamedTuple):
 
     value: float
     bounds: tuple[float, float]
-    passes: float
 
 
 def self_terms(terms: Terms, problems: list[Problem]) -> list[SelfTerm]:
     """Solve self terms until their intervals are narrow, or no narrower by rounding."""
     if terms.epsilon == 0 and not has_sets([one.x for one in problems]):
         # Costs are not negative, and nothing has to move. Those of several labels may be.
-        return [SelfTerm(0.0, (0.0, 0.0), 0.0)] * len(problems)
+        return [SelfTerm(0.0, (0.0, 0.0))] * len(problems)
     # Sent to another rank, both sides are copies of their own.
     problems = [one._replace(y=one.x) for one in problems]
     found = []
     for one, (term, last) in zip(problems, terms.raised(problems), strict=True):
+        assert term is not None
         for _ in range(MOST_NARROWED):
-            if last or term.bounds[1] - term.bounds[0] <= SELF_WIDTH * abs(term.value):
+            width = SELF_WIDTH * max(abs(term.value), terms.epsilon)
+            if last or term.bounds[1] - term.bounds[0] <= width:
                 break
-            ((term, last),) = terms.raised([one._replace(before=term)])
-        found.append(SelfTerm(term.value, term.bounds, term.passes))
+            ((narrowed, last),) = terms.raised([one._replace(before=term)])
+            term = narrowed or term
+        found.append(SelfTerm(term.value, term.bounds))
     return found
 
 

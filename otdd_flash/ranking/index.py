@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,6 +133,10 @@ class Settings:
                 "give the same, or build another index"
             )
         return compute
+
+    def transformed(self, samples: LabeledSamples, compute: ComputeOptions) -> LabeledSamples:
+        """Return samples on the device, transformed for the ground cost."""
+        return self.cost.transform(samples.to(resolve_device(compute.device)))
 
     def prepared(self, samples: LabeledSamples) -> LabeledSamples:
         """Return samples as members and queries are: in memory, checked, without small classes.
@@ -270,11 +273,6 @@ class Index:
         """The number of features."""
         return _dim(self.entries[0], self.settings)
 
-    @cached_property
-    def device(self) -> torch.device:
-        """Where terms are solved."""
-        return resolve_device(self.compute.device)
-
     def rows(self, entry: Entry) -> LabeledSamples:
         """Return the rows of a member as they were given.
 
@@ -286,14 +284,10 @@ class Index:
         assert self.folder is not None
         return _StoredRows(self.folder, entry.digest, entry.name).read()
 
-    def transformed(self, samples: LabeledSamples) -> LabeledSamples:
-        """Return samples on the device, transformed for the ground cost."""
-        return self.settings.cost.transform(samples.to(self.device))
-
     @classmethod
     @takes()
     def load(cls, folder: str | Path, compute: Compute | None = None) -> Index:
-        """Read the folder of an index; members whose files are damaged are computed again.
+        """Read the folder of an index; members whose numbers are damaged are computed again.
 
         Args:
             folder: as `otdd.index` wrote it.
@@ -341,7 +335,8 @@ def index(
     Args:
         library: datasets of one dimension by name: samples, arrays (features, labels), any datasets
             of vectors that `otdd.embed` takes, names of datasets for `otdd.load`, or files that its
-            reader `arrays` takes. With a folder those that it lacks are added; {} reads it.
+            reader `arrays` takes. With a folder those that it lacks are added; {} reads it, at
+            the same settings, as `Index.load` does without any.
         folder: where to store the index; what it holds already is not computed again, and a name
             that is given with other rows takes these. None: in memory.
         epsilon: entropic regularisation, in units of the cost, for good.
@@ -392,6 +387,7 @@ def index(
     passes = ComputeOptions.of(compute)
     asked = Settings(0.0, 0.0, cost, metric, unbalanced, min_class_size, passes.precision)
     if stored is None or rebuild:
+        _refuse_dropped(stored, whole, min_class_size)
         reader = _Reader(whole, asked, passes, skip)
         built = reader.settled(epsilon, epsilon_relative, unbalanced, unbalanced_relative)
     else:
@@ -408,6 +404,19 @@ def index(
 def _stored_members(stored: Mapping[str, Any] | None, where: Path | None) -> dict[str, Any]:
     members = {} if stored is None else stored["members"]
     return {name: _StoredRows(where, key, name) for name, key in members.items()}
+
+
+def _refuse_dropped(
+    stored: Mapping[str, Any] | None, library: Mapping[str, Any], least: int | None
+) -> None:
+    """Raise an `InputError` if rows that were dropped from stored members are asked for again."""
+    dropped = 0 if stored is None else stored["settings"]["min_class_size"] or 0
+    left = [name for name, given in library.items() if isinstance(given, _StoredRows)]
+    if left and dropped > max(1, least or 1):
+        raise InputError(
+            f"the index holds its members without classes below min_class_size={dropped}; give "
+            f"those again to rebuild it with smaller ones: {listing(left, 8)}"
+        )
 
 
 def _refuse_other(built: Settings, asked: Settings) -> None:
@@ -461,7 +470,8 @@ class _Reader:
         with warnings.catch_warnings(record=True) as said:
             # They are read again, with notices, when all are.
             warnings.simplefilter("always")
-            some = [self.transformed(samples) for _, samples in self.read(drawn, None)]
+            read = self.read(drawn, None)
+            some = [self.settings.transformed(samples, self.compute) for _, samples in read]
         if not some:
             raise InputError(": ".join([NO_MEMBER, *(str(one.message) for one in said[:1])]))
         metric, some = with_numbers(self.settings.metric, some)
@@ -479,10 +489,6 @@ class _Reader:
         rho = None if limits.exact else (penalties_of(limits) or [None])[0]
         settled = replace(self.settings, epsilon=used, mean_cost=mean, unbalanced=rho)
         return replace(settled, metric=metric)
-
-    def transformed(self, samples: LabeledSamples) -> LabeledSamples:
-        """Return samples on the device, transformed for the ground cost."""
-        return self.settings.cost.transform(samples.to(resolve_device(self.compute.device)))
 
     def read(self, names: Sequence[str], dim: int | None) -> Iterator[tuple[str, LabeledSamples]]:
         """Yield members by name, of one dimension, without small classes.
@@ -509,7 +515,7 @@ class _Reader:
     def _one(self, name: str) -> LabeledSamples:
         given = self.library[name]
         if isinstance(given, _StoredRows):
-            return given.read()
+            return self.settings.prepared(given.read())
         if isinstance(given, str | os.PathLike):
             text = os.fspath(given)
             named = text in SOURCES or not Path(text).suffix
@@ -578,7 +584,13 @@ def _build(
             if where is not None:
                 # Before the entries: what is not whole of them is computed again.
                 _write_index(where, reader.settings, members)
-            for entry in _solved(reader, new, cache_dir):
+            solved = _solved(reader, new, cache_dir)
+            if len(solved) < len(new):
+                lost = new.keys() - {entry.digest for entry in solved}
+                members = {n: key for n, key in members.items() if key not in lost}
+                if where is not None:
+                    _write_index(where, reader.settings, members)
+            for entry in solved:
                 entries[entry.digest] = entry
                 if where is not None:
                     _write_entry(where, entry, new[entry.digest], mark)
@@ -601,15 +613,36 @@ def _solved(
     new: Mapping[str, LabeledSamples],
     cache_dir: str | os.PathLike[str] | None,
 ) -> list[Entry]:
-    """Measure classes and solve the self terms of new members, dealt to ranks if there are any."""
+    """Solve the self terms of new members; those that have none are refused or left out."""
     if not new:
         return []
-    metric, sides = reader.settings.metric, [reader.transformed(one) for one in new.values()]
+    try:
+        return _solved_together(reader, new, cache_dir)
+    except InputError as error:
+        if len(new) > 1:
+            alone = ({key: samples} for key, samples in new.items())
+            return [entry for one in alone for entry in _solved(reader, one, cache_dir)]
+        (samples,) = new.values()
+        said = f"{samples.name} has no self term in the index: {error}"
+        if not reader.skip:
+            raise InputError(said) from error
+        warn(f"{said}: it is left out of the index", DataNotice)
+        return []
+
+
+def _solved_together(
+    reader: _Reader,
+    new: Mapping[str, LabeledSamples],
+    cache_dir: str | os.PathLike[str] | None,
+) -> list[Entry]:
+    """Measure classes and solve the self terms of new members, dealt to ranks if there are any."""
+    settings, metric = reader.settings, reader.settings.metric
+    sides = [settings.transformed(one, reader.compute) for one in new.values()]
     tables = class_tables(sides, [(k, k) for k in range(len(sides))], metric, cache_dir)
     problems = [Problem(side, side, table) for side, table in zip(sides, tables, strict=True)]
-    solver = reader.settings.terms(reader.compute)
+    solver = settings.terms(reader.compute)
     terms = spread(reader.compute.group, self_terms, solver, problems)
-    moments = moments_of(sides, metric, reader.settings.cost, tables)
+    moments = moments_of(sides, metric, settings.cost, tables)
     parts = zip(sides, new, terms, moments, strict=True)
     return [Entry(side.name, key, term, known) for side, key, term, known in parts]
 

@@ -29,6 +29,7 @@ import numpy as np
 from otdd_flash.arguments import Count, NotNegative, Positive, Progress, Seed, takes
 from otdd_flash.cost.compute import Compute
 from otdd_flash.data.given import Samples, as_samples
+from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.files.atomic import json_content
@@ -49,6 +50,7 @@ from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling import subsample_interval
+from otdd_flash.sampling.subsampling import LEVEL, check_count
 from otdd_flash.shown import display, listing
 from otdd_flash.solver.term import TransportTerm
 
@@ -252,6 +254,8 @@ def nearest(
         DataNotice: the library has fewer than k members, or `tie` is large beside the costs.
     """
     started = time.perf_counter()
+    if subsample is not None:
+        check_count(subsample, LEVEL)
     known = _index_of(library, epsilon, rebuild, compute, cache_dir)
     if k > len(known):
         warn(f"k={k} is above the {len(known)} members of the index: all are ranked", DataNotice)
@@ -278,7 +282,7 @@ def nearest(
         "tie": tie,
         "settings": known.settings.to_dict(),
         "duplicates": dict(known.duplicates),
-        "device": str(known.device),
+        "device": str(resolve_device(known.compute.device)),
         "versions": versions(),
     }
     if subsample is not None:
@@ -370,7 +374,7 @@ class _Race:
         self.known, self.query, self.tie, self.ordered = known, query, tie, ordered
         self._cache_dir = cache_dir
         self._terms: Terms = known.settings.terms(known.compute)
-        self._x = known.transformed(query)
+        self._x = known.settings.transformed(query, known.compute)
         digest = digest_of(query)
         self._same = [one for one in known.entries if one.digest == digest]
         # The query itself is nearest, without a race.
@@ -419,7 +423,8 @@ class _Race:
             all_proven = bool(proven[: self.k].all())
             settled = proven | out | all_proven
             opened = [one for one, known in zip(placed, settled, strict=True) if not known]
-            able = [one for one in opened if not one.last]
+            # What lies within half a tie is known well enough.
+            able = [one for one in opened if not one.last and one.upper - one.lower > self.tie / 2]
             unsolved = [one for one in placed[: self.k] if not one.solved]
             chosen = self._chosen(able or unsolved)
             if progress is not None:
@@ -455,7 +460,7 @@ class _Race:
         able.sort(key=lambda one: one.lower)
         ranks, count = getattr(self.known.compute.group, "size", 1), 1
         if able and able[0].term is None:
-            rows = self.known.transformed(self.known.rows(able[0].entry))
+            rows = self._rows(able[0])
             if self._terms.takes_many(self._x, rows):
                 able = [one for one in able if one.term is None]
                 # As many as before: few are solved in vain, and many are measured together.
@@ -464,10 +469,13 @@ class _Race:
                 count = max(AT_ONCE, min(begun, most))
         return able[: count * ranks]
 
+    def _rows(self, one: _Candidate) -> LabeledSamples:
+        return self.known.settings.transformed(self.known.rows(one.entry), self.known.compute)
+
     def _problems(self, chosen: Sequence[_Candidate]) -> list[Problem]:
         """Return the cross terms of candidates, whose class distances are measured now."""
         settings = self.known.settings
-        rows = [self.known.transformed(self.known.rows(one.entry)) for one in chosen]
+        rows = [self._rows(one) for one in chosen]
         new = [place for place, one in enumerate(chosen) if one.table is None]
         if new:
             sides, pairs = [self._x, *rows], [(0, place + 1) for place in new]
@@ -485,7 +493,9 @@ class _Race:
         problems = self._problems(chosen)
         found = spread(self.known.compute.group, cross_terms, self._terms, problems)
         for one, (term, last) in zip(chosen, found, strict=True):
-            one.term, one.level = term, one.level + 1
+            one.term, one.level, one.last = term, one.level + 1, last
+            if term is None:
+                continue
             others = self._own, one.entry.term
             # Each end takes the opposite ends of the self terms.
             one.lower = max(one.lower, term.bounds[0] - sum(two.bounds[1] for two in others) / 2)
@@ -493,7 +503,6 @@ class _Race:
             value = term.value - sum(two.value for two in others) / 2
             # An interval that was proven earlier may end below what was found later.
             one.value = min(max(value, one.lower), one.upper)
-            one.last = last or one.upper - one.lower <= self.tie / 2
 
     def ranked(self) -> tuple[tuple[Ranked, ...], tuple[Ranked, ...]]:
         """Return the first k and all others as rows."""

@@ -283,6 +283,46 @@ def test_other_settings_are_refused_or_rebuilt(given, tmp_path, solved):
     check_same(otdd.nearest(query, otdd.Index.load(tmp_path), 2), expected)
 
 
+def test_rebuilding_drops_small_classes_of_stored_rows_too(tmp_path):
+    rng = np.random.default_rng(0)
+    labels = [0] * 10 + [1] * 9 + [2] * 2
+    members = {
+        name: otdd.LabeledSamples(rng.normal(size=(21, 2)), labels, ("a", "b", "c"))
+        for name in "xy"
+    }
+    otdd.index(members, tmp_path)
+    with pytest.warns(DataNotice, match="dropped classes of x"):
+        index = otdd.index({}, tmp_path, min_class_size=5, rebuild=True)
+    assert [len(index.rows(entry)) for entry in index.entries] == [19, 19]
+    with pytest.warns(DataNotice, match="dropped classes of samples"):
+        row = otdd.nearest(members["x"], tmp_path, 1).rows[0]
+    assert row[:3] == ("x", 0.0, 0.0)
+    # What was dropped is not there any more.
+    with pytest.raises(InputError, match=r"min_class_size=5; give those again .*: y"):
+        otdd.index({"x": members["x"]}, tmp_path, min_class_size=2, rebuild=True)
+    again = otdd.index(members, tmp_path, min_class_size=2, rebuild=True)
+    assert [len(again.rows(entry)) for entry in again.entries] == [21, 21]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_member_without_a_self_term_is_named_or_skipped(given, tmp_path, stored):
+    """Its costs are too large for the epsilon of the others."""
+    query, members = given
+    one = members["m0"]
+    huge = otdd.LabeledSamples(one.features * 1e5, one.labels, one.class_names)
+    folder = tmp_path if stored else None
+    with pytest.raises(InputError, match=r"huge has no self term in the index: .* too small"):
+        otdd.index({**members, "huge": huge}, folder, epsilon=0.01)
+    with pytest.warns(DataNotice, match="huge has no self term .* it is left out of the index"):
+        index = otdd.index({**members, "huge": huge}, folder, epsilon=0.01, skip=True)
+    assert index.names == tuple(members)
+    assert otdd.nearest(query, index, 1).rows
+    if stored:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DataNotice)
+            assert otdd.Index.load(folder).names == tuple(members)
+
+
 def test_members_of_equal_content_are_told_and_ranked_once(given):
     query, members = given
     with pytest.warns(DataNotice, match="ranked once: copy is m0"):

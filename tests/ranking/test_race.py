@@ -16,6 +16,7 @@ from ranking.libraries import dataset, library, truth
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.ranking import bounds, race
+from otdd_flash.solver.term import UnreachableTolerance
 
 TIE = 1e-4
 # Intervals hold by themselves; the reference is as exact as this.
@@ -357,6 +358,50 @@ def test_the_value_of_one_row_is_within_its_interval():
             one = otdd.LabeledSamples(rng.normal(size=(1, dim)).astype("f4"), [0], ("a",))
             for row in otdd.nearest(one, otdd.index(members), 3, ordered=True).rows:
                 assert row.lower <= row.value <= row.upper, row
+
+
+def test_a_member_that_rounding_keeps_from_its_tolerance_has_the_interval_of_its_moments(
+    monkeypatch,
+):
+    """It may be among the first k, or not; what is proven of the others stays."""
+    query, members = library(3)
+    index = otdd.index(members)
+    values = truth(query, members, index.settings.epsilon)
+    nearest = min(values, key=values.get)
+    real = bounds.Terms._solved
+
+    def solve(self, compared, options, before, *, own):
+        sizes = len(compared.transformed[1]), len(query)
+        if sizes[0] == len(members[nearest]) and not own:
+            raise UnreachableTolerance("too small for float32")
+        return real(self, compared, options, before, own=own)
+
+    monkeypatch.setattr(bounds.Terms, "_solved", solve)
+    assert sum(len(one) == len(members[nearest]) for one in members.values()) == 1
+    ranking = otdd.nearest(query, index, 2, ordered=True)
+    check(ranking, values, 2, ordered=True)
+    assert ranking.stopped_by == "rounding"
+    (row,) = (row for row in (*ranking.rows, *ranking.others) if row.name == nearest)
+    assert math.isnan(row.value)
+    assert math.isinf(row.upper)
+
+
+def test_values_of_the_first_are_solved_to_the_default_tolerance_whatever_the_tie():
+    query, members = library(2)
+    index = otdd.index(members)
+    with pytest.warns(DataNotice, match="lower tie"):
+        ranking = otdd.nearest(query, index, 2, tie=1e9)
+    values = truth(query, members, index.settings.epsilon)
+    for row in ranking.rows:
+        assert row.value == pytest.approx(values[row.name], abs=1e-4)
+
+
+def test_too_few_subsamples_are_refused_before_anything_is_solved(monkeypatch):
+    query, members = library(2)
+    index = otdd.index(members)
+    monkeypatch.setattr(race._Race, "run", None)
+    with pytest.raises(InputError, match="at least 39 subsamples, got 5"):
+        otdd.nearest(query, index, 1, subsample=5)
 
 
 def test_a_tie_beyond_the_costs_is_told():

@@ -12,6 +12,7 @@ import otdd_flash as otdd
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.formulas.marginals import EXACT
 from otdd_flash.labels import metric_of
+from otdd_flash.ranking import bounds
 from otdd_flash.ranking.bounds import (
     MOST_FEATURES,
     Problem,
@@ -97,6 +98,20 @@ def test_moments_far_from_the_origin_and_of_one_point_stay_below():
         assert bound <= value
 
 
+@pytest.mark.parametrize("weight", [1e6, 1e15, 1e17])
+def test_moments_of_one_heavy_row_bound_too(weight):
+    """1 - the sum of squared shares has no digits left there, and covariances divide by it."""
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        sides = []
+        for heavy in (weight, 1.0):
+            weights = rng.uniform(0.5, 1, 4) * [heavy, 1, 1, 1]
+            sides.append(otdd.LabeledSamples(rng.normal(size=(4, 2)), [0] * 4, ("a",), weights))
+        (bound,) = lowest(sides[0], [sides[1]], GroundCost(0.0, 1.0), "gaussian").tolist()
+        (table,) = class_tables(sides, [(0, 1)], metric_of("gaussian"))
+        assert bound <= float(table[0, 1])
+
+
 def test_rounding_of_means_makes_no_bound_above_zero():
     """Copies of one point are at distance 0 from it, whatever their mean rounds to."""
     draw = torch.Generator().manual_seed(0)
@@ -139,6 +154,29 @@ def test_intervals_of_every_budget_hold(together, monkeypatch):
     assert widths[-1] < 1e-4 < widths[0]
 
 
+@pytest.mark.parametrize("width", [bounds.SELF_WIDTH, 0.0])
+def test_errors_below_rounding_are_not_sought_for_long(width, monkeypatch):
+    """In double precision nothing says that rounding is reached; equal points have the value 0."""
+    most = []
+    real = bounds.solve_identical
+
+    def solve(compared, options, *, start=None):
+        most.append(options.max_iterations)
+        assert len(most) == 1 or most[-1] <= bounds.MOST_CONTINUED
+        return real(compared, options, start=start)
+
+    monkeypatch.setattr(bounds, "solve_identical", solve)
+    monkeypatch.setattr(bounds, "SELF_WIDTH", width)
+    weights = [0.23, 0.29, 0.24, 0.2, 0.04]
+    side = otdd.LabeledSamples(torch.ones(5, 3, dtype=torch.float64), None, (), weights)
+    (table,) = class_tables([side], [(0, 0)], metric_of("none"))
+    compute = otdd.ComputeOptions("cpu", precision="double")
+    terms = Terms(GroundCost(), 0.04, EXACT, compute)
+    (found,) = self_terms(terms, [Problem(side, side, table)])
+    assert found.bounds[0] <= found.value <= found.bounds[1]
+    assert (len(most) == 1) == (width > 0)
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("alone", [False, True])
 def test_self_terms_are_those_of_each_dataset_and_narrow(count, alone, monkeypatch):
@@ -149,7 +187,7 @@ def test_self_terms_are_those_of_each_dataset_and_narrow(count, alone, monkeypat
     tables = class_tables(sides, [(k, k) for k in range(count)], metric_of("gaussian"))
     terms = Terms(GroundCost(), 0.2, EXACT, COMPUTE)
     found = self_terms(terms, [Problem(x, x, w) for x, w in zip(sides, tables, strict=True)])
-    for side, (value, (lower, upper), _) in zip(sides, found, strict=True):
+    for side, (value, (lower, upper)) in zip(sides, found, strict=True):
         true = term(side, side, 0.2)
         assert lower - 1e-9 <= true <= upper + 1e-9
         assert lower <= value <= upper
