@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Seed, takes
 from otdd_flash.checks import mapping, number, optional
@@ -27,11 +29,17 @@ from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, NotConvergedWarning, warn
-from otdd_flash.labels import JointClassDistances, Labels, drop_small_classes, metric_of
+from otdd_flash.labels import (
+    JointClassDistances,
+    Labels,
+    drop_small_classes,
+    metric_of,
+    settled_metric,
+)
 from otdd_flash.mixing.prices import MixtureOracle
 from otdd_flash.mixing.result import Mixture, OtherWeights
 from otdd_flash.mixing.sources import Sources, at_weights, compared, named_sources
-from otdd_flash.mixing.weights import NO_TIME, Allowed, Found, Vector, minimise
+from otdd_flash.mixing.weights import NO_TIME, NO_WEIGHT, Allowed, Found, Vector, minimise
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.result import versions
 from otdd_flash.shown import listing
@@ -131,7 +139,7 @@ def mixture(
     sizes = [int((one.masses > 0).sum()) for one in given[:-1]]
     limits = _limits(names, sizes, max_weights, max_rows)
     allowed = Allowed(limits, penalty or 0.0, _towards(names, towards, penalty))
-    check_room(allowed, max_rows)
+    check_room(allowed, _limits(names, sizes, max_weights, None), sizes, max_rows)
     metric, cost = metric_of(labels), GroundCost(lambda_x, lambda_y, ground)
     compare = partial(
         compared,
@@ -147,22 +155,26 @@ def mixture(
     with comparison.within_memory():
         found, oracle = searched(comparison, pool, allowed, bound_width, left, progress)
         in_time = left() != NO_TIME
+        # A debiased search lifts weights of 0 a little; what is told is of the weights themselves.
         last = oracle.at(found.w, bound_width) if debias else found.answer
+        there = oracle.solve(found.w, bound_width) if debias else last.divergence
         others = other_weights(comparison, pool, found, bound_width) if in_time else ()
         moves = undetermined(found, oracle, allowed, bound_width) if in_time else ()
     intervals = None
     if subsample is not None:
         from otdd_flash.mixing.intervals import weight_intervals
 
-        again = partial(compare, epsilon=comparison.epsilon)
+        # As the whole: also the epsilon between classes, and nothing of a subsample is cached.
+        settled = settled_metric(metric, epsilon, comparison.transformed, comparison.streaming)
+        again = partial(compare, epsilon=comparison.epsilon, metric=settled, cache_dir=None)
         drawn = weight_intervals(again, given, allowed, bound_width, found.w, subsample, seed)
         intervals = dict(zip(names, drawn, strict=True))
     if found.stopped_by != "bound_width":
         warn(_shortfall(found, oracle, bound_width), NotConvergedWarning)
     charged = allowed.charge(found.w)
     # With debiasing nothing is known of other weights.
-    bounds = last.bounds if debias else (found.lower - charged, found.upper - charged)
-    value = last.divergence.value if debias else last.upper
+    bounds = there.bounds if debias else (found.lower - charged, found.upper - charged)
+    value = there.value if debias else last.upper
     towards_all = allowed.towards.tolist() if penalty else None
     return Mixture(
         dict(zip(names, found.w.tolist(), strict=True)),
@@ -188,8 +200,8 @@ def mixture(
             "towards": towards_all and dict(zip(names, towards_all, strict=True)),
             "labels": metric.name if class_distances is None else "given",
             **cost.to_dict(),
-            "device": last.divergence.device,
-            "backend": last.divergence.backend,
+            "device": there.device,
+            "backend": there.backend,
             "versions": versions(),
             "seconds": time.monotonic() - started,
         },
@@ -263,26 +275,45 @@ def _by_name(
     return {name: float(check(f"{argument}[{name!r}]", one)) for name, one in (given or {}).items()}
 
 
-def check_room(allowed: Allowed, max_rows: int | None) -> None:
-    """Refuse limits that leave no weights.
+def check_room(allowed: Allowed, own: Vector, sizes: Sequence[int], max_rows: int | None) -> None:
+    """Refuse limits that leave no weights, and say what would leave some.
+
+    Args:
+        allowed: the weights, with all limits.
+        own: (K,) the limits of `max_weights` alone.
+        sizes: rows of the sources.
+        max_rows: rows to be drawn.
 
     Raises:
-        InputError: they sum to less than 1.
+        InputError: the limits sum to less than 1.
     """
-    room = float(allowed.most[allowed.usable].sum())
-    if room < 1 - 1e-9:
-        way = "" if max_rows is None else f"; {int(room * max_rows)} rows are the most they allow"
-        raise InputError(
-            f"the largest weights sum to {room:.4g}, and weights to 1: raise max_weights, or lower "
-            f"max_rows{way}"
-        )
+    usable, count = allowed.usable, np.array(sizes)
+
+    def enough(limits: Vector, rows: int | None, held: NDArray[np.bool_] = usable) -> bool:
+        most = limits if rows is None else np.minimum(limits, count / rows)
+        return float(most[held].sum()) >= 1 - 1e-9
+
+    if enough(own, max_rows):
+        return
+    ways = list[str]()
+    if (own < 1).any() and enough(np.ones_like(own), max_rows):
+        ways.append("raise max_weights")
+    if max_rows is not None and enough(own, 1):
+        most = bisect_left(range(1, max_rows), True, key=lambda rows: not enough(own, rows))
+        ways.append(f"lower max_rows to {most}")
+    if enough(own, max_rows, allowed.most > 0):
+        ways.append("give more sources a weight in towards")
+    way = " or ".join(ways) or "allow more by max_weights, max_rows and towards together"
+    total = float(allowed.most[usable].sum())
+    raise InputError(f"the largest weights sum to {total:.4g}, and weights to 1: {way}")
 
 
 def _marginal_costs(slope: Vector, w: Vector, allowed: Allowed) -> Vector:
     """Return prices, with those of the penalty, less their mean under w (K,)."""
     prices = slope
     if allowed.penalty:
-        held = np.maximum(w, 1e-300) / np.maximum(allowed.towards, 1e-300)
+        # Weights below NO_WEIGHT are 0 here, and the slope of the penalty is infinite at 0.
+        held = np.maximum(w, NO_WEIGHT) / np.maximum(allowed.towards, 1e-300)
         prices = slope + allowed.penalty * np.log(held)
     found: Vector = prices - float(w @ prices)
     return found
@@ -314,7 +345,7 @@ def other_weights(
         one = solved(f"{sources.names[k]} alone", np.eye(count)[k], part)
         best = one if best is None or one.value < best.value else best
     assert best is not None
-    sizes = np.array([float(len(one)) for one in sources.each])
+    sizes = np.array([float((one.masses > 0).sum()) for one in sources.each])
     weights = {"uniform": np.full(count, 1 / count), "proportional to size": sizes / sizes.sum()}
     return (
         best,
@@ -367,6 +398,7 @@ def _followed(
     """Return the move along a direction by which the value rises by half a gap, or to a limit."""
     along = max(float(slope @ direction), 0.0)
     length = gap / (along + np.sqrt(along**2 + max(curvature, 0.0) * gap) + 1e-300)
-    room = np.where(direction < 0, w, allowed.most - w) / np.maximum(np.abs(direction), 1e-300)
+    moves = np.abs(direction) > 1e-9
+    room = np.where(direction < 0, w, allowed.most - w)[moves] / np.abs(direction[moves])
     move: Vector = min(length, float(room.min())) * direction
     return np.where(np.abs(move) < 1e-9, 0.0, move)

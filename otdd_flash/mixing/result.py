@@ -175,9 +175,12 @@ class Mixture:
         if (shares > most).any():
             place = int(np.argmax(shares - most))
             name, reach = list(self.weights)[place], int((most[w > 0] / w[w > 0]).min())
+            way = f"ask for the mixture with max_rows={count}"
+            if count > most.sum():
+                way = f"add sources, as all together have {most.sum()}"
             raise InputError(
                 f"{count} rows take {shares[place]} of {display(name)}, which has {most[place]}; "
-                f"draw {reach} or fewer, or ask for the mixture with max_rows={count}"
+                f"draw {reach} or fewer, or {way}"
             )
         generator, found = np.random.default_rng(seed), {}
         for name, size, source in zip(self.weights, shares, self.sources, strict=True):

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash.checks import refused
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
@@ -115,8 +116,10 @@ def named_sources(
     if isinstance(sources, Mapping):
         given = [(str(name), one) for name, one in sources.items()]
         each = [replace(as_samples(one, f"sources[{name!r}]"), name=name) for name, one in given]
-    else:
+    elif isinstance(sources, list | tuple):
         each = [as_samples(one, f"sources[{place}]") for place, one in enumerate(sources)]
+    else:
+        raise refused("sources", "be a list of datasets, or datasets by name", sources)
     if not 1 <= len(each) <= MOST_SOURCES:
         raise InputError(f"a mixture has 1 to {MOST_SOURCES} sources, got {len(each)}")
     names: list[str] = []

@@ -128,6 +128,16 @@ def test_copies_share_a_weight_and_are_told_as_undetermined():
     assert any("undetermined" in said for said in found.sentences())
 
 
+def test_copies_are_told_beside_a_source_at_its_limit():
+    each = [cloud(50, (0, 0), 0, "one"), cloud(50, (0, 0), 0, "two"), cloud(50, (5, 0), 1, "three")]
+    x = torch.cat((cloud(50, (0, 0), 2).features, cloud(50, (5, 0), 3).features))
+    found = otdd.mixture(
+        x, [*each, cloud(50, (0, 5), 4, "no")], labels="none", max_weights={"no": 0.0}
+    )
+    (moves,) = found.undetermined
+    assert set(moves) == {"one", "two"}
+
+
 def test_different_sources_are_determined():
     each = [cloud(50, (0, 0), 0, "one"), cloud(50, (5, 0), 1, "two")]
     x = torch.cat((cloud(50, (0, 0), 2).features, cloud(50, (5, 0), 3).features))
@@ -160,6 +170,17 @@ def test_limits_are_tight(given, expected):
     assert found.bounds[0] - 1e-9 <= at <= found.bounds[1] + 1e-9
 
 
+def test_limits_hold_where_epsilon_is_small():
+    each = [cloud(30, (0, 0), 0, "near"), *(cloud(30, (30 + k, 0), k) for k in range(1, 4))]
+    target = cloud(40, (0, 0), 9, "t")
+    limits = {"near": 0.4, "cloud": 0.3, "cloud (2)": 0.3, "cloud (3)": 0.3}
+    found = otdd.mixture(target, each, labels="none", epsilon=0.1, max_weights=limits)
+    assert found.weights["near"] == pytest.approx(0.4)
+    assert all(w <= limits[name] + 1e-12 for name, w in found.weights.items())
+    assert found.bounds[0] <= found.bounds[1]
+    assert found.converged
+
+
 def test_a_penalty_draws_to_given_weights():
     each = [cloud(60, (0, 0), 0, "near"), cloud(80, (4, 0), 1, "far")]
     target = cloud(90, (0, 0), 5, "t")
@@ -181,6 +202,46 @@ def test_a_penalty_draws_to_given_weights():
     assert last == pytest.approx(0.3, abs=0.02)
     even = mixed(target, each, penalty=200.0, epsilon=epsilon)
     assert even.weights["near"] == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_penalty_makes_no_source_cheap_that_has_no_weight():
+    each = [cloud(60, (0, 0), 0, "near"), cloud(60, (9, 0), 1, "far")]
+    found = mixed(cloud(90, (0, 0), 5, "t"), each, penalty=0.3, epsilon=0.5)
+    assert found.weights["far"] == 0
+    assert found.marginal_costs["near"] == pytest.approx(0, abs=1e-9)
+    assert found.marginal_costs["far"] > 1
+
+
+def test_a_debiased_value_is_that_of_its_weights():
+    """Sources far away have some mass in the search, and none in what is told."""
+    each = [cloud(40, (0, 0), 0, "near"), cloud(40, (50, 0), 1, "far")]
+    found = mixed(cloud(60, (0, 0), 5, "t"), each, debias=True, epsilon=0.5)
+    assert found.weights["near"] == 1
+    alone = found.others[0]
+    assert alone.name == "near alone"
+    assert found.value == pytest.approx(alone.value, abs=1e-4)
+    assert found.bounds[0] <= alone.upper
+    assert alone.lower <= found.bounds[1]
+
+
+def test_subsamples_are_measured_as_the_whole(monkeypatch, tmp_path):
+    """The epsilon between classes is that of the whole, and nothing of a subsample is cached."""
+    used = []
+
+    def intervals(compare, given, *_):
+        used.append(compare.keywords)
+        return [(0.0, 1.0)] * (len(given) - 1)
+
+    monkeypatch.setattr("otdd_flash.mixing.intervals.weight_intervals", intervals)
+    each = [cloud(20, (k, 0), k, f"s{k}", labels=[0, 1] * 10) for k in range(2)]
+    metric = otdd.labels.Sinkhorn()
+    target = cloud(20, (0, 0), 5, "t", labels=[0, 1] * 10)
+    otdd.mixture(target, each, labels=metric, subsample=39, cache_dir=tmp_path)
+    (one,) = used
+    points = torch.cat([side.features for side in (*each, target)]).double()
+    mean = float(torch.cdist(points, points).square().mean())
+    assert one["metric"].epsilon == pytest.approx(0.01 * mean)
+    assert one["cache_dir"] is None
 
 
 def test_classes_of_sources_stay_apart_and_labels_count():
@@ -253,9 +314,16 @@ def test_the_rows_that_are_drawn():
 def test_rows_are_drawn_by_their_masses():
     masses = torch.tensor([1.0] * 20 + [0.0] * 20)
     one = otdd.LabeledSamples(torch.randn(40, 2), None, (), masses, name="half")
-    found = otdd.mixture(torch.randn(30, 2), [one], labels="none")
-    assert found.sizes == {"half": 20}
+    found = otdd.mixture(torch.randn(30, 2), [one, cloud(60, (9, 9), 0, "far")], labels="none")
+    assert found.sizes == {"half": 20, "far": 60}
+    assert found.weights["half"] == 1
     assert found.rows(20)["half"].tolist() == list(range(20))
+    # Rows without mass count nowhere.
+    assert found.others[-1].weights == (0.25, 0.75)
+    with pytest.raises(InputError, match=r"draw 20 or fewer, or ask .* max_rows=80$"):
+        found.rows(80)
+    with pytest.raises(InputError, match=r"or add sources, as all together have 80$"):
+        found.rows(81)
 
 
 REFUSED = [
@@ -263,7 +331,22 @@ REFUSED = [
     ({"max_weights": {"c": 0.5}}, "max_weights names 'c', and the sources are a, b"),
     ({"max_weights": {"a": -1}}, "a weight, 0 or more"),
     ({"max_weights": {"a": 0.3, "b": 0.3}}, "sum to 0.6, and weights to 1"),
-    ({"max_rows": 1000}, "80 rows are the most they allow"),
+    ({"max_rows": 1000}, "weights to 1: lower max_rows to 80$"),
+    # b gives 40 rows, which are nine tenths of 44.
+    (
+        {"max_rows": 1000, "max_weights": {"a": 0.1}},
+        "weights to 1: lower max_rows to 44$",
+    ),
+    (
+        {"max_rows": 50, "max_weights": {"a": 0.1}},
+        "weights to 1: raise max_weights or lower max_rows to 44$",
+    ),
+    ({"max_weights": {"a": 0.3, "b": 0.2}, "max_rows": 90}, "max_weights, max_rows and towards"),
+    (
+        {"max_weights": {"a": 0.5}, "penalty": 1.0, "towards": {"a": 1}},
+        "raise max_weights or give more sources a weight in towards$",
+    ),
+    ({"sources": cloud(40, (0, 0), 0)}, "sources must be a list of datasets.* LabeledSamples"),
     ({"towards": {"a": 1}}, "towards= needs penalty="),
     ({"penalty": 1.0, "towards": {"a": 0}}, "towards must have a weight above 0"),
     ({"ground": "inner"}, "sqeuclidean or cosine, got inner"),

@@ -51,7 +51,7 @@ def test_cuts_of_solves_are_tight(seed):
     answer = MixtureOracle(comparison, sources).at(w, 1e-6)
     size = max(abs(truth), 1.0)
     assert truth - 1e-4 * size <= float(w @ answer.cut) <= truth + 1e-9 * size
-    assert answer.bounds[0] <= truth + 1e-9 * size
+    assert answer.divergence.bounds[0] <= truth + 1e-9 * size
     assert truth <= answer.upper + 1e-9 * size
 
 
