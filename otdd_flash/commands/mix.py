@@ -39,7 +39,6 @@ from otdd_flash.data.registry import load
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.network import Extractor
 from otdd_flash.files.atomic import write_json
-from otdd_flash.labels import class_distances
 from otdd_flash.mixing.mixture import mixture
 from otdd_flash.mixing.result import Mixture
 from otdd_flash.report.mixture import mixture_table, write_mixture_report
@@ -103,9 +102,6 @@ def mix(config: DictConfig, directory: Path) -> None:
         found = _found(settings, sources, target, options, phases)
     content = settings.report.content
     first, console = found[0], Terminal()
-    drawn, count = None, settings.rows or settings.max_rows
-    if count is not None:
-        drawn = first.dataset(count, settings.seed)
     parts = {name: spent for name, spent in phases.seconds.items() if name == "mix"}
     more = {"seconds": phases.all_seconds(parts), "seed": settings.seed, "config": kept}
     other = {"other": found[1].to_dict()} if len(found) > 1 else {}
@@ -120,7 +116,17 @@ def mix(config: DictConfig, directory: Path) -> None:
             console.print(mixture_table(*found))
             for sentence in first.sentences():
                 console.print(sentence, soft_wrap=True, markup=False)
-    report = write_mixture_report(first, directory, content=content, drawn=drawn, image_shape=shape)
+    # Weights are written by then, because a source may have too few rows.
+    count = settings.rows or settings.max_rows
+    drawn = None if count is None else first.dataset(count, settings.seed)
+    report = write_mixture_report(
+        first,
+        directory,
+        other=found[1] if len(found) > 1 else None,
+        content=content,
+        drawn=drawn,
+        image_shape=shape,
+    )
     if content != "none":
         console.print(f"written to {directory}", soft_wrap=True)
     report += track_mixture(first, settings.log, kept, directory)
@@ -141,23 +147,12 @@ def _found(
     options: dict[str, Any],
     phases: Phases,
 ) -> list[Mixture]:
-    """Return the mixture, and with `both` that of the other value, at the same class distances."""
-    methods = "none", "continuous"
-    if settings.both and settings.labels.method not in methods:
-        with phases.phase("mix", "class distances") as counted:
-            keys = ("ground", "min_class_size", "cache_dir")
-            options["class_distances"] = class_distances(
-                [*sources.values(), target],
-                options["labels"],
-                progress=counted,
-                **{key: options[key] for key in keys},
-            )
+    """Return the mixture, and with `both` that of the other value, at the same epsilon."""
     found: list[Mixture] = []
     for debias in (settings.debias, not settings.debias)[: 1 + settings.both]:
         with phases.phase("mix", "debiased weights" if debias else "weights"):
             subsample = None if found else settings.subsample
             found.append(mixture(target, sources, debias=debias, subsample=subsample, **options))
-        options["epsilon"], options["epsilon_relative"] = found[0].details["epsilon"], None
     return found
 
 
