@@ -28,7 +28,7 @@ from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
-from otdd_flash.errors import InputError, NotConvergedWarning, warn
+from otdd_flash.errors import EpsilonOutOfRange, InputError, NotConvergedWarning, warn
 from otdd_flash.labels import (
     JointClassDistances,
     Labels,
@@ -101,7 +101,7 @@ def mixture(
             Without, epsilon draws weights to sources that are narrower than the target.
         bound_width: (upper - lower) / value to reach.
         max_seconds: wall time after which the search ends, with what is proven then; comparisons
-            with other weights are left out.
+            with other weights are left out. Subsamples take their own time.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost at equal weights, instead of
             `epsilon`. Neither given means 0.01 of that mean.
@@ -242,8 +242,8 @@ def _limits(
 ) -> Vector:
     """Return the largest weights (K,)."""
     most = np.ones(len(names))
-    for name, limit in _by_name("max_weights", names, max_weights).items():
-        most[names.index(name)] = min(limit, 1.0)
+    for name, limit in _by_name("max_weights", names, max_weights, 1.0).items():
+        most[names.index(name)] = limit
     if max_rows is not None:
         most = np.minimum(most, np.array(sizes) / max_rows)
     return most
@@ -266,13 +266,16 @@ def _towards(
 
 
 def _by_name(
-    argument: str, names: Sequence[str], given: Mapping[str, float] | None
+    argument: str, names: Sequence[str], given: Mapping[str, float] | None, most: float = np.inf
 ) -> dict[str, float]:
-    check = number("be a weight, 0 or more", lambda value: 0 <= value < np.inf)
-    for name in given or {}:
+    said = "be a weight, 0 or more" if most == np.inf else "be a weight, 0 to 1"
+    check = number(said, lambda value: 0 <= value < np.inf and value <= most)
+    # Keys of sources are text, too.
+    named = {str(name): one for name, one in (given or {}).items()}
+    for name in named:
         if name not in names:
             raise InputError(f"{argument} names {name!r}, and the sources are {listing(names, 12)}")
-    return {name: float(check(f"{argument}[{name!r}]", one)) for name, one in (given or {}).items()}
+    return {name: float(check(f"{argument}[{name!r}]", one)) for name, one in named.items()}
 
 
 def check_room(allowed: Allowed, own: Vector, sizes: Sequence[int], max_rows: int | None) -> None:
@@ -322,12 +325,18 @@ def _marginal_costs(slope: Vector, w: Vector, allowed: Allowed) -> Vector:
 def other_weights(
     comparison: Comparison, sources: Sources, found: Found, width: float
 ) -> tuple[OtherWeights, ...]:
-    """Solve the best single source, uniform weights, and those in proportion to sizes."""
+    """Solve the best single source, uniform weights, and those in proportion to sizes.
+
+    Those whose costs are too large for epsilon and the precision are left out: they are far.
+    """
     count, options = len(sources.names), Converged(bound_width=None if comparison.debias else width)
     start = {"xy": found.answer.divergence.xy.g}
 
-    def solved(name: str, w: Vector, part: Comparison) -> OtherWeights:
-        divergence = solve(part, options, start=start)
+    def solved(name: str, w: Vector, part: Comparison) -> OtherWeights | None:
+        try:
+            divergence = solve(part, options, start=start)
+        except EpsilonOutOfRange:
+            return None
         # As the value of a mixture.
         value = divergence.value if comparison.debias else divergence.bounds[1]
         return OtherWeights(name, tuple(w.tolist()), value, *divergence.bounds)
@@ -343,14 +352,12 @@ def other_weights(
         alone = replace(source.take(rows.to(source.features.device)), weights=sources.own[rows])
         part = replace(comparison, given=(alone, target), transformed=(alone, target))
         one = solved(f"{sources.names[k]} alone", np.eye(count)[k], part)
-        best = one if best is None or one.value < best.value else best
-    assert best is not None
+        if one is not None and (best is None or one.value < best.value):
+            best = one
     sizes = np.array([float((one.masses > 0).sum()) for one in sources.each])
     weights = {"uniform": np.full(count, 1 / count), "proportional to size": sizes / sizes.sum()}
-    return (
-        best,
-        *(solved(n, w, at_weights(comparison, sources, w)) for n, w in weights.items()),
-    )
+    several = (solved(n, w, at_weights(comparison, sources, w)) for n, w in weights.items())
+    return tuple(one for one in (best, *several) if one is not None)
 
 
 def undetermined(

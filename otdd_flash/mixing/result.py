@@ -70,7 +70,7 @@ class Mixture:
         marginal_costs: by source, price less the mean price under the weights, per unit of weight:
             about 0 where a source is in use, positive where it is not, negative only at a limit.
         undetermined: changes of weights by source, of 0.05 or more, in each of which the objective
-            rises by less than `bound_width` of the value.
+            rises by less than `bound_width` of the value; with `debias` none are looked for.
         others: other weights beside these.
         intervals: by source, from subsamples; None if they were not asked for.
         limits: by source the largest weight that was allowed.
@@ -135,7 +135,7 @@ class Mixture:
         if self.debias:
             said.append(
                 "with debias=true the value need not be convex in the weights, so that no lower "
-                "bound over other weights is known"
+                "bound over other weights is known, and what leaves it unchanged is not looked for"
             )
         else:
             said.append(

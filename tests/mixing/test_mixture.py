@@ -224,6 +224,17 @@ def test_a_debiased_value_is_that_of_its_weights():
     assert alone.lower <= found.bounds[1]
 
 
+def test_a_source_too_far_for_the_precision_is_not_compared():
+    each = {"a": cloud(30, (0, 0), 0), 1: cloud(30, (1000, 0), 1)}
+    target = cloud(40, (0, 0), 5, "t")
+    given = {"labels": "none", "epsilon": 0.1, "debias": True}
+    found = otdd.mixture(target, each, max_weights={1: 0.9}, **given)
+    assert found.weights == pytest.approx({"a": 1.0, "1": 0.0})
+    assert found.others[0].name == "a alone"
+    assert found.limits["1"] == 0.9
+    assert any("not looked for" in said for said in found.sentences())
+
+
 def test_subsamples_are_measured_as_the_whole(monkeypatch, tmp_path):
     """The epsilon between classes is that of the whole, and nothing of a subsample is cached."""
     used = []
@@ -329,7 +340,9 @@ def test_rows_are_drawn_by_their_masses():
 REFUSED = [
     ({"sources": []}, "1 to 200 sources, got 0"),
     ({"max_weights": {"c": 0.5}}, "max_weights names 'c', and the sources are a, b"),
-    ({"max_weights": {"a": -1}}, "a weight, 0 or more"),
+    ({"max_weights": {"a": -1}}, "a weight, 0 to 1, got -1"),
+    ({"max_weights": {"a": 50}}, "a weight, 0 to 1, got 50"),
+    ({"penalty": 1.0, "towards": {"a": -1}}, "a weight, 0 or more, got -1"),
     ({"max_weights": {"a": 0.3, "b": 0.3}}, "sum to 0.6, and weights to 1"),
     ({"max_rows": 1000}, "weights to 1: lower max_rows to 80$"),
     # b gives 40 rows, which are nine tenths of 44.
