@@ -76,7 +76,7 @@ def priced(
     """Compute prices and a cut at potentials f (n,) and g (m,), in one pass.
 
     Args:
-        operator: the cost with masses of which none is 0 that is not so within its source.
+        operator: the cost, with masses of equal weights, so that rows have mass as in their source.
         sources: of the rows.
         f: potential of rows, any.
         g: potential of columns, any.

@@ -40,7 +40,7 @@ from otdd_flash.samples import LabeledSamples, needs_classes
 from otdd_flash.shown import display
 from otdd_flash.solver.term import epsilon_of_datasets, resolve_epsilon
 
-# The most sources of a mixture, and the most rows of a side whose plan is solved for weights.
+# The most sources of a mixture.
 MOST_SOURCES = 200
 
 

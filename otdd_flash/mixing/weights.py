@@ -257,7 +257,7 @@ def minimise(
         damped = metric + damping * np.diag(1 / np.maximum(w, SPREAD / len(w)))
         following, shares, model = next_weights(cuts, w, damped, allowed)
         if not oracle.convex:
-            # What was proven by cuts that are gone is not.
+            # Tangents that are gone prove nothing.
             lower = -math.inf
         for cut in (shares @ cuts, best.cut):
             if (found := allowed.lowest(cut)) > lower:

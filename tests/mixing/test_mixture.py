@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import t as student
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError, NotConvergedWarning
+from otdd_flash.mixing.intervals import weight_intervals
+from otdd_flash.mixing.weights import Allowed
 from tests.mixing.dense import mixed, problem, value, weights
 from tests.refusals import naming
 
@@ -26,8 +30,8 @@ def cloud(n, centre, seed, name="cloud", wide=1.0, labels=None):
 @pytest.mark.parametrize("seed", [0, 6, 7])
 def test_two_sources_against_a_line_search(seed):
     """The least value over t of OT(t mu_1 + (1 - t) mu_2), dense float64."""
-    target, (*_,) = problem(seed)
-    each = problem(seed)[1][:2]
+    target, each = problem(seed)
+    each = each[:2]
     found = mixed(target, each, epsilon=0.2)
     low, high = 0.0, 1.0
     ratio = (math.sqrt(5) - 1) / 2
@@ -165,7 +169,7 @@ def test_limits_are_tight(given, expected):
     # A source at its limit would have more.
     if found.limits["near"] < 1:
         assert found.marginal_costs["near"] < 0
-    # The bounds are those of allowed weights: uniform ones are, at max_rows=120.
+    # The bounds are those of allowed weights.
     at = value(target, each, weights(found), found.details["epsilon"])
     assert found.bounds[0] - 1e-9 <= at <= found.bounds[1] + 1e-9
 
@@ -255,6 +259,31 @@ def test_subsamples_are_measured_as_the_whole(monkeypatch, tmp_path):
     assert one["cache_dir"] is None
 
 
+def test_intervals_are_as_long_as_the_deviations_say(monkeypatch):
+    """Half of the rows: weights deviate as those of all rows, sqrt((1/2) / (1 - 1/2)) = 1."""
+    draw, drawn = np.random.default_rng(0), []
+
+    def searched(*_):
+        t = float(draw.normal(0.5, 0.03))
+        drawn.append(t)
+        return SimpleNamespace(w=np.array([t, 1 - t])), None
+
+    monkeypatch.setattr("otdd_flash.mixing.intervals.searched", searched)
+    given = [cloud(40, (0, 0), k) for k in range(3)]
+    limits = Allowed(np.ones(2), 0.0, np.full(2, 0.5))
+    sizes = set()
+
+    def compare(parts):
+        sizes.update(len(part) for part in parts)
+        return None, None
+
+    found = weight_intervals(compare, given, limits, 1e-3, np.array([0.98, 0.02]), 39, 0)
+    reach = student.ppf(0.975, 38) * np.std(drawn, ddof=1)
+    assert sizes == {20}
+    assert found[0] == pytest.approx((0.98 - reach, 1.0))
+    assert found[1] == pytest.approx((0.0, 0.02 + reach))
+
+
 def test_classes_of_sources_stay_apart_and_labels_count():
     y = [k % 2 for k in range(60)]
     right = cloud(60, (0, 0), 0, "right", labels=[f"c{k}" for k in y])
@@ -284,16 +313,16 @@ def test_unlabelled_targets_cosine_and_numbers():
     assert found.weights["a"] > 0.8
     with pytest.raises(InputError, match="no labels"):
         otdd.mixture(target, labelled)
+    # Numbers of the near source are 30 off.
     numbers = [
         otdd.LabeledSamples(
-            one.features, None, (), name=one.name, targets=torch.full((40,), k) + one.features[:, 0]
+            one.features, None, (), name=one.name, targets=one.features[:, 0] + 30 * (1 - k)
         )
         for k, one in enumerate(labelled)
     ]
-    aim = otdd.LabeledSamples(
-        target.features, None, (), targets=torch.ones(30) + target.features[:, 0]
-    )
-    assert sum(otdd.mixture(aim, numbers, labels="continuous").weights.values()) == pytest.approx(1)
+    aim = otdd.LabeledSamples(target.features, None, (), targets=target.features[:, 0])
+    assert otdd.mixture(aim, numbers, labels="continuous").weights["b"] > 0.5
+    assert otdd.mixture(aim, numbers, labels="none").weights["b"] < 0.5
 
 
 def test_the_rows_that_are_drawn():
