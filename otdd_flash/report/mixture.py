@@ -191,6 +191,8 @@ def _draw(mixture: Mixture, path: Path | None) -> Figure:
         left.invert_yaxis()
         left.set_xlabel("weight")
         right.set_xlabel("marginal cost a unit of weight")
+        # Small numbers are long.
+        right.locator_params(axis="x", nbins=4)
         for axes in (left, right):
             axes.tick_params(labelsize=TICK_POINTS)
             axes.grid(axis="x")

@@ -164,6 +164,7 @@ def _draw_classes(axes: Axes, tested: Sequence[tuple[float, str]], alpha: float)
     axes.set_yticks(at, [shorten(name, LONGEST) for _, name in tested], fontsize=8)
     axes.set_ylim(len(tested) - 0.5, -0.5)
     axes.set_xlabel(f"-log10 of adjusted p of features; dotted: {alpha:g}")
+    axes.set_ylabel("class")
 
 
 def _draw_windows(reports: Sequence[ShiftReport], window: int) -> Figure:
