@@ -158,7 +158,7 @@ def mixture(
         # A debiased search lifts weights of 0 a little; what is told is of the weights themselves.
         last = oracle.at(found.w, bound_width) if debias else found.answer
         there = oracle.solve(found.w, bound_width) if debias else last.divergence
-        others = other_weights(comparison, pool, found, bound_width) if in_time else ()
+        others = other_weights(comparison, pool, found, bound_width, left) if in_time else ()
         moves = undetermined(found, oracle, allowed, bound_width) if in_time else ()
     intervals = None
     if subsample is not None:
@@ -172,6 +172,9 @@ def mixture(
     if found.stopped_by != "bound_width":
         warn(_shortfall(found, oracle, bound_width), NotConvergedWarning)
     charged = allowed.charge(found.w)
+    # Prices of a single solve are not unique at a kink; those of the cut that proves the bound are
+    # within the gap of a minimum at w.
+    prices = last.prices if debias else found.cut
     # With debiasing nothing is known of other weights.
     bounds = there.bounds if debias else (found.lower - charged, found.upper - charged)
     value = there.value if debias else last.upper
@@ -181,7 +184,7 @@ def mixture(
         value + charged,
         (bounds[0] + charged, bounds[1] + charged),
         value,
-        dict(zip(names, _marginal_costs(last.prices, found.w, allowed).tolist(), strict=True)),
+        dict(zip(names, _marginal_costs(prices, found.w, allowed).tolist(), strict=True)),
         moves,
         others,
         intervals,
@@ -323,16 +326,22 @@ def _marginal_costs(slope: Vector, w: Vector, allowed: Allowed) -> Vector:
 
 
 def other_weights(
-    comparison: Comparison, sources: Sources, found: Found, width: float
+    comparison: Comparison,
+    sources: Sources,
+    found: Found,
+    width: float,
+    left: Callable[[], float | None],
 ) -> tuple[OtherWeights, ...]:
     """Solve the best single source, uniform weights, and those in proportion to sizes.
 
-    Those whose costs are too large for epsilon and the precision are left out: they are far.
+    Those whose costs are too large for epsilon and the precision are left out: they are far. All
+    are, if the time is over before.
     """
-    count, options = len(sources.names), Converged(bound_width=None if comparison.debias else width)
+    count, asked = len(sources.names), None if comparison.debias else width
     start = {"xy": found.answer.divergence.xy.g}
 
     def solved(name: str, w: Vector, part: Comparison) -> OtherWeights | None:
+        options = Converged(bound_width=asked, max_seconds=left())
         try:
             divergence = solve(part, options, start=start)
         except EpsilonOutOfRange:
@@ -356,7 +365,9 @@ def other_weights(
             best = one
     sizes = np.array([float((one.masses > 0).sum()) for one in sources.each])
     weights = {"uniform": np.full(count, 1 / count), "proportional to size": sizes / sizes.sum()}
-    several = (solved(n, w, at_weights(comparison, sources, w)) for n, w in weights.items())
+    several = [solved(n, w, at_weights(comparison, sources, w)) for n, w in weights.items()]
+    if left() == NO_TIME:
+        return ()
     return tuple(one for one in (best, *several) if one is not None)
 
 

@@ -9,7 +9,7 @@ same cost. `mixing.mixture` and `mixing.intervals` call them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -116,7 +116,7 @@ def named_sources(
     if isinstance(sources, Mapping):
         given = [(str(name), one) for name, one in sources.items()]
         each = [replace(as_samples(one, f"sources[{name!r}]"), name=name) for name, one in given]
-    elif isinstance(sources, list | tuple):
+    elif isinstance(sources, list | tuple | Iterator):
         each = [as_samples(one, f"sources[{place}]") for place, one in enumerate(sources)]
     else:
         raise refused("sources", "be a list of datasets, or datasets by name", sources)

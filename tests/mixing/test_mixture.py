@@ -14,6 +14,7 @@ import otdd_flash as otdd
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.mixing.intervals import weight_intervals
 from otdd_flash.mixing.weights import Allowed
+from otdd_flash.solver.solving import solve
 from tests.mixing.dense import mixed, problem, value, weights
 from tests.refusals import naming
 
@@ -412,6 +413,24 @@ def test_time_that_is_over_is_told():
         found = mixed(target, each, max_seconds=1e-6)
     assert found.others == ()
     assert found.stopped_by == "max_seconds"
+
+
+def test_comparisons_end_when_the_time_is_over(monkeypatch):
+    """One whose solves were cut short is not called the best."""
+    target, each = problem(1)
+    now = 0.0
+    monkeypatch.setattr("otdd_flash.mixing.mixture.time.monotonic", lambda: now)
+
+    def solved(*given, **options):
+        nonlocal now
+        now += 50.0
+        assert given[1].max_seconds > 0
+        return solve(*given, **options)
+
+    monkeypatch.setattr("otdd_flash.mixing.mixture.solve", solved)
+    assert len(mixed(target, each, max_seconds=1000.0).others) == 3
+    now = 0.0
+    assert mixed(target, each, max_seconds=120.0).others == ()
 
 
 @pytest.mark.slow
