@@ -20,24 +20,13 @@ from otdd_flash.commands.messages import Terminal
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.results import track_mixture
 from otdd_flash.commands.settings import (
-    LabelSettings,
+    EmbeddingSettings,
     ReportSettings,
-    RuntimeSettings,
     parse,
     recorded,
 )
-from otdd_flash.commands.sides import (
-    blamed,
-    build,
-    clustered,
-    embed_side,
-    image_shape_of,
-    named,
-    without_clustering,
-)
-from otdd_flash.data.registry import load
+from otdd_flash.commands.sides import build, image_shape_of, listed_side
 from otdd_flash.errors import InputError
-from otdd_flash.extractors.network import Extractor
 from otdd_flash.files.atomic import write_json
 from otdd_flash.mixing.mixture import mixture
 from otdd_flash.mixing.result import Mixture
@@ -56,7 +45,7 @@ OF_A_MIXTURE = (
 
 
 @dataclass
-class MixSettings(RuntimeSettings):
+class MixSettings(EmbeddingSettings):
     """The settings of conf/mix.yaml."""
 
     target: dict[str, Any]
@@ -71,14 +60,12 @@ class MixSettings(RuntimeSettings):
     max_seconds: Positive | None
     subsample: Count | None
     rows: Count | None
-    labels: LabelSettings
     lambda_x: NotNegative
     lambda_y: NotNegative
     ground: str
     epsilon: Positive | None
     epsilon_relative: Positive | None
     min_class_size: Count | None
-    extractor: dict[str, Any]
     report: ReportSettings
 
 
@@ -178,27 +165,8 @@ def _datasets(
         name = hidden(str(node.pop("as", None) or node["name"]))
         if name in sources:
             raise InputError(f"two sources are called {name}; give one as: NAME")
-        samples, shape = _embedded(name, node, extractor, settings, phases)
+        samples, dataset = listed_side(name, node, extractor, settings, phases)
+        shape = image_shape_of(extractor, dataset)
         sources[name] = replace(samples, name=name)
-    target, _ = _embedded("target", settings.target, extractor, settings, phases)
+    target, _ = listed_side("target", settings.target, extractor, settings, phases)
     return sources, target, shape
-
-
-def _embedded(
-    side: str, node: dict[str, Any], extractor: Extractor, settings: MixSettings, phases: Phases
-) -> tuple[LabeledSamples, tuple[int, int, int] | None]:
-    """Load and embed one dataset."""
-    shared = {
-        "max_samples": settings.max_samples,
-        "seed": settings.seed,
-        "root": settings.data_root,
-        "download": settings.download,
-    }
-    node = {**shared, **node}
-    with phases.phase("load", f"loading {side}: {named(node, side)}"), blamed(side):
-        dataset = load(**without_clustering(node))
-        dataset = replace(dataset, name=hidden(dataset.name))
-    samples = embed_side(side, dataset, extractor, settings.extractor, settings, phases)
-    with blamed(side):
-        (found,) = clustered([samples], node, node.get("k"), int(node["seed"]))
-    return found, image_shape_of(extractor, dataset)
