@@ -40,7 +40,7 @@ BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 22, 1 << 27
 # Arcs of a column that are collected before they are sorted, over those that are kept.
 POOLED = 8
 
-# Slices of a cloud that its principal axis is taken from, their rows, and steps of the power method.
+# Slices of a cloud that its principal axis is taken from, their rows, and steps of a power method.
 AXIS_SLICES, SLICE_ROWS, AXIS_STEPS = 16, 64, 16
 
 Vector = NDArray[np.float64]
@@ -224,7 +224,8 @@ class MatrixCosts(_InBlocks):
 def _centred_sample(points: Callable[[slice], Tensor], count: int) -> Tensor:
     """Return evenly spaced slices of a cloud of `count` points, less their mean."""
     starts = np.linspace(0, max(count - SLICE_ROWS, 0), AXIS_SLICES).astype(int).tolist()
-    sample = torch.cat([points(slice(start, start + SLICE_ROWS)) for start in dict.fromkeys(starts)])
+    slices = [slice(start, start + SLICE_ROWS) for start in dict.fromkeys(starts)]
+    sample = torch.cat([points(some) for some in slices])
     return sample - sample.mean(0)
 
 

@@ -330,7 +330,7 @@ class _Solve:
         self.arcs = Arcs.joined(m, priced.arcs, cheap)
 
     def staircase(self) -> tuple[Places, Places, Vector]:
-        """Return the corner's tree along `ExactCosts.orders`, and the arcs beside each of its steps.
+        """Return the corner's tree along `ExactCosts.orders`, and the arcs beside its steps.
 
         Returns:
             Rows, sorted, columns and masses (k,) of at most 3 (n + m) arcs; 0 of those beside.
@@ -342,7 +342,8 @@ class _Solve:
         columns = of_columns[np.concatenate((columns, columns[1:], columns[:-1]))]
         m = len(demand)
         keys, places = np.unique(rows * m + columns, return_inverse=True)
-        return keys // m, keys % m, np.bincount(places[: len(masses)], masses, len(keys))
+        spread: Vector = np.bincount(places[: len(masses)], masses, len(keys)).astype(float)
+        return keys // m, keys % m, spread
 
     def solve_round(self) -> None:
         """Solve the program on the arcs, and pass over all costs at its potentials for others."""
