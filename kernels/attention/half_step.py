@@ -1,0 +1,128 @@
+"""A half-step of Sinkhorn attention: new potentials of rows, and with the last one the output.
+
+    u_i = t_i - log sum_j exp(S_ij + v_j),      O_i = sum_j P_ij V_j,  P_ij ~ exp(S_ij + v_j),
+
+S = scale rows columns^T, of H heads side by side, with rows of P that sum to 1. It is the online
+normalisation of attention (Milakov & Gimelshein 2018; Dao et al. 2022) with a bias of columns: with
+v = 0 and t = 0, O is softmax attention. Columns are updated by the same kernel, rows and columns
+swapped. A column with v_j = -inf has no part; where all have none, u is +inf and O is NaN.
+
+Memory: rows, columns and values are read, u and O written; nothing is (n, m). Work: 2 n m (d + e)
+operations on tensor cores and n m exponentials a head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.attention.tiles import (
+    LOG2_E,
+    block_of,
+    launch,
+    load_block,
+    padded_width,
+    product_of,
+)
+from otdd_flash.kernels.launch import on_its_device
+
+
+@on_its_device
+@triton.jit
+def half_step_kernel(
+    rows_ptr,  # (H, n, DIM)
+    columns_ptr,  # (H, m, DIM)
+    potential_ptr,  # (H, m) float32
+    target_ptr,  # (H, n) float32
+    counts_ptr,  # (H,) int32
+    out_ptr,  # (H, n) float32
+    values_ptr,  # (H, m, WIDTH), read if BLOCK_E
+    product_ptr,  # (H, n, WIDTH), written if BLOCK_E
+    step,
+    n,
+    m,
+    scale,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program per block of rows of a head that makes this step."""
+    i_head, o_row = block_of(n, BLOCK_M)
+    if tl.load(counts_ptr + i_head) < step:
+        return
+    columns_ptr += i_head * m * DIM
+    potential_ptr += i_head * m
+    values_ptr += i_head * m * WIDTH
+    scale_2 = scale * LOG2_E
+    b_rows = load_block(rows_ptr + i_head * n * DIM, o_row, n, DIM, BLOCK_D)
+    highest = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    product = tl.zeros((BLOCK_M, BLOCK_E if BLOCK_E else 1), tl.float32)
+    for start in tl.range(0, m, BLOCK_N):
+        o_column = start + tl.arange(0, BLOCK_N).to(tl.int64)
+        b_columns = load_block(columns_ptr, o_column, m, DIM, BLOCK_D)
+        v = tl.load(potential_ptr + o_column, mask=o_column < m, other=-float("inf"))
+        logits = product_of(b_rows, b_columns, PRECISION) * scale_2 + (v * LOG2_E)[None, :]
+        top = tl.maximum(highest, tl.max(logits, 1))
+        # No column so far has a part: every exponential is 0, not that of -inf + inf.
+        shift = tl.where(top == -float("inf"), 0.0, top)
+        p = tl.exp2(logits - shift[:, None])  # (BLOCK_M, BLOCK_N)
+        kept = tl.exp2(highest - shift)
+        total = total * kept + tl.sum(p, 1)
+        if BLOCK_E:
+            b_values = load_block(values_ptr, o_column, m, WIDTH, BLOCK_E)
+            product = product * kept[:, None]
+            product = tl.dot(p.to(b_values.dtype), b_values, product, input_precision=PRECISION)
+        highest = top
+    target = tl.load(target_ptr + i_head * n + o_row, mask=o_row < n, other=0.0)
+    u = target - (highest + tl.log2(total)) / LOG2_E
+    tl.store(out_ptr + i_head * n + o_row, u, mask=o_row < n)
+    if BLOCK_E:
+        o_width = tl.arange(0, BLOCK_E)
+        tl.store(
+            product_ptr + (i_head * n + o_row)[:, None] * WIDTH + o_width[None, :],
+            (product / total[:, None]).to(product_ptr.dtype.element_ty),
+            mask=(o_row < n)[:, None] & (o_width < WIDTH)[None, :],
+        )
+
+
+def half_step(
+    rows: Tensor,
+    columns: Tensor,
+    scale: float,
+    potential: Tensor,
+    target: Tensor,
+    counts: Tensor,
+    step: int,
+    out: Tensor,
+    values: Tensor | None = None,
+    product: Tensor | None = None,
+) -> None:
+    """Write potentials of rows, of the heads whose count is at least `step`.
+
+    Args:
+        rows: (H, n, d) contiguous, as all tensors.
+        columns: (H, m, d).
+        scale: of the scores.
+        potential: v (H, m) float32.
+        target: t (H, n) float32.
+        counts: (H,) int32.
+        step: the number of this step.
+        out: u (H, n) float32.
+        values: V (H, m, e), where the output is wanted too.
+        product: O (H, n, e), written.
+    """
+    width = 0 if values is None else values.shape[2]
+    # In place of what is not read there is a vector.
+    matrices = (potential, out) if values is None else (values, product)
+    launch(
+        half_step_kernel, "matrix" if width else "vector", rows, width,
+        rows, columns, potential, target, counts, out, *matrices,
+        step, rows.shape[1], columns.shape[1], scale,
+        WIDTH=width, BLOCK_E=padded_width(width) if width else 0,
+    )  # fmt: skip

@@ -1,0 +1,149 @@
+"""The gradient of Sinkhorn attention by queries or keys: all iterations in one pass.
+
+    out = scale A columns,
+    A_ij = exp(S + u_c,i + v_c,j) (L_i . R_j - a_i - b_j)
+           - sum_(t < c) [ exp(S + u_t,i + v_t,j) x_t,i + exp(S + u_t,i + v_(t+1),j) y_(t+1),j ],
+
+i queries, j keys, c the iterations of a head, S = scale q k^T, with L the cotangents of the output
+and R the values. x and y are the adjoints of u and v, y times m / n. Rows of `out` are queries, or
+keys where A is transposed. Each term has an exponential of its own: none leaves its range, where a
+common factor exp(S + u_c + v_c) might be 0.
+
+Memory: nothing is (n, m); vectors of all iterations lie side by side. Work: 2 n m (2 d + e)
+operations on tensor cores and (2 c + 1) n m exponentials a head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.attention.tiles import (
+    LOG2_E,
+    block_of,
+    launch,
+    load_block,
+    padded_width,
+    product_of,
+)
+from otdd_flash.kernels.launch import on_its_device
+
+
+@on_its_device
+@triton.jit
+def score_gradient_kernel(
+    rows_ptr,  # (H, n, DIM)
+    columns_ptr,  # (H, m, DIM)
+    row_factor_ptr,  # (H, n, WIDTH)
+    column_factor_ptr,  # (H, m, WIDTH)
+    row_potentials_ptr,  # (T + 1, H, n) float32
+    column_potentials_ptr,  # (T + 1, H, m) float32
+    row_adjoints_ptr,  # (T + 1, H, n) float32
+    column_adjoints_ptr,  # (T + 1, H, m) float32
+    row_offset_ptr,  # (H, n) float32
+    column_offset_ptr,  # (H, m) float32
+    counts_ptr,  # (H,) int32
+    out_ptr,  # (H, n, DIM)
+    n,
+    m,
+    row_stride,  # of vectors side by side, H n
+    column_stride,  # H m
+    scale,
+    QUERIES: tl.constexpr,  # whether rows are queries
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program per block of rows of a head."""
+    i_head, o_row = block_of(n, BLOCK_M)
+    count = tl.load(counts_ptr + i_head).to(tl.int64)
+    columns_ptr += i_head * m * DIM
+    column_factor_ptr += i_head * m * WIDTH
+    m_row = o_row < n
+    scale_2 = scale * LOG2_E
+    b_rows = load_block(rows_ptr + i_head * n * DIM, o_row, n, DIM, BLOCK_D)
+    b_row_factor = load_block(row_factor_ptr + i_head * n * WIDTH, o_row, n, WIDTH, BLOCK_E)
+    a = tl.load(row_offset_ptr + i_head * n + o_row, mask=m_row, other=0.0)
+    p_u = row_potentials_ptr + i_head * n + o_row
+    p_x = row_adjoints_ptr + i_head * n + o_row
+    u_last = tl.load(p_u + count * row_stride, mask=m_row, other=0.0)
+    out = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for start in tl.range(0, m, BLOCK_N):
+        o_column = start + tl.arange(0, BLOCK_N).to(tl.int64)
+        m_column = o_column < m
+        p_v = column_potentials_ptr + i_head * m + o_column
+        p_y = column_adjoints_ptr + i_head * m + o_column
+        b_columns = load_block(columns_ptr, o_column, m, DIM, BLOCK_D)
+        b_factor = load_block(column_factor_ptr, o_column, m, WIDTH, BLOCK_E)
+        b = tl.load(column_offset_ptr + i_head * m + o_column, mask=m_column, other=0.0)
+        v_last = tl.load(p_v + count * column_stride, mask=m_column, other=-float("inf"))
+        logits = product_of(b_rows, b_columns, PRECISION) * scale_2
+        p = tl.exp2(logits + (u_last * LOG2_E)[:, None] + (v_last * LOG2_E)[None, :])
+        slopes = product_of(b_row_factor, b_factor, PRECISION) - a[:, None] - b[None, :]
+        by_scores = p * slopes  # (BLOCK_M, BLOCK_N)
+        for t in range(count):
+            u = tl.load(p_u + t * row_stride, mask=m_row, other=0.0)
+            v = tl.load(p_v + t * column_stride, mask=m_column, other=-float("inf"))
+            same = tl.exp2(logits + (u * LOG2_E)[:, None] + (v * LOG2_E)[None, :])
+            # The v that follows from u, and its adjoint.
+            if QUERIES:
+                x = tl.load(p_x + t * row_stride, mask=m_row, other=0.0)
+                v = tl.load(p_v + (t + 1) * column_stride, mask=m_column, other=-float("inf"))
+                y = tl.load(p_y + (t + 1) * column_stride, mask=m_column, other=0.0)
+                by_scores -= same * x[:, None]
+                after = tl.exp2(logits + (u * LOG2_E)[:, None] + (v * LOG2_E)[None, :])
+                by_scores -= after * y[None, :]
+            else:
+                x = tl.load(p_y + t * column_stride, mask=m_column, other=0.0)
+                u = tl.load(p_u + (t + 1) * row_stride, mask=m_row, other=0.0)
+                y = tl.load(p_x + (t + 1) * row_stride, mask=m_row, other=0.0)
+                by_scores -= same * x[None, :]
+                after = tl.exp2(logits + (u * LOG2_E)[:, None] + (v * LOG2_E)[None, :])
+                by_scores -= after * y[:, None]
+        out = tl.dot(by_scores.to(b_columns.dtype), b_columns, out, input_precision=PRECISION)
+    o_dim = tl.arange(0, BLOCK_D)
+    tl.store(
+        out_ptr + (i_head * n + o_row)[:, None] * DIM + o_dim[None, :],
+        (out * scale).to(out_ptr.dtype.element_ty),
+        mask=m_row[:, None] & (o_dim < DIM)[None, :],
+    )
+
+
+def score_gradient(
+    points: tuple[Tensor, Tensor],
+    factors: tuple[Tensor, Tensor],
+    potentials: tuple[Tensor, Tensor],
+    adjoints: tuple[Tensor, Tensor],
+    offsets: tuple[Tensor, Tensor],
+    scale: float,
+    counts: Tensor,
+    out: Tensor,
+    *,
+    queries: bool,
+) -> None:
+    """Write the gradient by the rows, which are queries or keys; of pairs the rows' come first.
+
+    Args:
+        points: (H, n, d) and (H, m, d), contiguous, as all tensors.
+        factors: cotangents and values, or values and cotangents.
+        potentials: u (T + 1, H, n) and v (T + 1, H, m) float32, or v and u.
+        adjoints: x and y of the same shapes, or y and x.
+        offsets: a (H, n) and b (H, m) float32, or b and a.
+        scale: of the scores.
+        counts: c (H,) int32, at most T.
+        out: (H, n, d).
+        queries: whether rows are queries.
+    """
+    rows, columns = points
+    width = factors[0].shape[2]
+    launch(
+        score_gradient_kernel, "gradient", rows, width,
+        *points, *factors, *potentials, *adjoints, *offsets, counts, out,
+        rows.shape[1], columns.shape[1], offsets[0].numel(), offsets[1].numel(), scale,
+        QUERIES=queries, WIDTH=width, BLOCK_E=padded_width(width),
+    )  # fmt: skip

@@ -1,0 +1,111 @@
+"""Tiles of the passes of Sinkhorn attention, and what their kernels load and compute alike.
+
+A program has one block of rows of one head, loads it once and streams all columns of that head.
+Rows and columns are queries and keys, or keys and queries. Sizes are those of attention kernels of
+this kind on Hopper; on a processor they are large, as Triton's interpreter pays for each tile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+# The narrowest operand of a product on tensor cores.
+NARROWEST = 16
+
+
+class Blocks(NamedTuple):
+    """Rows of a program, columns that it loads at once, warps and stages."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def blocks_for(kind: str, width: int, dtype: torch.dtype, device: torch.device) -> Blocks:
+    """Return the blocks of a pass.
+
+    Args:
+        kind: `vector` where the result is a number a row, `matrix` where it is a row of a matrix,
+            `gradient` where both operands of two products are rows of matrices.
+        width: the wider of the padded d and e.
+        dtype: of q, k and v.
+        device: where they are.
+    """
+    if device.type != "cuda":
+        return Blocks(128, 128, 4, 1)
+    wide = width * dtype.itemsize
+    if kind == "vector":
+        return Blocks(128, 128, 8, 3) if wide <= 256 else Blocks(128, 64, 8, 2)
+    if wide <= 128:
+        return Blocks(128, 64, 4 if kind == "matrix" else 8, 3)
+    if wide <= 256:
+        return Blocks(128, 64, 8, 2) if kind == "matrix" else Blocks(64, 64, 4, 2)
+    return Blocks(64, 32, 4 if wide <= 512 else 8, 2 if wide <= 512 else 1)
+
+
+def padded_width(width: int) -> int:
+    """The power of two to which coordinates are padded in registers."""
+    return max(NARROWEST, triton.next_power_of_2(width))
+
+
+def launch(kernel: Any, kind: str, rows: Tensor, width: int, *given: Any, **constants: Any) -> None:
+    """Launch a kernel with a program for each block of rows (H, n, d).
+
+    Args:
+        kernel: takes `given`, and as constants DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION and those
+            of `constants`.
+        kind: of the pass, see `blocks_for`.
+        rows: of queries or of keys.
+        width: e where matrices are read, else 0.
+        *given: tensors and numbers.
+        **constants: further ones.
+    """
+    heads, n, dim = rows.shape
+    depth = padded_width(dim)
+    blocks = blocks_for(kind, max(depth, padded_width(width)), rows.dtype, rows.device)
+    kernel[(heads * triton.cdiv(n, blocks.rows),)](
+        *given,
+        DIM=dim,
+        BLOCK_D=depth,
+        BLOCK_M=blocks.rows,
+        BLOCK_N=blocks.columns,
+        # Of float32: three products of TF32 have its accuracy but for some units.
+        PRECISION="tf32x3" if rows.dtype == torch.float32 else "tf32",
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+        **constants,
+    )
+
+
+@triton.jit
+def block_of(n, BLOCK_M: tl.constexpr):
+    """The head of a program, and the rows of its block, int64."""
+    blocks = tl.cdiv(n, BLOCK_M)
+    i_head = (tl.program_id(0) // blocks).to(tl.int64)
+    i_block = (tl.program_id(0) % blocks).to(tl.int64)
+    return i_head, i_block * BLOCK_M + tl.arange(0, BLOCK_M)
+
+
+@triton.jit
+def load_block(pointer, o_row, rows, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load rows of a matrix (rows, DIM) of a head; 0 past its ends."""
+    o_dim = tl.arange(0, BLOCK_D)
+    return tl.load(
+        pointer + o_row[:, None] * DIM + o_dim[None, :],
+        mask=(o_row < rows)[:, None] & (o_dim < DIM)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def product_of(left, right, PRECISION: tl.constexpr):
+    """The product of rows with rows, left right^T, in float32."""
+    return tl.dot(left, tl.trans(right), input_precision=PRECISION)

@@ -1,0 +1,198 @@
+"""Passes over the scores of attention, S = scale q k^T of H heads, which are never stored.
+
+A pass is a half-step, a product with a plan, or the gradient by scores times the points of one side.
+`operation` calls them through `Scores`, which runs kernels, or here PyTorch by blocks of rows.
+`Scores.transposed` has keys for rows. Vectors are float32, of float64 points float64. Heads whose
+count is below the number of a step do not make it: what they have in `out` stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Scores that PyTorch holds at once.
+BLOCK_SCORES = 2**21
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of rows and columns, scale rows columns^T.
+
+    Attributes:
+        rows: (H, n, d), contiguous.
+        columns: (H, m, d), contiguous.
+        scale: of the products.
+        counts: (H,) int32, how many iterations each head makes.
+        in_triton: whether passes are kernels.
+        queries: whether rows are queries.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    scale: float
+    counts: Tensor
+    in_triton: bool
+    queries: bool = True
+
+    @property
+    def transposed(self) -> Scores:
+        """The same scores, columns for rows."""
+        of = self.columns, self.rows, self.scale, self.counts, self.in_triton
+        return Scores(*of, queries=not self.queries)
+
+    def vector(self, *shape: int) -> Tensor:
+        """Uninitialised numbers (*shape, H, n), one of each row."""
+        dtype = torch.promote_types(self.rows.dtype, torch.float32)
+        return self.rows.new_empty((*shape, *self.rows.shape[:2]), dtype=dtype)
+
+    def half_step(
+        self,
+        potential: Tensor,
+        target: Tensor,
+        step: int,
+        out: Tensor,
+        values: Tensor | None = None,
+        product: Tensor | None = None,
+    ) -> None:
+        """Write target - log sum_j exp(S_ij + potential_j), and the product with the values.
+
+        Args:
+            potential: (H, m) of columns; -inf where a column has no part.
+            target: (H, n).
+            step: the number of this step.
+            out: (H, n).
+            values: (H, m, e), multiplied by exp(S + potential) with rows that sum to 1.
+            product: (H, n, e), written.
+        """
+        if self.in_triton:
+            from otdd_flash.kernels.attention.half_step import half_step
+
+            given = potential, target, self.counts, step, out, values, product
+            return half_step(self.rows, self.columns, self.scale, *given)
+        for heads, rows, logits in self._blocks():
+            logits += potential[heads, None]
+            sums = logits.logsumexp(2)
+            self._write(out, heads, rows, step, target[heads, rows] - sums)
+            if values is not None and product is not None:
+                weights = logits.sub_(sums[..., None]).exp_()
+                product[heads, rows] = (weights @ values[heads].to(logits.dtype)).to(product.dtype)
+        return None
+
+    def plan_product(
+        self,
+        potentials: tuple[Tensor, Tensor],
+        vector: Tensor,
+        weight: Tensor,
+        step: int,
+        out: Tensor,
+        matrices: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        """Write w P x, P = exp(S + alpha + beta); or P Z, and w (<R, P Z> - P x) of rows.
+
+        Args:
+            potentials: alpha (H, n) and beta (H, m).
+            vector: x (H, m).
+            weight: w (H,).
+            step: the number of this step.
+            out: (H, n).
+            matrices: Z (H, m, e), R (H, n, e), and P Z (H, n, e), which is written.
+        """
+        if self.in_triton:
+            from otdd_flash.kernels.attention.plan_product import plan_product
+
+            given = potentials, vector, weight, self.counts, step, out, matrices
+            return plan_product(self.rows, self.columns, self.scale, *given)
+        for heads, rows, logits in self._blocks():
+            logits += potentials[0][heads, rows, None]
+            logits += potentials[1][heads, None]
+            plan = logits.exp_()
+            found = (plan @ vector[heads, :, None]).squeeze(2)
+            if matrices is not None:
+                of_columns, own, product = matrices
+                applied = plan @ of_columns[heads].to(plan.dtype)
+                found = (own[heads, rows].to(plan.dtype) * applied).sum(2) - found
+                product[heads, rows] = applied.to(product.dtype)
+            self._write(out, heads, rows, step, weight[heads, None] * found)
+        return None
+
+    def gradient(
+        self,
+        factors: tuple[Tensor, Tensor],
+        potentials: tuple[Tensor, Tensor],
+        adjoints: tuple[Tensor, Tensor],
+        offsets: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Return scale A columns (H, n, d), A the gradient by scores; of pairs the rows' come first.
+
+        With i queries, j keys and c the iterations of a head,
+
+            A_ij = exp(S + u_c,i + v_c,j) (L_i . R_j - a_i - b_j)
+                   - sum_(t < c) [exp(S + u_t,i + v_t,j) x_t,i + exp(S + u_t,i + v_t+1,j) y_t+1,j].
+
+        Args:
+            factors: cotangents of the output L (H, n, e), and values R (H, m, e).
+            potentials: u (T + 1, H, n) and v (T + 1, H, m).
+            adjoints: x and y, of u, and of v times m / n; of the same shapes.
+            offsets: a (H, n) and b (H, m).
+        """
+        out = torch.empty_like(self.rows)
+        if self.in_triton:
+            from otdd_flash.kernels.attention.score_gradient import score_gradient
+
+            points, given = (self.rows, self.columns), (factors, potentials, adjoints, offsets)
+            score_gradient(
+                points, *given, self.scale, self.counts, out, queries=self.queries
+            )
+            return out
+        most, (a, b) = len(potentials[0]) - 1, offsets
+        for heads, rows, logits in self._blocks():
+            counts = self.counts[heads, None, None]
+
+            def plan(i: Tensor | int, j: Tensor | int, of: Tensor = logits) -> Tensor:
+                """Exponentials with the i-th potentials of rows and the j-th of columns."""
+                u, v = potentials[0][i][heads, rows], potentials[1][j][heads]  # noqa: B023
+                return (of + u[..., None] + v[:, None]).exp_()
+
+            u, v = (at(each, self.counts)[heads] for each in potentials)
+            left, right = (each[heads].to(logits.dtype) for each in factors)
+            slopes = left[:, rows] @ right.mT - a[heads, rows, None] - b[heads, None]
+            by_scores = slopes.mul_((logits + u[:, rows, None] + v[:, None]).exp_())
+            for t in range(most):
+                row, column = (t, t + 1) if self.queries else (t + 1, t)
+                x = adjoints[0][row][heads, rows, None]
+                y = adjoints[1][column][heads, None]
+                of_u, of_v = (x, y) if self.queries else (y, x)
+                found = plan(t, t) * of_u + plan(row, column) * of_v
+                by_scores -= torch.where(t < counts, found, 0)
+            columns = self.columns[heads].to(logits.dtype)
+            out[heads, rows] = (self.scale * (by_scores @ columns)).to(out.dtype)
+        return out
+
+    def _write(self, out: Tensor, heads: slice, rows: slice, step: int, found: Tensor) -> None:
+        made = self.counts[heads, None] >= step
+        out[heads, rows] = torch.where(made, found, out[heads, rows])
+
+    def _blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Heads, rows and their scores in the type that is computed in, block by block."""
+        count, n, _ = self.rows.shape
+        m, dtype = self.columns.shape[1], self.vector().dtype
+        together = max(1, BLOCK_SCORES // (min(n, 64) * m))
+        for head in range(0, count, together):
+            heads = slice(head, min(count, head + together))
+            columns = self.columns[heads].to(dtype).mT
+            height = max(1, BLOCK_SCORES // (len(columns) * m))
+            for row in range(0, n, height):
+                rows = slice(row, min(n, row + height))
+                yield heads, rows, (self.rows[heads, rows].to(dtype) @ columns).mul_(self.scale)
+
+
+def at(vectors: Tensor, counts: Tensor) -> Tensor:
+    """Of vectors (T + 1, H, n) side by side each head's at its count, (H, n)."""
+    if len(vectors) == 1:
+        return vectors[0]
+    index = counts.to(torch.int64)[None, :, None].expand(1, -1, vectors.shape[2])
+    return vectors.gather(0, index)[0]
