@@ -121,7 +121,7 @@ def half_step(
     # In place of what is not read there is a vector.
     matrices = (potential, out) if values is None else (values, product)
     launch(
-        half_step_kernel, "matrix" if width else "vector", rows, width,
+        half_step_kernel, "output" if width else "vector", rows, width,
         rows, columns, potential, target, counts, out, *matrices,
         step, rows.shape[1], columns.shape[1], scale,
         WIDTH=width, BLOCK_E=padded_width(width) if width else 0,

@@ -6,8 +6,8 @@ or, with matrices Z of columns and R of rows,
 
     M_i = sum_j P_ij Z_j,          y_i = w (<R_i, M_i> - sum_j P_ij x_j),
 
-of H heads side by side, w a number of each. No maximum is needed: entries of the plans of half-steps
-are at most 1, or n / m. P is rounded to the type of Z in both sums, as they cancel.
+of H heads side by side, w a number of each. No maximum is needed: entries of the plans of
+half-steps are at most 1, or n / m. P is rounded to the type of Z in both sums, as they cancel.
 
 Memory: nothing is (n, m). Work: 2 n m (d + e) operations on tensor cores, n m exponentials a head.
 """
@@ -125,7 +125,7 @@ def plan_product(
     width = 0 if matrices is None else matrices[0].shape[2]
     # In place of what is not read there are vectors.
     launch(
-        plan_product_kernel, "matrix" if width else "vector", rows, width,
+        plan_product_kernel, "product" if width else "vector", rows, width,
         rows, columns, *potentials, vector, weight, counts, out, *(matrices or (vector, out, out)),
         step, rows.shape[1], columns.shape[1], scale,
         WIDTH=width, BLOCK_E=padded_width(width) if width else 0,

@@ -33,8 +33,8 @@ def blocks_for(kind: str, width: int, dtype: torch.dtype, device: torch.device) 
     """Return the blocks of a pass.
 
     Args:
-        kind: `vector` where the result is a number a row, `matrix` where it is a row of a matrix,
-            `gradient` where both operands of two products are rows of matrices.
+        kind: `vector` where the result is a number a row, `output` of a half-step and `product` of
+            a plan where it is a row of a matrix too, `gradient`.
         width: the wider of the padded d and e.
         dtype: of q, k and v.
         device: where they are.
@@ -45,15 +45,17 @@ def blocks_for(kind: str, width: int, dtype: torch.dtype, device: torch.device) 
     if kind == "vector":
         return Blocks(128, 128, 8, 3) if wide <= 256 else Blocks(128, 64, 8, 2)
     if wide <= 128:
-        return Blocks(128, 64, 4 if kind == "matrix" else 8, 3)
+        return Blocks(128, 64, 4 if kind == "output" else 8, 3)
     if wide <= 256:
-        return Blocks(128, 64, 8, 2) if kind == "matrix" else Blocks(64, 64, 4, 2)
-    return Blocks(64, 32, 4 if wide <= 512 else 8, 2 if wide <= 512 else 1)
+        return Blocks(64, 64, 4, 2) if kind == "gradient" else Blocks(128, 64, 8, 2)
+    if wide <= 512:
+        return Blocks(64, 32, 4, 2)
+    return Blocks(32, 32, 8, 1)
 
 
 def padded_width(width: int) -> int:
     """The power of two to which coordinates are padded in registers."""
-    return max(NARROWEST, triton.next_power_of_2(width))
+    return max(NARROWEST, int(triton.next_power_of_2(width)))
 
 
 def launch(kernel: Any, kind: str, rows: Tensor, width: int, *given: Any, **constants: Any) -> None:

@@ -104,6 +104,7 @@ def sinkhorn_attention(
         *(iterations if tolerance is None else max_iterations, tolerance),
         *(wanted and gradient == "unrolled", in_triton and dtype != torch.float64),
     )
+    out: Tensor
     if torch.compiler.is_compiling():
         out = attend(*arguments)[0]
     else:

@@ -2,7 +2,8 @@
 
 With S = scale q k^T, u_0 = -LSE_j(S + v_0) and for t = 1 .. T
 
-    v_t = log(n / m) - LSE_i(S + u_(t-1)),    u_t = -LSE_j(S + v_t),    O = P V,  P = exp(u_T + S + v_T)
+    v_t = log(n / m) - LSE_i(S + u_(t-1)),   u_t = -LSE_j(S + v_t),   P = exp(u_T + S + v_T),
+    O = P V
 
 (LSE: logarithm of a sum of exponentials). The mask of keys is in v_0, 0 or -inf, and m counts the
 keys that are left. Backward, with G = dL/dO, D = G V^T, delta_i = G_i . O_i, w_j = V_j . (P^T G)_j,
@@ -182,9 +183,7 @@ def _adjoints(
     return xs, ys
 
 
-def _limit(
-    rows: Scores, u: Tensor, v: Tensor, delta: Tensor, y: Tensor
-) -> tuple[Tensor, Tensor]:
+def _limit(rows: Scores, u: Tensor, v: Tensor, delta: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Solve P^T P b = C b - y, C = diag(P^T 1), and return a = delta - P b and b.
 
     Conjugate gradients on I - A^T A, A = P C^(-1/2), of which C^(1/2) 1 is the null vector. Heads
@@ -193,7 +192,7 @@ def _limit(
     columns, one = rows.transposed, torch.ones_like(u[:, 0])
     sums, of_rows, of_columns = torch.empty_like(v), torch.empty_like(u), torch.empty_like(v)
     columns.plan_product((v, u), torch.ones_like(u), one, 0, sums)
-    null = sums.sqrt()
+    null: Tensor = sums.sqrt()
     null = null / torch.linalg.vector_norm(null, dim=1, keepdim=True)
     scaling = torch.where(sums > 0, sums, 1).rsqrt()
 
@@ -222,8 +221,8 @@ def _limit(
     if not u.is_cuda and bool((square > REPORTED**2 * first).any()):
         left = float((square / first).nan_to_num(0).max()) ** 0.5
         warn(
-            f"the linear system of an implicit gradient is left at a relative residual of {left:.1e}"
-            f' after {STEPS} steps; take gradient="unrolled" or a smaller scale',
+            "the linear system of an implicit gradient is left at a relative residual of "
+            f'{left:.1e} after {STEPS} steps; take gradient="unrolled" or a smaller scale',
             NotConvergedWarning,
         )
     b = scaling * solution

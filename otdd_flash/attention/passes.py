@@ -1,7 +1,7 @@
 """Passes over the scores of attention, S = scale q k^T of H heads, which are never stored.
 
-A pass is a half-step, a product with a plan, or the gradient by scores times the points of one side.
-`operation` calls them through `Scores`, which runs kernels, or here PyTorch by blocks of rows.
+A pass is a half-step, a product with a plan, or the gradient by scores times the points of one
+side. `operation` calls them through `Scores`, which runs kernels, or PyTorch by blocks of rows.
 `Scores.transposed` has keys for rows. Vectors are float32, of float64 points float64. Heads whose
 count is below the number of a step do not make it: what they have in `out` stays.
 """
@@ -126,9 +126,9 @@ class Scores:
         adjoints: tuple[Tensor, Tensor],
         offsets: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Return scale A columns (H, n, d), A the gradient by scores; of pairs the rows' come first.
+        """Return scale A columns (H, n, d), A the gradient by scores.
 
-        With i queries, j keys and c the iterations of a head,
+        Of pairs the rows' come first. With i queries, j keys and c the iterations of a head,
 
             A_ij = exp(S + u_c,i + v_c,j) (L_i . R_j - a_i - b_j)
                    - sum_(t < c) [exp(S + u_t,i + v_t,j) x_t,i + exp(S + u_t,i + v_t+1,j) y_t+1,j].
@@ -144,9 +144,7 @@ class Scores:
             from otdd_flash.kernels.attention.score_gradient import score_gradient
 
             points, given = (self.rows, self.columns), (factors, potentials, adjoints, offsets)
-            score_gradient(
-                points, *given, self.scale, self.counts, out, queries=self.queries
-            )
+            score_gradient(points, *given, self.scale, self.counts, out, queries=self.queries)
             return out
         most, (a, b) = len(potentials[0]) - 1, offsets
         for heads, rows, logits in self._blocks():

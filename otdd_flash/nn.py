@@ -1,0 +1,159 @@
+"""Layers of networks: `otdd.nn.SinkhornAttention`, in the place of PyTorch's attention layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from otdd_flash.arguments import BatchedGradient, Count, Index, Positive, takes
+from otdd_flash.attention.attention import WIDEST, sinkhorn_attention
+from otdd_flash.errors import InputError
+
+
+class SinkhornAttention(nn.Module):
+    """Multi-head attention whose weights are balanced by `otdd.sinkhorn_attention`.
+
+    Arguments, parameters and their names are those of `torch.nn.MultiheadAttention`, so weights of
+    one load into the other, and it can be the `self_attn` of `torch.nn.TransformerEncoderLayer`.
+    Weights are not returned, as they are never there; dropout, `attn_mask`, `add_bias_kv` and
+    `add_zero_attn` are not offered.
+
+    Args:
+        embed_dim: coordinates of a query and of the output.
+        num_heads: heads, of embed_dim / num_heads coordinates each, 256 at the most.
+        bias: whether projections add a bias.
+        kdim: coordinates of a key; embed_dim by default.
+        vdim: coordinates of a value; embed_dim by default.
+        batch_first: inputs are (batch, n, coordinates) instead of (n, batch, coordinates).
+        iterations: of Sinkhorn; 0 is softmax attention.
+        tolerance: instead of them, the largest relative error of a column sum.
+        max_iterations: with a tolerance, at the most.
+        gradient: `unrolled` or `implicit`.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        InputError: embed_dim is no multiple of num_heads, or heads are too wide.
+    """
+
+    in_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
+
+    @takes()
+    def __init__(
+        self,
+        embed_dim: Count,
+        num_heads: Count,
+        bias: bool = True,
+        kdim: Count | None = None,
+        vdim: Count | None = None,
+        batch_first: bool = False,
+        *,
+        iterations: Index = 3,
+        tolerance: Positive | None = None,
+        max_iterations: Count = 100,
+        gradient: BatchedGradient = "unrolled",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if embed_dim % num_heads or embed_dim // num_heads > WIDEST:
+            raise InputError(
+                f"embed_dim must be a multiple of num_heads, at most {WIDEST} of each head, got "
+                f"embed_dim={embed_dim} and num_heads={num_heads}"
+            )
+        self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
+        self.iterations, self.tolerance, self.gradient = iterations, tolerance, gradient
+        self.max_iterations = max_iterations
+        # What TransformerEncoderLayer asks for: True would let its fused softmax take the weights.
+        self._qkv_same_embed_dim = False
+        widths = embed_dim, kdim or embed_dim, vdim or embed_dim
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        if widths == 3 * (embed_dim,):
+            self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **made))
+        else:
+            self.register_parameter("in_proj_weight", None)
+            for name, width in zip("qkv", widths, strict=True):
+                weight = nn.Parameter(torch.empty(embed_dim, width, **made))
+                self.register_parameter(f"{name}_proj_weight", weight)
+        if bias:
+            self.in_proj_bias = nn.Parameter(torch.zeros(3 * embed_dim, **made))
+        else:
+            self.register_parameter("in_proj_bias", None)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **made)
+        for drawn in self._weights() if self.in_proj_weight is None else [self.in_proj_weight]:
+            nn.init.xavier_uniform_(drawn)
+        if bias:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Attend, and return the output and None, as `torch.nn.MultiheadAttention` without weights.
+
+        Args:
+            query: (n, batch, embed_dim), or (batch, n, embed_dim) where `batch_first`, or (n,
+                embed_dim).
+            key: (m, batch, kdim), likewise.
+            value: (m, batch, vdim), likewise.
+            key_padding_mask: (batch, m) or (m,); True, or -inf, leaves a key out.
+            need_weights: must be False.
+            attn_mask: must be None.
+            average_attn_weights: has no meaning without weights.
+            is_causal: must be False.
+
+        Raises:
+            InputError: what must not be given was given.
+        """
+        if is_causal:
+            raise InputError(
+                "is_causal=True leaves no choice: a triangular doubly stochastic matrix is the "
+                "identity; leave it out, or take softmax attention"
+            )
+        if attn_mask is not None or need_weights:
+            raise InputError(
+                "SinkhornAttention takes no attn_mask and returns no weights, as these are never "
+                "stored; leave keys out by key_padding_mask, and give need_weights=False"
+            )
+        if key_padding_mask is not None and key_padding_mask.dtype != torch.bool:
+            # As PyTorch hands it on: added to the scores.
+            key_padding_mask = key_padding_mask == -torch.inf
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        given = (query, key, value)
+        batched, leading = query.ndim == 3, self.batch_first or query.ndim == 2
+        q, k, v = (
+            self._heads(nn.functional.linear(each, weight, bias), leading)
+            for each, weight, bias in zip(given, self._weights(), biases, strict=True)
+        )
+        mask = key_padding_mask
+        attended = sinkhorn_attention(
+            *(q, k, v),
+            iterations=self.iterations,
+            tolerance=self.tolerance,
+            max_iterations=self.max_iterations,
+            key_mask=mask[:, None] if mask is not None and batched else mask,
+            gradient=self.gradient,
+        )
+        # (..., heads, n, head's coordinates) to the order of the query.
+        joined = attended.transpose(-3, -2).flatten(-2)
+        out = self.out_proj(joined if leading else joined.transpose(0, 1))
+        return out, None
+
+    def _heads(self, projected: Tensor, leading: bool) -> Tensor:
+        rows = projected if leading else projected.transpose(0, 1)
+        return rows.reshape(*rows.shape[:-1], self.num_heads, -1).transpose(-3, -2)
+
+    def _weights(self) -> list[Tensor]:
+        if self.in_proj_weight is not None:
+            return [*self.in_proj_weight.chunk(3)]
+        return [self.get_parameter(f"{name}_proj_weight") for name in "qkv"]
