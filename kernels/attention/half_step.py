@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.attention.tiles import (
-    LOG2_E,
     block_of,
     launch,
     load_block,
@@ -58,7 +57,6 @@ def half_step_kernel(
     columns_ptr += i_head * m * DIM
     potential_ptr += i_head * m
     values_ptr += i_head * m * WIDTH
-    scale_2 = scale * LOG2_E
     b_rows = load_block(rows_ptr + i_head * n * DIM, o_row, n, DIM, BLOCK_D)
     highest = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -67,12 +65,12 @@ def half_step_kernel(
         o_column = start + tl.arange(0, BLOCK_N).to(tl.int64)
         b_columns = load_block(columns_ptr, o_column, m, DIM, BLOCK_D)
         v = tl.load(potential_ptr + o_column, mask=o_column < m, other=-float("inf"))
-        logits = product_of(b_rows, b_columns, PRECISION) * scale_2 + (v * LOG2_E)[None, :]
+        logits = product_of(b_rows, b_columns, PRECISION) * scale + v[None, :]
         top = tl.maximum(highest, tl.max(logits, 1))
         # No column so far has a part: every exponential is 0, not that of -inf + inf.
         shift = tl.where(top == -float("inf"), 0.0, top)
-        p = tl.exp2(logits - shift[:, None])  # (BLOCK_M, BLOCK_N)
-        kept = tl.exp2(highest - shift)
+        p = tl.exp(logits - shift[:, None])  # (BLOCK_M, BLOCK_N)
+        kept = tl.exp(highest - shift)
         total = total * kept + tl.sum(p, 1)
         if BLOCK_E:
             b_values = load_block(values_ptr, o_column, m, WIDTH, BLOCK_E)
@@ -80,7 +78,7 @@ def half_step_kernel(
             product = tl.dot(p.to(b_values.dtype), b_values, product, input_precision=PRECISION)
         highest = top
     target = tl.load(target_ptr + i_head * n + o_row, mask=o_row < n, other=0.0)
-    u = target - (highest + tl.log2(total)) / LOG2_E
+    u = target - (highest + tl.log(total))
     tl.store(out_ptr + i_head * n + o_row, u, mask=o_row < n)
     if BLOCK_E:
         o_width = tl.arange(0, BLOCK_E)

@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.attention.tiles import (
-    LOG2_E,
     block_of,
     launch,
     load_block,
@@ -65,9 +64,8 @@ def plan_product_kernel(
     matrix_ptr += i_head * m * WIDTH
     o_vector = i_head * n + o_row
     m_row = o_row < n
-    scale_2 = scale * LOG2_E
     b_rows = load_block(rows_ptr + i_head * n * DIM, o_row, n, DIM, BLOCK_D)
-    alpha = tl.load(row_potential_ptr + o_vector, mask=m_row, other=-float("inf")) * LOG2_E
+    alpha = tl.load(row_potential_ptr + o_vector, mask=m_row, other=-float("inf"))
     found = tl.zeros((BLOCK_M,), tl.float32)
     product = tl.zeros((BLOCK_M, BLOCK_E if BLOCK_E else 1), tl.float32)
     for start in tl.range(0, m, BLOCK_N):
@@ -76,8 +74,8 @@ def plan_product_kernel(
         b_columns = load_block(columns_ptr, o_column, m, DIM, BLOCK_D)
         beta = tl.load(column_potential_ptr + o_column, mask=m_column, other=-float("inf"))
         x = tl.load(vector_ptr + o_column, mask=m_column, other=0.0)
-        logits = product_of(b_rows, b_columns, PRECISION) * scale_2
-        p = tl.exp2(logits + alpha[:, None] + (beta * LOG2_E)[None, :])  # (BLOCK_M, BLOCK_N)
+        logits = product_of(b_rows, b_columns, PRECISION) * scale
+        p = tl.exp(logits + alpha[:, None] + beta[None, :])  # (BLOCK_M, BLOCK_N)
         if BLOCK_E:
             b_matrix = load_block(matrix_ptr, o_column, m, WIDTH, BLOCK_E)
             rounded = p.to(b_matrix.dtype)

@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.attention.tiles import (
-    LOG2_E,
     block_of,
     launch,
     load_block,
@@ -65,7 +64,6 @@ def score_gradient_kernel(
     columns_ptr += i_head * m * DIM
     column_factor_ptr += i_head * m * WIDTH
     m_row = o_row < n
-    scale_2 = scale * LOG2_E
     b_rows = load_block(rows_ptr + i_head * n * DIM, o_row, n, DIM, BLOCK_D)
     b_row_factor = load_block(row_factor_ptr + i_head * n * WIDTH, o_row, n, WIDTH, BLOCK_E)
     a = tl.load(row_offset_ptr + i_head * n + o_row, mask=m_row, other=0.0)
@@ -82,28 +80,28 @@ def score_gradient_kernel(
         b_factor = load_block(column_factor_ptr, o_column, m, WIDTH, BLOCK_E)
         b = tl.load(column_offset_ptr + i_head * m + o_column, mask=m_column, other=0.0)
         v_last = tl.load(p_v + count * column_stride, mask=m_column, other=-float("inf"))
-        logits = product_of(b_rows, b_columns, PRECISION) * scale_2
-        p = tl.exp2(logits + (u_last * LOG2_E)[:, None] + (v_last * LOG2_E)[None, :])
+        logits = product_of(b_rows, b_columns, PRECISION) * scale
+        p = tl.exp(logits + u_last[:, None] + v_last[None, :])
         slopes = product_of(b_row_factor, b_factor, PRECISION) - a[:, None] - b[None, :]
         by_scores = p * slopes  # (BLOCK_M, BLOCK_N)
         for t in range(count):
             u = tl.load(p_u + t * row_stride, mask=m_row, other=0.0)
             v = tl.load(p_v + t * column_stride, mask=m_column, other=-float("inf"))
-            same = tl.exp2(logits + (u * LOG2_E)[:, None] + (v * LOG2_E)[None, :])
+            same = tl.exp(logits + u[:, None] + v[None, :])
             # The v that follows from u, and its adjoint.
             if QUERIES:
                 x = tl.load(p_x + t * row_stride, mask=m_row, other=0.0)
                 v = tl.load(p_v + (t + 1) * column_stride, mask=m_column, other=-float("inf"))
                 y = tl.load(p_y + (t + 1) * column_stride, mask=m_column, other=0.0)
                 by_scores -= same * x[:, None]
-                after = tl.exp2(logits + (u * LOG2_E)[:, None] + (v * LOG2_E)[None, :])
+                after = tl.exp(logits + u[:, None] + v[None, :])
                 by_scores -= after * y[None, :]
             else:
                 x = tl.load(p_y + t * column_stride, mask=m_column, other=0.0)
                 u = tl.load(p_u + (t + 1) * row_stride, mask=m_row, other=0.0)
                 y = tl.load(p_x + (t + 1) * row_stride, mask=m_row, other=0.0)
                 by_scores -= same * x[None, :]
-                after = tl.exp2(logits + (u * LOG2_E)[:, None] + (v * LOG2_E)[None, :])
+                after = tl.exp(logits + u[:, None] + v[None, :])
                 by_scores -= after * y[:, None]
         out = tl.dot(by_scores.to(b_columns.dtype), b_columns, out, input_precision=PRECISION)
     o_dim = tl.arange(0, BLOCK_D)

@@ -1,13 +1,14 @@
 """Tiles of the passes of Sinkhorn attention, and what their kernels load and compute alike.
 
 A program has one block of rows of one head, loads it once and streams all columns of that head.
-Rows and columns are queries and keys, or keys and queries. Sizes are those of attention kernels of
-this kind on Hopper; on a processor they are large, as Triton's interpreter pays for each tile.
+Rows and columns are queries and keys, or keys and queries. Exponents are in natural units: large
+scores and potentials cancel before they are multiplied for exp2. Sizes are those of attention
+kernels of this kind on Hopper, not measured yet; on a processor they are large, as Triton's
+interpreter pays for each tile.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 # The narrowest operand of a product on tensor cores.
 NARROWEST = 16
 

@@ -78,7 +78,8 @@ class Scores:
             sums = logits.logsumexp(2)
             self._write(out, heads, rows, step, target[heads, rows] - sums)
             if values is not None and product is not None:
-                weights = logits.sub_(sums[..., None]).exp_()
+                # Not by `sums`, whose rounding would leave rows without a sum of 1.
+                weights = logits.softmax(2)
                 product[heads, rows] = (weights @ values[heads].to(logits.dtype)).to(product.dtype)
         return None
 
