@@ -55,7 +55,7 @@ class SinkhornAttention(nn.Module):
         tolerance: Positive | None = None,
         max_iterations: Count = 100,
         gradient: BatchedGradient = "unrolled",
-        device: Any = None,
+        device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()

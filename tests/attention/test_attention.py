@@ -99,6 +99,13 @@ def test_a_mask_of_keys(iterations: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mask_of_the_first_block(backend: str) -> None:
+    """Where no key so far has a part there is no largest score."""
+    points, mask = drawn(1, 5, 300), torch.arange(300)[None] < 290
+    assert_as_good_as_pytorch(points, 1, backend, key_mask=mask)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("iterations", [0, 3])
 def test_scores_of_a_thousand(iterations: int, backend: str) -> None:
     """Plans of different iterations have hardly an entry in common."""
