@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from otdd_flash.arguments import BatchedGradient, Count, Index, Positive, takes
 from otdd_flash.attention.attention import WIDEST, sinkhorn_attention
+from otdd_flash.batched.checking import TYPES
 from otdd_flash.errors import InputError
 
 
@@ -35,7 +36,8 @@ class SinkhornAttention(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        InputError: embed_dim is no multiple of num_heads, or heads are too wide.
+        InputError: embed_dim is no multiple of num_heads, or heads are too wide, or device or dtype are not
+            PyTorch's.
     """
 
     in_proj_weight: nn.Parameter | None
@@ -70,6 +72,12 @@ class SinkhornAttention(nn.Module):
         # What TransformerEncoderLayer asks for: True would let its fused softmax take the weights.
         self._qkv_same_embed_dim = False
         widths = embed_dim, kdim or embed_dim, vdim or embed_dim
+        try:
+            torch.device(device or "cpu")
+        except RuntimeError as error:
+            raise InputError(f"device must be one of PyTorch's, got {device!r}: {error}") from None
+        if dtype is not None and not any(dtype is each for each in TYPES):
+            raise InputError(f"dtype must be one of {', '.join(map(str, TYPES))}, got {dtype!r}")
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         if widths == 3 * (embed_dim,):
             self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **made))

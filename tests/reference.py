@@ -390,7 +390,7 @@ def sinkhorn_attention(
 ) -> Tensor:
     """Attention of balanced weights, as a loop over stored scores, for autograd."""
     scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
-    n, m = scores.shape[-2:]
+    n = scores.shape[-2]
     mask = torch.zeros_like(scores[..., :1, :])
     if key_mask is not None:
         mask = mask.masked_fill(key_mask[..., None, :], -torch.inf)

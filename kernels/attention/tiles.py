@@ -42,15 +42,14 @@ def blocks_for(kind: str, width: int, dtype: torch.dtype, device: torch.device) 
     if device.type != "cuda":
         return Blocks(128, 128, 4, 1)
     wide = width * dtype.itemsize
-    if kind == "vector":
-        return Blocks(128, 128, 8, 3) if wide <= 256 else Blocks(128, 64, 8, 2)
     if wide <= 128:
-        return Blocks(128, 64, 4 if kind == "output" else 8, 3)
+        return Blocks(128, 128 if kind == "vector" else 64, 4 if kind == "output" else 8, 3)
     if wide <= 256:
-        return Blocks(64, 64, 4, 2) if kind == "gradient" else Blocks(128, 64, 8, 2)
+        rows = 64 if kind == "gradient" else 128
+        return Blocks(rows, 128 if kind == "vector" else 64, 8, 2)
     if wide <= 512:
-        return Blocks(64, 32, 4, 2)
-    return Blocks(32, 32, 8, 1)
+        return Blocks(64, 64 if kind == "vector" else 32, 4 if kind == "vector" else 8, 2)
+    return Blocks(32 if kind == "gradient" else 64, 32, 8, 1)
 
 
 def padded_width(width: int) -> int:
