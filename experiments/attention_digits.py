@@ -71,7 +71,7 @@ def trained(iterations: int, seed: int, epochs: int) -> dict[str, float]:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
     for _ in range(epochs):
         total = 0.0
-        for rows in train[torch.randperm(TRAINING, generator=draw)].split(BATCH):
+        for rows in torch.split(train[torch.randperm(TRAINING, generator=draw)], BATCH):
             loss = nn.functional.cross_entropy(network(images[rows]), labels[rows])
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
