@@ -45,7 +45,7 @@ class Network(nn.Module):
                 WIDTH, HEADS, batch_first=True, iterations=iterations
             )
             attention.load_state_dict(layer.self_attn.state_dict())
-            layer.self_attn = attention  # type: ignore[assignment]
+            layer.self_attn = attention
             layers.append(layer)
         self.layers, self.head = nn.Sequential(*layers), nn.Linear(WIDTH, 10)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from otdd_flash.batched.checking import TYPES
 from otdd_flash.errors import InputError
 
 
-class SinkhornAttention(nn.Module):
+class SinkhornAttention(nn.MultiheadAttention):
     """Multi-head attention whose weights are balanced by `otdd.sinkhorn_attention`.
 
     Arguments, parameters and their names are those of `torch.nn.MultiheadAttention`, so weights of
@@ -36,12 +37,9 @@ class SinkhornAttention(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        InputError: embed_dim is no multiple of num_heads, or heads are too wide, or device or dtype are not
-            PyTorch's.
+        InputError: embed_dim is no multiple of num_heads, heads are too wide, or PyTorch has no
+            such device or dtype.
     """
-
-    in_proj_weight: nn.Parameter | None
-    in_proj_bias: nn.Parameter | None
 
     @takes()
     def __init__(
@@ -60,41 +58,24 @@ class SinkhornAttention(nn.Module):
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         if embed_dim % num_heads or embed_dim // num_heads > WIDEST:
             raise InputError(
                 f"embed_dim must be a multiple of num_heads, at most {WIDEST} of each head, got "
                 f"embed_dim={embed_dim} and num_heads={num_heads}"
             )
-        self.embed_dim, self.num_heads, self.batch_first = embed_dim, num_heads, batch_first
-        self.iterations, self.tolerance, self.gradient = iterations, tolerance, gradient
-        self.max_iterations = max_iterations
-        # What TransformerEncoderLayer asks for: True would let its fused softmax take the weights.
-        self._qkv_same_embed_dim = False
-        widths = embed_dim, kdim or embed_dim, vdim or embed_dim
         try:
             torch.device(device or "cpu")
         except RuntimeError as error:
             raise InputError(f"device must be one of PyTorch's, got {device!r}: {error}") from None
         if dtype is not None and not any(dtype is each for each in TYPES):
             raise InputError(f"dtype must be one of {', '.join(map(str, TYPES))}, got {dtype!r}")
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        if widths == 3 * (embed_dim,):
-            self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **made))
-        else:
-            self.register_parameter("in_proj_weight", None)
-            for name, width in zip("qkv", widths, strict=True):
-                weight = nn.Parameter(torch.empty(embed_dim, width, **made))
-                self.register_parameter(f"{name}_proj_weight", weight)
-        if bias:
-            self.in_proj_bias = nn.Parameter(torch.zeros(3 * embed_dim, **made))
-        else:
-            self.register_parameter("in_proj_bias", None)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **made)
-        for drawn in self._weights() if self.in_proj_weight is None else [self.in_proj_weight]:
-            nn.init.xavier_uniform_(drawn)
-        if bias:
-            nn.init.zeros_(self.out_proj.bias)
+        others = False, False, kdim, vdim, batch_first, device, dtype
+        super().__init__(embed_dim, num_heads, 0.0, bias, *others)
+        # Of `otdd.sinkhorn_attention`.
+        self.options: dict[str, Any] = {"iterations": iterations, "tolerance": tolerance}
+        self.options |= {"max_iterations": max_iterations, "gradient": gradient}
+        # What TransformerEncoderLayer asks for: True would let its fused softmax take the weights.
+        self._qkv_same_embed_dim = False
 
     def forward(
         self,
@@ -136,32 +117,25 @@ class SinkhornAttention(nn.Module):
         if key_padding_mask is not None and key_padding_mask.dtype != torch.bool:
             # As PyTorch hands it on: added to the scores.
             key_padding_mask = key_padding_mask == -torch.inf
+        weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        given = (query, key, value)
         batched, leading = query.ndim == 3, self.batch_first or query.ndim == 2
         q, k, v = (
             self._heads(nn.functional.linear(each, weight, bias), leading)
-            for each, weight, bias in zip(given, self._weights(), biases, strict=True)
+            for each, weight, bias in zip((query, key, value), weights, biases, strict=True)
         )
         mask = key_padding_mask
-        attended = sinkhorn_attention(
-            *(q, k, v),
-            iterations=self.iterations,
-            tolerance=self.tolerance,
-            max_iterations=self.max_iterations,
-            key_mask=mask[:, None] if mask is not None and batched else mask,
-            gradient=self.gradient,
-        )
+        if mask is not None and batched:
+            mask = mask[:, None]
+        attended = sinkhorn_attention(q, k, v, key_mask=mask, **self.options)
         # (..., heads, n, head's coordinates) to the order of the query.
         joined = attended.transpose(-3, -2).flatten(-2)
         out = self.out_proj(joined if leading else joined.transpose(0, 1))
         return out, None
 
     def _heads(self, projected: Tensor, leading: bool) -> Tensor:
+        """Coordinates (..., n, embed_dim) as (..., heads, n, those of a head)."""
         rows = projected if leading else projected.transpose(0, 1)
         return rows.reshape(*rows.shape[:-1], self.num_heads, -1).transpose(-3, -2)
-
-    def _weights(self) -> list[Tensor]:
-        if self.in_proj_weight is not None:
-            return [*self.in_proj_weight.chunk(3)]
-        return [self.get_parameter(f"{name}_proj_weight") for name in "qkv"]

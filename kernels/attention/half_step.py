@@ -15,15 +15,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from otdd_flash.kernels.attention.tiles import (
-    block_of,
-    launch,
-    load_block,
-    padded_width,
-    product_of,
-)
+from otdd_flash.kernels.attention.tiles import block_of, load_block
 from otdd_flash.kernels.launch import on_its_device
 
 
@@ -32,16 +25,16 @@ from otdd_flash.kernels.launch import on_its_device
 def half_step_kernel(
     rows_ptr,  # (H, n, DIM)
     columns_ptr,  # (H, m, DIM)
+    counts_ptr,  # (H,) int32
+    n,
+    m,
+    scale,
     potential_ptr,  # (H, m) float32
     target_ptr,  # (H, n) float32
-    counts_ptr,  # (H,) int32
     out_ptr,  # (H, n) float32
     values_ptr,  # (H, m, WIDTH), read if BLOCK_E
     product_ptr,  # (H, n, WIDTH), written if BLOCK_E
     step,
-    n,
-    m,
-    scale,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -65,7 +58,7 @@ def half_step_kernel(
         o_column = start + tl.arange(0, BLOCK_N).to(tl.int64)
         b_columns = load_block(columns_ptr, o_column, m, DIM, BLOCK_D)
         v = tl.load(potential_ptr + o_column, mask=o_column < m, other=-float("inf"))
-        logits = product_of(b_rows, b_columns, PRECISION) * scale + v[None, :]
+        logits = tl.dot(b_rows, tl.trans(b_columns), input_precision=PRECISION) * scale + v[None, :]
         top = tl.maximum(highest, tl.max(logits, 1))
         # No column so far has a part: every exponential is 0, not that of -inf + inf.
         shift = tl.where(top == -float("inf"), 0.0, top)
@@ -87,40 +80,3 @@ def half_step_kernel(
             (product / total[:, None]).to(product_ptr.dtype.element_ty),
             mask=(o_row < n)[:, None] & (o_width < WIDTH)[None, :],
         )
-
-
-def half_step(
-    rows: Tensor,
-    columns: Tensor,
-    scale: float,
-    potential: Tensor,
-    target: Tensor,
-    counts: Tensor,
-    step: int,
-    out: Tensor,
-    values: Tensor | None = None,
-    product: Tensor | None = None,
-) -> None:
-    """Write potentials of rows, of the heads whose count is at least `step`.
-
-    Args:
-        rows: (H, n, d) contiguous, as all tensors.
-        columns: (H, m, d).
-        scale: of the scores.
-        potential: v (H, m) float32.
-        target: t (H, n) float32.
-        counts: (H,) int32.
-        step: the number of this step.
-        out: u (H, n) float32.
-        values: V (H, m, e), where the output is wanted too.
-        product: O (H, n, e), written.
-    """
-    width = 0 if values is None else values.shape[2]
-    # In place of what is not read there is a vector.
-    matrices = (potential, out) if values is None else (values, product)
-    launch(
-        half_step_kernel, "output" if width else "vector", rows, width,
-        rows, columns, potential, target, counts, out, *matrices,
-        step, rows.shape[1], columns.shape[1], scale,
-        WIDTH=width, BLOCK_E=padded_width(width) if width else 0,
-    )  # fmt: skip

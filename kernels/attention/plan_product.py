@@ -16,15 +16,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from otdd_flash.kernels.attention.tiles import (
-    block_of,
-    launch,
-    load_block,
-    padded_width,
-    product_of,
-)
+from otdd_flash.kernels.attention.tiles import block_of, load_block
 from otdd_flash.kernels.launch import on_its_device
 
 
@@ -33,19 +26,19 @@ from otdd_flash.kernels.launch import on_its_device
 def plan_product_kernel(
     rows_ptr,  # (H, n, DIM)
     columns_ptr,  # (H, m, DIM)
+    counts_ptr,  # (H,) int32
+    n,
+    m,
+    scale,
     row_potential_ptr,  # (H, n) float32
     column_potential_ptr,  # (H, m) float32
     vector_ptr,  # (H, m) float32
     weight_ptr,  # (H,) float32
-    counts_ptr,  # (H,) int32
     out_ptr,  # (H, n) float32
     matrix_ptr,  # (H, m, WIDTH), read if BLOCK_E
     own_ptr,  # (H, n, WIDTH), read if BLOCK_E
     product_ptr,  # (H, n, WIDTH), written if BLOCK_E
     step,
-    n,
-    m,
-    scale,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -74,7 +67,7 @@ def plan_product_kernel(
         b_columns = load_block(columns_ptr, o_column, m, DIM, BLOCK_D)
         beta = tl.load(column_potential_ptr + o_column, mask=m_column, other=-float("inf"))
         x = tl.load(vector_ptr + o_column, mask=m_column, other=0.0)
-        logits = product_of(b_rows, b_columns, PRECISION) * scale
+        logits = tl.dot(b_rows, tl.trans(b_columns), input_precision=PRECISION) * scale
         p = tl.exp(logits + alpha[:, None] + beta[None, :])  # (BLOCK_M, BLOCK_N)
         if BLOCK_E:
             b_matrix = load_block(matrix_ptr, o_column, m, WIDTH, BLOCK_E)
@@ -92,39 +85,3 @@ def plan_product_kernel(
             mask=m_row[:, None] & (o_width < WIDTH)[None, :],
         )
     tl.store(out_ptr + o_vector, found * tl.load(weight_ptr + i_head), mask=m_row)
-
-
-def plan_product(
-    rows: Tensor,
-    columns: Tensor,
-    scale: float,
-    potentials: tuple[Tensor, Tensor],
-    vector: Tensor,
-    weight: Tensor,
-    counts: Tensor,
-    step: int,
-    out: Tensor,
-    matrices: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> None:
-    """Write products of the heads whose count is at least `step`.
-
-    Args:
-        rows: (H, n, d) contiguous, as all tensors.
-        columns: (H, m, d).
-        scale: of the scores.
-        potentials: alpha (H, n) and beta (H, m), float32.
-        vector: x (H, m) float32.
-        weight: w (H,) float32.
-        counts: (H,) int32.
-        step: the number of this step.
-        out: y (H, n) float32.
-        matrices: Z (H, m, e), R (H, n, e), and M (H, n, e), which is written.
-    """
-    width = 0 if matrices is None else matrices[0].shape[2]
-    # In place of what is not read there are vectors.
-    launch(
-        plan_product_kernel, "product" if width else "vector", rows, width,
-        rows, columns, *potentials, vector, weight, counts, out, *(matrices or (vector, out, out)),
-        step, rows.shape[1], columns.shape[1], scale,
-        WIDTH=width, BLOCK_E=padded_width(width) if width else 0,
-    )  # fmt: skip

@@ -17,15 +17,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from otdd_flash.kernels.attention.tiles import (
-    block_of,
-    launch,
-    load_block,
-    padded_width,
-    product_of,
-)
+from otdd_flash.kernels.attention.tiles import block_of, load_block
 from otdd_flash.kernels.launch import on_its_device
 
 
@@ -34,6 +27,10 @@ from otdd_flash.kernels.launch import on_its_device
 def score_gradient_kernel(
     rows_ptr,  # (H, n, DIM)
     columns_ptr,  # (H, m, DIM)
+    counts_ptr,  # (H,) int32
+    n,
+    m,
+    scale,
     row_factor_ptr,  # (H, n, WIDTH)
     column_factor_ptr,  # (H, m, WIDTH)
     row_potentials_ptr,  # (T + 1, H, n) float32
@@ -42,13 +39,9 @@ def score_gradient_kernel(
     column_adjoints_ptr,  # (T + 1, H, m) float32
     row_offset_ptr,  # (H, n) float32
     column_offset_ptr,  # (H, m) float32
-    counts_ptr,  # (H,) int32
     out_ptr,  # (H, n, DIM)
-    n,
-    m,
     row_stride,  # of vectors side by side, H n
     column_stride,  # H m
-    scale,
     QUERIES: tl.constexpr,  # whether rows are queries
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -80,29 +73,24 @@ def score_gradient_kernel(
         b_factor = load_block(column_factor_ptr, o_column, m, WIDTH, BLOCK_E)
         b = tl.load(column_offset_ptr + i_head * m + o_column, mask=m_column, other=0.0)
         v_last = tl.load(p_v + count * column_stride, mask=m_column, other=-float("inf"))
-        logits = product_of(b_rows, b_columns, PRECISION) * scale
+        logits = tl.dot(b_rows, tl.trans(b_columns), input_precision=PRECISION) * scale
         p = tl.exp(logits + u_last[:, None] + v_last[None, :])
-        slopes = product_of(b_row_factor, b_factor, PRECISION) - a[:, None] - b[None, :]
+        slopes = (
+            tl.dot(b_row_factor, tl.trans(b_factor), input_precision=PRECISION)
+            - a[:, None]
+            - b[None, :]
+        )
         by_scores = p * slopes  # (BLOCK_M, BLOCK_N)
-        for t in range(count):
-            u = tl.load(p_u + t * row_stride, mask=m_row, other=0.0)
-            v = tl.load(p_v + t * column_stride, mask=m_column, other=-float("inf"))
-            same = tl.exp(logits + u[:, None] + v[None, :])
-            # The v that follows from u, and its adjoint.
-            if QUERIES:
-                x = tl.load(p_x + t * row_stride, mask=m_row, other=0.0)
-                v = tl.load(p_v + (t + 1) * column_stride, mask=m_column, other=-float("inf"))
-                y = tl.load(p_y + (t + 1) * column_stride, mask=m_column, other=0.0)
-                by_scores -= same * x[:, None]
-                after = tl.exp(logits + u[:, None] + v[None, :])
-                by_scores -= after * y[None, :]
-            else:
-                x = tl.load(p_y + t * column_stride, mask=m_column, other=0.0)
-                u = tl.load(p_u + (t + 1) * row_stride, mask=m_row, other=0.0)
-                y = tl.load(p_x + (t + 1) * row_stride, mask=m_row, other=0.0)
-                by_scores -= same * x[None, :]
-                after = tl.exp(logits + u[:, None] + v[None, :])
-                by_scores -= after * y[:, None]
+        for r in range(2 * count):
+            # u_t and v_t, x_t; then u_t and v_(t+1), y_(t+1).
+            i, j = (r + (0 if QUERIES else 1)) // 2, (r + (1 if QUERIES else 0)) // 2
+            u = tl.load(p_u + i * row_stride, mask=m_row, other=0.0)
+            v = tl.load(p_v + j * column_stride, mask=m_column, other=-float("inf"))
+            x = tl.load(p_x + i * row_stride, mask=m_row, other=0.0)
+            y = tl.load(p_y + j * column_stride, mask=m_column, other=0.0)
+            of_rows = (r % 2 == 0) == QUERIES
+            weight = tl.where(of_rows, x, 0.0)[:, None] + tl.where(of_rows, 0.0, y)[None, :]
+            by_scores -= tl.exp(logits + u[:, None] + v[None, :]) * weight
         out = tl.dot(by_scores.to(b_columns.dtype), b_columns, out, input_precision=PRECISION)
     o_dim = tl.arange(0, BLOCK_D)
     tl.store(
@@ -110,38 +98,3 @@ def score_gradient_kernel(
         (out * scale).to(out_ptr.dtype.element_ty),
         mask=m_row[:, None] & (o_dim < DIM)[None, :],
     )
-
-
-def score_gradient(
-    points: tuple[Tensor, Tensor],
-    factors: tuple[Tensor, Tensor],
-    potentials: tuple[Tensor, Tensor],
-    adjoints: tuple[Tensor, Tensor],
-    offsets: tuple[Tensor, Tensor],
-    scale: float,
-    counts: Tensor,
-    out: Tensor,
-    *,
-    queries: bool,
-) -> None:
-    """Write the gradient by the rows, which are queries or keys; of pairs the rows' come first.
-
-    Args:
-        points: (H, n, d) and (H, m, d), contiguous, as all tensors.
-        factors: cotangents and values, or values and cotangents.
-        potentials: u (T + 1, H, n) and v (T + 1, H, m) float32, or v and u.
-        adjoints: x and y of the same shapes, or y and x.
-        offsets: a (H, n) and b (H, m) float32, or b and a.
-        scale: of the scores.
-        counts: c (H,) int32, at most T.
-        out: (H, n, d).
-        queries: whether rows are queries.
-    """
-    rows, columns = points
-    width = factors[0].shape[2]
-    launch(
-        score_gradient_kernel, "gradient", rows, width,
-        *points, *factors, *potentials, *adjoints, *offsets, counts, out,
-        rows.shape[1], columns.shape[1], offsets[0].numel(), offsets[1].numel(), scale,
-        QUERIES=queries, WIDTH=width, BLOCK_E=padded_width(width),
-    )  # fmt: skip

@@ -57,33 +57,38 @@ def padded_width(width: int) -> int:
     return max(NARROWEST, int(triton.next_power_of_2(width)))
 
 
-def launch(kernel: Any, kind: str, rows: Tensor, width: int, *given: Any, **constants: Any) -> None:
-    """Launch a kernel with a program for each block of rows (H, n, d).
+def launch(
+    kernel: Any,
+    kind: str,
+    points: tuple[Tensor, Tensor],
+    scale: float,
+    counts: Tensor,
+    width: int,
+    *given: Tensor | int,
+    **constants: Any,
+) -> None:
+    """Launch a kernel with a program for each block of rows.
 
     Args:
-        kernel: takes `given`, and as constants DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION and those
-            of `constants`.
+        kernel: takes rows, columns, counts, n, m and the scale, then `given`.
         kind: of the pass, see `blocks_for`.
-        rows: of queries or of keys.
+        points: rows (H, n, d) and columns (H, m, d), contiguous as all tensors.
+        scale: of the scores.
+        counts: (H,) int32, how many iterations each head makes.
         width: e where matrices are read, else 0.
-        *given: tensors and numbers.
-        **constants: further ones.
+        *given: what else it reads and writes; vectors are float32.
+        **constants: beyond those of tiles.
     """
-    heads, n, dim = rows.shape
-    depth = padded_width(dim)
-    blocks = blocks_for(kind, max(depth, padded_width(width)), rows.dtype, rows.device)
-    kernel[(heads * triton.cdiv(n, blocks.rows),)](
-        *given,
-        DIM=dim,
-        BLOCK_D=depth,
-        BLOCK_M=blocks.rows,
-        BLOCK_N=blocks.columns,
-        # Of float32: three products of TF32 have its accuracy but for some units.
-        PRECISION="tf32x3" if rows.dtype == torch.float32 else "tf32",
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-        **constants,
-    )
+    (rows, columns), depth = points, padded_width(points[0].shape[2])
+    (heads, n, dim), padded = rows.shape, padded_width(width) if width else 0
+    blocks = blocks_for(kind, max(depth, padded), rows.dtype, rows.device)
+    # Of float32: three products of TF32 have its accuracy but for some units.
+    constants["PRECISION"] = "tf32x3" if rows.dtype == torch.float32 else "tf32"
+    constants |= {"DIM": dim, "WIDTH": width, "BLOCK_D": depth, "BLOCK_E": padded}
+    constants |= {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.columns}
+    constants |= {"num_warps": blocks.warps, "num_stages": blocks.stages}
+    grid = (heads * triton.cdiv(n, blocks.rows),)
+    kernel[grid](rows, columns, counts, n, columns.shape[1], scale, *given, **constants)
 
 
 @triton.jit
@@ -104,9 +109,3 @@ def load_block(pointer, o_row, rows, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
         mask=(o_row < rows)[:, None] & (o_dim < DIM)[None, :],
         other=0.0,
     )
-
-
-@triton.jit
-def product_of(left, right, PRECISION: tl.constexpr):
-    """The product of rows with rows, left right^T, in float32."""
-    return tl.dot(left, tl.trans(right), input_precision=PRECISION)

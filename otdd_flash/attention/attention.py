@@ -114,35 +114,31 @@ def sinkhorn_attention(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
     """Raise an `InputError` unless types and shapes fit each other."""
-    if q.dtype not in TYPES or not q.dtype == k.dtype == v.dtype:
+    kinds = {(str(each.device), each.dtype) for each in (q, k, v)}
+    if q.dtype not in TYPES or len(kinds) > 1:
         raise InputError(
-            "q, k and v must be of one type, float16, bfloat16, float32 or float64, got "
-            f"{q.dtype}, {k.dtype} and {v.dtype}; convert them with .to()"
+            "q, k and v must be on one device and of one type, float16, bfloat16, float32 or "
+            f"float64, got {q.dtype} on {q.device}, {k.dtype} on {k.device} and {v.dtype} on "
+            f"{v.device}; convert them with .to()"
         )
-    if not q.device == k.device == v.device:
-        raise InputError(
-            f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}; "
-            "move them with .to()"
-        )
-    shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-    if min(q.ndim, k.ndim, v.ndim) < 2 or not (
-        q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
-        and q.shape[-1] == k.shape[-1]
-        and k.shape[-2] == v.shape[-2]
+    lead, points = q.shape[:-2], (q, k, v)
+    if (
+        min(each.ndim for each in points) < 2
+        or not lead == k.shape[:-2] == v.shape[:-2]
+        or (q.shape[-1], k.shape[-2]) != (k.shape[-1], v.shape[-2])
+        or min(*q.shape[-2:], *v.shape[-2:]) < 1
+        or max(q.shape[-1], v.shape[-1]) > WIDEST
     ):
         raise InputError(
-            f"q, k and v must have shapes (..., n, d), (..., m, d) and (..., m, e), got {shapes}"
-        )
-    if min(*q.shape[-2:], *v.shape[-2:]) < 1 or max(q.shape[-1], v.shape[-1]) > WIDEST:
-        raise InputError(
-            f"q, k and v must have a row and 1 to {WIDEST} columns each, got shapes {shapes}"
+            "q, k and v must have shapes (..., n, d), (..., m, d) and (..., m, e), with d and e of "
+            f"1 to {WIDEST}, got {', '.join(str(tuple(each.shape)) for each in points)}"
         )
     if key_mask is not None:
-        lead, last = key_mask.shape[:-1], key_mask.shape[-1:]
-        fits = len(lead) <= q.ndim - 2 and all(
-            size in (1, full) for size, full in zip(lead[::-1], q.shape[:-2][::-1], strict=False)
+        front = key_mask.shape[:-1]
+        fits = len(front) <= len(lead) and all(
+            size in (1, full) for size, full in zip(front[::-1], lead[::-1], strict=False)
         )
-        if key_mask.dtype != torch.bool or last != k.shape[-2:-1] or not fits:
+        if key_mask.dtype != torch.bool or key_mask.shape[-1:] != k.shape[-2:-1] or not fits:
             raise InputError(
                 f"key_mask must be bool of shape (..., {k.shape[-2]}), got {key_mask.dtype} of "
                 f"shape {tuple(key_mask.shape)}"

@@ -141,8 +141,7 @@ def gradients_now(
             us, vs = us[:most], vs[:most]
         rows = Scores(q, k, scale, counts, in_triton)
         columns = rows.transposed
-        dtype = us.dtype
-        delta = (cotangents.to(dtype) * out.to(dtype)).sum(2)
+        delta = (cotangents.to(us.dtype) * out).sum(2)
         u, last = at(us, counts), at(vs, counts)
         one = us.new_ones(len(q))
         y = torch.empty_like(last)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,10 +70,12 @@ class Scores:
             product: (H, n, e), written.
         """
         if self.in_triton:
-            from otdd_flash.kernels.attention.half_step import half_step
+            from otdd_flash.kernels.attention.half_step import half_step_kernel as kernel
 
-            given = potential, target, self.counts, step, out, values, product
-            return half_step(self.rows, self.columns, self.scale, *given)
+            # In place of matrices that are not read there are vectors.
+            matrices = (potential, out) if values is None else (values, product)
+            width, kind = (0, "vector") if values is None else (values.shape[2], "output")
+            return self._launch(kernel, kind, width, potential, target, out, *matrices, step)
         for heads, rows, logits in self._blocks():
             logits += potential[heads, None]
             sums = logits.logsumexp(2)
@@ -103,10 +106,11 @@ class Scores:
             matrices: Z (H, m, e), R (H, n, e), and P Z (H, n, e), which is written.
         """
         if self.in_triton:
-            from otdd_flash.kernels.attention.plan_product import plan_product
+            from otdd_flash.kernels.attention.plan_product import plan_product_kernel as kernel
 
-            given = potentials, vector, weight, self.counts, step, out, matrices
-            return plan_product(self.rows, self.columns, self.scale, *given)
+            width, kind = (matrices[0].shape[2], "product") if matrices else (0, "vector")
+            given = *potentials, vector, weight, out, *(matrices or (vector, out, out)), step
+            return self._launch(kernel, kind, width, *given)
         for heads, rows, logits in self._blocks():
             logits += potentials[0][heads, rows, None]
             logits += potentials[1][heads, None]
@@ -142,34 +146,36 @@ class Scores:
         """
         out = torch.empty_like(self.rows)
         if self.in_triton:
-            from otdd_flash.kernels.attention.score_gradient import score_gradient
+            from otdd_flash.kernels.attention.score_gradient import score_gradient_kernel as kernel
 
-            points, given = (self.rows, self.columns), (factors, potentials, adjoints, offsets)
-            score_gradient(points, *given, self.scale, self.counts, out, queries=self.queries)
+            given = *factors, *potentials, *adjoints, *offsets, out
+            strides = offsets[0].numel(), offsets[1].numel()
+            width = factors[0].shape[2]
+            self._launch(kernel, "gradient", width, *given, *strides, QUERIES=self.queries)
             return out
-        most, (a, b) = len(potentials[0]) - 1, offsets
+        of_rows, of_columns = (at(each, self.counts) for each in potentials)
         for heads, rows, logits in self._blocks():
-            counts = self.counts[heads, None, None]
-
-            def plan(i: Tensor | int, j: Tensor | int, of: Tensor = logits) -> Tensor:
-                """Exponentials with the i-th potentials of rows and the j-th of columns."""
-                u, v = potentials[0][i][heads, rows], potentials[1][j][heads]  # noqa: B023
-                return (of + u[..., None] + v[:, None]).exp_()
-
-            u, v = (at(each, self.counts)[heads] for each in potentials)
-            left, right = (each[heads].to(logits.dtype) for each in factors)
-            slopes = left[:, rows] @ right.mT - a[heads, rows, None] - b[heads, None]
-            by_scores = slopes.mul_((logits + u[:, rows, None] + v[:, None]).exp_())
-            for t in range(most):
-                row, column = (t, t + 1) if self.queries else (t + 1, t)
-                x = adjoints[0][row][heads, rows, None]
-                y = adjoints[1][column][heads, None]
-                of_u, of_v = (x, y) if self.queries else (y, x)
-                found = plan(t, t) * of_u + plan(row, column) * of_v
-                by_scores -= torch.where(t < counts, found, 0)
+            left, right = factors[0][heads, rows].to(logits.dtype), factors[1][heads]
+            slopes = left @ right.to(logits.dtype).mT
+            slopes -= offsets[0][heads, rows, None] + offsets[1][heads, None]
+            plan = (logits + of_rows[heads, rows, None] + of_columns[heads, None]).exp_()
+            by_scores = slopes.mul_(plan)
+            for r in range(2 * (len(potentials[0]) - 1)):
+                # u_t and v_t, x_t; then u_t and v_(t+1), y_(t+1).
+                i, j = (r + (not self.queries)) // 2, (r + self.queries) // 2
+                u, v = potentials[0][i, heads, rows, None], potentials[1][j, heads, None]
+                x, y = adjoints[0][i, heads, rows, None], adjoints[1][j, heads, None]
+                term = (logits + u + v).exp_() * (x if (r % 2 == 0) == self.queries else y)
+                by_scores -= torch.where(r < 2 * self.counts[heads, None, None], term, 0)
             columns = self.columns[heads].to(logits.dtype)
             out[heads, rows] = (self.scale * (by_scores @ columns)).to(out.dtype)
         return out
+
+    def _launch(self, kernel: Any, kind: str, width: int, *given: Any, **constants: Any) -> None:
+        from otdd_flash.kernels.attention.tiles import launch
+
+        points = self.rows, self.columns
+        launch(kernel, kind, points, self.scale, self.counts, width, *given, **constants)
 
     def _write(self, out: Tensor, heads: slice, rows: slice, step: int, found: Tensor) -> None:
         made = self.counts[heads, None] >= step

@@ -47,9 +47,9 @@ def test_settings_reach_the_function() -> None:
     x = drawn(2, 9, 8)
     layer = otdd.nn.SinkhornAttention(8, 2, batch_first=True, tolerance=1e-5)
     converged = layer(x, x, x)[0]
-    layer.tolerance, layer.iterations = None, 60
+    layer.options |= {"tolerance": None, "iterations": 60}
     assert torch.allclose(layer(x, x, x)[0], converged, atol=1e-4)
-    layer.iterations = 0
+    layer.options["iterations"] = 0
     assert not torch.allclose(layer(x, x, x)[0], converged, atol=1e-4)
 
 
