@@ -32,8 +32,8 @@ from otdd_flash.attention.passes import Scores
 SIZES = {"cuda": (65_536, 32_768, 16_384, 8192, 4096, 2048, 1024), "cpu": (512, 128)}
 HEADS, WIDTH = {"cuda": 32, "cpu": 4}, 64
 KEYS = ("method", "n", "iterations", "backward")
-# Of outputs and gradients, as a norm over a norm; float16 alone makes some 3e-4 to 1e-3.
-ALLOWED = 1e-2
+# Of outputs and gradients, as a norm over a norm: ours, and others', whose scores are float16.
+ALLOWED, ALLOWED_TO_OTHERS = 5e-3, 5e-2
 # The largest n whose first head is computed in float64, and up to which others store scores.
 MOST_CHECKED, MOST_STORED = 16_384, 16_384
 VARIANTS = (
@@ -118,7 +118,7 @@ def drawn(device: str, n: int) -> list[Tensor]:
 
 
 def measured(
-    run: Run, given: list[Tensor], iterations: int, backward: bool, device: str
+    run: Run, given: list[Tensor], iterations: int, backward: bool, device: str, allowed: float
 ) -> dict[str, Any]:
     """Error and times of a method, or why there are none."""
     *points, cotangent = given
@@ -126,7 +126,7 @@ def measured(
     try:
         if cotangent.shape[2] <= MOST_CHECKED:
             row["error"] = error(run, points, cotangent, iterations, backward)
-            if not row["error"] <= ALLOWED:
+            if not row["error"] <= allowed:
                 return {**row, "wrong": True}
         return row | timed(lambda: step(run, points, cotangent, backward), device)
     except torch.OutOfMemoryError:
@@ -150,7 +150,8 @@ def bench(arguments: argparse.Namespace) -> None:
                     if method == "loop" and iterations == 0:
                         continue
                     torch.compiler.reset()
-                    row = measured(run, given, iterations, backward, device)
+                    allowed = ALLOWED if method == "ours" else ALLOWED_TO_OTHERS
+                    row = measured(run, given, iterations, backward, device, allowed)
                     rows.add({"method": method, **keys, **row})
 
 

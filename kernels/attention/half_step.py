@@ -21,7 +21,7 @@ from otdd_flash.kernels.launch import on_its_device
 
 
 @on_its_device
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def half_step_kernel(
     rows_ptr,  # (H, n, DIM)
     columns_ptr,  # (H, m, DIM)

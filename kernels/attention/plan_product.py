@@ -22,7 +22,7 @@ from otdd_flash.kernels.launch import on_its_device
 
 
 @on_its_device
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def plan_product_kernel(
     rows_ptr,  # (H, n, DIM)
     columns_ptr,  # (H, m, DIM)
