@@ -104,6 +104,11 @@ class SinkhornAttention(nn.MultiheadAttention):
         Raises:
             InputError: what must not be given was given.
         """
+        if query.is_nested:
+            raise InputError(
+                "SinkhornAttention takes no nested tensors; give TransformerEncoder "
+                "enable_nested_tensor=False, or make it of a layer that has SinkhornAttention"
+            )
         if is_causal:
             raise InputError(
                 "is_causal=True leaves no choice: a triangular doubly stochastic matrix is the "

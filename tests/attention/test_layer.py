@@ -67,6 +67,24 @@ def test_within_an_encoder_layer_in_training_and_evaluation() -> None:
     assert torch.allclose(trained, evaluated, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_within_an_encoder() -> None:
+    x, mask = drawn(2, 9, 8), torch.zeros(2, 9, dtype=torch.bool)
+    mask[0, 5:] = True
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    late = nn.TransformerEncoder(layer, 1)
+    layer.self_attn = otdd.nn.SinkhornAttention(8, 2, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2)
+    trained = encoder(x, src_key_padding_mask=mask)
+    with torch.no_grad():
+        evaluated = encoder.eval()(x, src_key_padding_mask=mask)
+        assert torch.allclose(trained[~mask], evaluated[~mask], atol=1e-6)
+        # Which had decided to nest before it had this layer.
+        late.layers[0].self_attn = layer.self_attn
+        with pytest.raises(otdd.InputError, match="enable_nested_tensor=False"):
+            late.eval()(x, src_key_padding_mask=mask)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
