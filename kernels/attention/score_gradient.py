@@ -22,6 +22,21 @@ from otdd_flash.kernels.attention.tiles import block_of, load_block
 from otdd_flash.kernels.launch import on_its_device
 
 
+@triton.jit
+def earlier_term(
+    logits, p_u, p_v, p_x, p_y, r, row_stride, column_stride, m_row, m_column, QUERIES: tl.constexpr
+):
+    """Of u_t, v_t and x_t where r = 2 t, of u_t, v_(t+1) and y_(t+1) where r = 2 t + 1."""
+    i, j = (r + (0 if QUERIES else 1)) // 2, (r + (1 if QUERIES else 0)) // 2
+    u = tl.load(p_u + i * row_stride, mask=m_row, other=0.0)
+    v = tl.load(p_v + j * column_stride, mask=m_column, other=-float("inf"))
+    x = tl.load(p_x + i * row_stride, mask=m_row, other=0.0)
+    y = tl.load(p_y + j * column_stride, mask=m_column, other=0.0)
+    of_rows = (r % 2 == 0) == QUERIES
+    weight = tl.where(of_rows, x, 0.0)[:, None] + tl.where(of_rows, 0.0, y)[None, :]
+    return tl.exp(logits + u[:, None] + v[None, :]) * weight
+
+
 @on_its_device
 @triton.jit
 def score_gradient_kernel(
@@ -43,6 +58,7 @@ def score_gradient_kernel(
     row_stride,  # of vectors side by side, H n
     column_stride,  # H m
     QUERIES: tl.constexpr,  # whether rows are queries
+    TERMS: tl.constexpr,  # of earlier half-steps, the most; 0 where these are too many
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -81,16 +97,28 @@ def score_gradient_kernel(
             - b[None, :]
         )
         by_scores = p * slopes  # (BLOCK_M, BLOCK_N)
-        for r in range(2 * count):
-            # u_t and v_t, x_t; then u_t and v_(t+1), y_(t+1).
-            i, j = (r + (0 if QUERIES else 1)) // 2, (r + (1 if QUERIES else 0)) // 2
-            u = tl.load(p_u + i * row_stride, mask=m_row, other=0.0)
-            v = tl.load(p_v + j * column_stride, mask=m_column, other=-float("inf"))
-            x = tl.load(p_x + i * row_stride, mask=m_row, other=0.0)
-            y = tl.load(p_y + j * column_stride, mask=m_column, other=0.0)
-            of_rows = (r % 2 == 0) == QUERIES
-            weight = tl.where(of_rows, x, 0.0)[:, None] + tl.where(of_rows, 0.0, y)[None, :]
-            by_scores -= tl.exp(logits + u[:, None] + v[None, :]) * weight
+        if TERMS:
+            # Triton loads ahead in innermost loops alone: this one must not be a loop.
+            for r in tl.static_range(TERMS):
+                m_r, m_c = m_row & (r < 2 * count), m_column & (r < 2 * count)
+                by_scores -= earlier_term(
+                    logits, p_u, p_v, p_x, p_y, r, row_stride, column_stride, m_r, m_c, QUERIES
+                )
+        else:
+            for r in range(2 * count):
+                by_scores -= earlier_term(
+                    logits,
+                    p_u,
+                    p_v,
+                    p_x,
+                    p_y,
+                    r,
+                    row_stride,
+                    column_stride,
+                    m_row,
+                    m_column,
+                    QUERIES,
+                )
         out = tl.dot(by_scores.to(b_columns.dtype), b_columns, out, input_precision=PRECISION)
     o_dim = tl.arange(0, BLOCK_D)
     tl.store(

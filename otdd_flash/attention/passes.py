@@ -17,6 +17,8 @@ from torch import Tensor
 
 # Scores that PyTorch holds at once.
 BLOCK_SCORES = 2**21
+# Terms of earlier half-steps that a kernel adds up without a loop, as registers allow.
+MOST_TERMS = 8
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,9 @@ class Scores:
             given = *factors, *potentials, *adjoints, *offsets, out
             strides = offsets[0].numel(), offsets[1].numel()
             width = factors[0].shape[2]
-            self._launch(kernel, "gradient", width, *given, *strides, QUERIES=self.queries)
+            terms = 2 * (len(potentials[0]) - 1)
+            constants = {"QUERIES": self.queries, "TERMS": terms * (terms <= MOST_TERMS)}
+            self._launch(kernel, "gradient", width, *given, *strides, **constants)
             return out
         of_rows, of_columns = (at(each, self.counts) for each in potentials)
         for heads, rows, logits in self._blocks():

@@ -58,7 +58,8 @@ def main() -> None:
             kernel = score_gradient.score_gradient_kernel
             for queries in (True, False):
                 name = f"{kernel.__name__} {queries} {width} {dtype}"
-                found[name] = taken(kernel, "gradient", width, dtype, QUERIES=queries)
+                constants = {"QUERIES": queries, "TERMS": 6}
+                found[name] = taken(kernel, "gradient", width, dtype, **constants)
     sys.stdout.write(json.dumps({"attention": found}) + "\n")
 
 
