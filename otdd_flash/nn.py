@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from otdd_flash.arguments import BatchedGradient, Count, Index, Positive, takes
 from otdd_flash.attention.attention import WIDEST, sinkhorn_attention
-from otdd_flash.batched.checking import TYPES
 from otdd_flash.errors import InputError
 
 
@@ -63,14 +62,12 @@ class SinkhornAttention(nn.MultiheadAttention):
                 f"embed_dim must be a multiple of num_heads, at most {WIDEST} of each head, got "
                 f"embed_dim={embed_dim} and num_heads={num_heads}"
             )
-        try:
-            torch.device(device or "cpu")
-        except RuntimeError as error:
-            raise InputError(f"device must be one of PyTorch's, got {device!r}: {error}") from None
-        if dtype is not None and not any(dtype is each for each in TYPES):
-            raise InputError(f"dtype must be one of {', '.join(map(str, TYPES))}, got {dtype!r}")
         others = False, False, kdim, vdim, batch_first, device, dtype
-        super().__init__(embed_dim, num_heads, 0.0, bias, *others)
+        try:
+            super().__init__(embed_dim, num_heads, 0.0, bias, *others)
+        except (RuntimeError, TypeError) as error:
+            what = f"device={device!r} and dtype={dtype!r}"
+            raise InputError(f"no parameters can be made of {what}: {error}") from None
         # Of `otdd.sinkhorn_attention`.
         self.options: dict[str, Any] = {"iterations": iterations, "tolerance": tolerance}
         self.options |= {"max_iterations": max_iterations, "gradient": gradient}
