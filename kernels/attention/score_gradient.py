@@ -23,15 +23,13 @@ from otdd_flash.kernels.launch import on_its_device
 
 
 @triton.jit
-def earlier_term(
-    logits, p_u, p_v, p_x, p_y, r, row_stride, column_stride, m_row, m_column, QUERIES: tl.constexpr
-):
+def earlier_term(logits, p_u, p_v, p_x, p_y, r, o_u, o_v, m_row, m_column, QUERIES: tl.constexpr):
     """Of u_t, v_t and x_t where r = 2 t, of u_t, v_(t+1) and y_(t+1) where r = 2 t + 1."""
     i, j = (r + (0 if QUERIES else 1)) // 2, (r + (1 if QUERIES else 0)) // 2
-    u = tl.load(p_u + i * row_stride, mask=m_row, other=0.0)
-    v = tl.load(p_v + j * column_stride, mask=m_column, other=-float("inf"))
-    x = tl.load(p_x + i * row_stride, mask=m_row, other=0.0)
-    y = tl.load(p_y + j * column_stride, mask=m_column, other=0.0)
+    u = tl.load(p_u + i * o_u, mask=m_row, other=0.0)
+    v = tl.load(p_v + j * o_v, mask=m_column, other=-float("inf"))
+    x = tl.load(p_x + i * o_u, mask=m_row, other=0.0)
+    y = tl.load(p_y + j * o_v, mask=m_column, other=0.0)
     of_rows = (r % 2 == 0) == QUERIES
     weight = tl.where(of_rows, x, 0.0)[:, None] + tl.where(of_rows, 0.0, y)[None, :]
     return tl.exp(logits + u[:, None] + v[None, :]) * weight
@@ -55,8 +53,8 @@ def score_gradient_kernel(
     row_offset_ptr,  # (H, n) float32
     column_offset_ptr,  # (H, m) float32
     out_ptr,  # (H, n, DIM)
-    row_stride,  # of vectors side by side, H n
-    column_stride,  # H m
+    o_u,  # from vectors of rows to those of the next half-step, H n
+    o_v,  # of columns, H m
     QUERIES: tl.constexpr,  # whether rows are queries
     TERMS: tl.constexpr,  # of earlier half-steps, the most; 0 where these are too many
     DIM: tl.constexpr,
@@ -78,7 +76,7 @@ def score_gradient_kernel(
     a = tl.load(row_offset_ptr + i_head * n + o_row, mask=m_row, other=0.0)
     p_u = row_potentials_ptr + i_head * n + o_row
     p_x = row_adjoints_ptr + i_head * n + o_row
-    u_last = tl.load(p_u + count * row_stride, mask=m_row, other=0.0)
+    u_last = tl.load(p_u + count * o_u, mask=m_row, other=0.0)
     out = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(0, m, BLOCK_N):
         o_column = start + tl.arange(0, BLOCK_N).to(tl.int64)
@@ -88,7 +86,7 @@ def score_gradient_kernel(
         b_columns = load_block(columns_ptr, o_column, m, DIM, BLOCK_D)
         b_factor = load_block(column_factor_ptr, o_column, m, WIDTH, BLOCK_E)
         b = tl.load(column_offset_ptr + i_head * m + o_column, mask=m_column, other=0.0)
-        v_last = tl.load(p_v + count * column_stride, mask=m_column, other=-float("inf"))
+        v_last = tl.load(p_v + count * o_v, mask=m_column, other=-float("inf"))
         logits = tl.dot(b_rows, tl.trans(b_columns), input_precision=PRECISION) * scale
         p = tl.exp(logits + u_last[:, None] + v_last[None, :])
         slopes = (
@@ -100,24 +98,14 @@ def score_gradient_kernel(
         if TERMS:
             # Triton loads ahead in innermost loops alone: this one must not be a loop.
             for r in tl.static_range(TERMS):
-                m_r, m_c = m_row & (r < 2 * count), m_column & (r < 2 * count)
+                m_u, m_v = m_row & (r < 2 * count), m_column & (r < 2 * count)
                 by_scores -= earlier_term(
-                    logits, p_u, p_v, p_x, p_y, r, row_stride, column_stride, m_r, m_c, QUERIES
+                    logits, p_u, p_v, p_x, p_y, r, o_u, o_v, m_u, m_v, QUERIES
                 )
         else:
             for r in range(2 * count):
                 by_scores -= earlier_term(
-                    logits,
-                    p_u,
-                    p_v,
-                    p_x,
-                    p_y,
-                    r,
-                    row_stride,
-                    column_stride,
-                    m_row,
-                    m_column,
-                    QUERIES,
+                    logits, p_u, p_v, p_x, p_y, r, o_u, o_v, m_row, m_column, QUERIES
                 )
         out = tl.dot(by_scores.to(b_columns.dtype), b_columns, out, input_precision=PRECISION)
     o_dim = tl.arange(0, BLOCK_D)
