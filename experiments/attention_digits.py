@@ -1,6 +1,6 @@
 """Small transformers on the bundled digits, with softmax and with Sinkhorn attention.
 
-    python -m experiments.attention_digits [--epochs 20] [--iterations 0 1 3]
+    python -m experiments.attention_digits [--epochs 25] [--iterations 0 1 3]
 
 Four layers of width 32 with four heads read an image of 8 x 8 as 16 patches of 2 x 2. Of 1,797
 images 1,000 train, and 797 say how often the network is right. A seed draws the split, the weights
@@ -86,7 +86,7 @@ def trained(iterations: int, seed: int, epochs: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=25)
     parser.add_argument("--iterations", type=int, nargs="+", default=[0, 1, 3])
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
     arguments = parser.parse_args()
