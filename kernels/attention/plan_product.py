@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from otdd_flash.kernels.attention.tiles import block_of, load_block
+from otdd_flash.kernels.attention.tiles import block_of, in_units, load_block, power
 from otdd_flash.kernels.launch import on_its_device
 
 
@@ -46,6 +46,7 @@ def plan_product_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """One program per block of rows of a head that makes this step."""
     i_head, o_row = block_of(n, BLOCK_M)
@@ -67,8 +68,9 @@ def plan_product_kernel(
         b_columns = load_block(columns_ptr, o_column, m, DIM, BLOCK_D)
         beta = tl.load(column_potential_ptr + o_column, mask=m_column, other=-float("inf"))
         x = tl.load(vector_ptr + o_column, mask=m_column, other=0.0)
-        logits = tl.dot(b_rows, tl.trans(b_columns), input_precision=PRECISION) * scale
-        p = tl.exp(logits + alpha[:, None] + beta[None, :])  # (BLOCK_M, BLOCK_N)
+        products = tl.dot(b_rows, tl.trans(b_columns), input_precision=PRECISION)
+        logits = products * in_units(scale, HALF) + in_units(beta, HALF)[None, :]
+        p = power(logits + in_units(alpha, HALF)[:, None], HALF)  # (BLOCK_M, BLOCK_N)
         if BLOCK_E:
             b_matrix = load_block(matrix_ptr, o_column, m, WIDTH, BLOCK_E)
             rounded = p.to(b_matrix.dtype)

@@ -6,11 +6,15 @@
 
 i queries, j keys, c the iterations of a head, S = scale q k^T, with L the cotangents of the output
 and R the values. x and y are the adjoints of u and v, y times m / n. Rows of `out` are queries, or
-keys where A is transposed. Each term has an exponential of its own: none leaves its range, where a
-common factor exp(S + u_c + v_c) might be 0.
+keys where A is transposed.
+
+The exponentials of all iterations are P = exp(S + u_c + v_c) times numbers of rows and of columns,
+exp(u_t - u_c) and exp(v_t - v_c): one exponential a score, and an addition a term. In a head whose
+potentials have moved too far for that, as P might be 0 where a term is not (`near` is 0), each term
+has an exponential of its own. The kernel is launched for either kind of head.
 
 Memory: nothing is (n, m); vectors of all iterations lie side by side. Work: 2 n m (2 d + e)
-operations on tensor cores and (2 c + 1) n m exponentials a head.
+operations on tensor cores, n m exponentials a head that is near, else (2 c + 1) n m.
 """
 
 from __future__ import annotations
@@ -18,21 +22,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from otdd_flash.kernels.attention.tiles import block_of, load_block
+from otdd_flash.kernels.attention.tiles import block_of, in_units, load_block, power
 from otdd_flash.kernels.launch import on_its_device
 
 
 @triton.jit
-def earlier_term(logits, p_u, p_v, p_x, p_y, r, o_u, o_v, m_row, m_column, QUERIES: tl.constexpr):
-    """Of u_t, v_t and x_t where r = 2 t, of u_t, v_(t+1) and y_(t+1) where r = 2 t + 1."""
+def earlier_term(
+    logits, u_last, v_last, p_u, p_v, p_x, p_y, r, o_u, o_v, m_row, m_column,
+    QUERIES: tl.constexpr, NEAR: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Of u_t, v_t and x_t where r = 2 t, of u_t, v_(t+1) and y_(t+1) where r = 2 t + 1.
+
+    Over P in a head that is near.
+    """
     i, j = (r + (0 if QUERIES else 1)) // 2, (r + (1 if QUERIES else 0)) // 2
-    u = tl.load(p_u + i * o_u, mask=m_row, other=0.0)
+    u = tl.load(p_u + i * o_u, mask=m_row, other=-float("inf"))
     v = tl.load(p_v + j * o_v, mask=m_column, other=-float("inf"))
     x = tl.load(p_x + i * o_u, mask=m_row, other=0.0)
     y = tl.load(p_y + j * o_v, mask=m_column, other=0.0)
     of_rows = (r % 2 == 0) == QUERIES
-    weight = tl.where(of_rows, x, 0.0)[:, None] + tl.where(of_rows, 0.0, y)[None, :]
-    return tl.exp(logits + u[:, None] + v[None, :]) * weight
+    of_row, of_column = tl.where(of_rows, x, 1.0), tl.where(of_rows, 1.0, y)
+    if NEAR:
+        # Points without a part, and past the ends, have -inf in both.
+        moved_u = tl.where(u == -float("inf"), -float("inf"), in_units(u - u_last, HALF))
+        moved_v = tl.where(v == -float("inf"), -float("inf"), in_units(v - v_last, HALF))
+        return (power(moved_u, HALF) * of_row)[:, None] * (power(moved_v, HALF) * of_column)[None, :]
+    exponents = logits + in_units(u, HALF)[:, None] + in_units(v, HALF)[None, :]
+    return power(exponents, HALF) * (of_row[:, None] * of_column[None, :])
 
 
 @on_its_device
@@ -52,9 +68,11 @@ def score_gradient_kernel(
     column_adjoints_ptr,  # (T + 1, H, m) float32
     row_offset_ptr,  # (H, n) float32
     column_offset_ptr,  # (H, m) float32
+    near_ptr,  # (H,) bool
     out_ptr,  # (H, n, DIM)
     o_u,  # from vectors of rows to those of the next half-step, H n
     o_v,  # of columns, H m
+    NEAR: tl.constexpr,  # whether this launch is for heads that are
     QUERIES: tl.constexpr,  # whether rows are queries
     TERMS: tl.constexpr,  # of earlier half-steps, the most; 0 where these are too many
     DIM: tl.constexpr,
@@ -64,9 +82,12 @@ def score_gradient_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    HALF: tl.constexpr,
 ):
     """One program per block of rows of a head."""
     i_head, o_row = block_of(n, BLOCK_M)
+    if tl.load(near_ptr + i_head).to(tl.int32) != NEAR:
+        return
     count = tl.load(counts_ptr + i_head).to(tl.int64)
     columns_ptr += i_head * m * DIM
     column_factor_ptr += i_head * m * WIDTH
@@ -87,26 +108,33 @@ def score_gradient_kernel(
         b_factor = load_block(column_factor_ptr, o_column, m, WIDTH, BLOCK_E)
         b = tl.load(column_offset_ptr + i_head * m + o_column, mask=m_column, other=0.0)
         v_last = tl.load(p_v + count * o_v, mask=m_column, other=-float("inf"))
-        logits = tl.dot(b_rows, tl.trans(b_columns), input_precision=PRECISION) * scale
-        p = tl.exp(logits + u_last[:, None] + v_last[None, :])
+        products = tl.dot(b_rows, tl.trans(b_columns), input_precision=PRECISION)
+        logits = products * in_units(scale, HALF)
+        p = power(
+            logits + in_units(u_last, HALF)[:, None] + in_units(v_last, HALF)[None, :], HALF
+        )  # (BLOCK_M, BLOCK_N)
         slopes = (
             tl.dot(b_row_factor, tl.trans(b_factor), input_precision=PRECISION)
             - a[:, None]
             - b[None, :]
         )
-        by_scores = p * slopes  # (BLOCK_M, BLOCK_N)
+        by_scores = slopes if NEAR else p * slopes
         if TERMS:
             # Triton loads ahead in innermost loops alone: this one must not be a loop.
             for r in tl.static_range(TERMS):
                 m_u, m_v = m_row & (r < 2 * count), m_column & (r < 2 * count)
                 by_scores -= earlier_term(
-                    logits, p_u, p_v, p_x, p_y, r, o_u, o_v, m_u, m_v, QUERIES
-                )
+                    logits, u_last, v_last, p_u, p_v, p_x, p_y, r, o_u, o_v, m_u, m_v,
+                    QUERIES, NEAR, HALF,
+                )  # fmt: skip
         else:
             for r in range(2 * count):
                 by_scores -= earlier_term(
-                    logits, p_u, p_v, p_x, p_y, r, o_u, o_v, m_row, m_column, QUERIES
-                )
+                    logits, u_last, v_last, p_u, p_v, p_x, p_y, r, o_u, o_v, m_row, m_column,
+                    QUERIES, NEAR, HALF,
+                )  # fmt: skip
+        if NEAR:
+            by_scores *= p
         out = tl.dot(by_scores.to(b_columns.dtype), b_columns, out, input_precision=PRECISION)
     o_dim = tl.arange(0, BLOCK_D)
     tl.store(

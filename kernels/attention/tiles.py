@@ -1,10 +1,10 @@
 """Tiles of the passes of Sinkhorn attention, and what their kernels load and compute alike.
 
 A program has one block of rows of one head, loads it once and streams all columns of that head.
-Rows and columns are queries and keys, or keys and queries. Exponents are in natural units: large
-scores and potentials cancel before they are multiplied for exp2. Sizes are those of attention
-kernels of this kind on Hopper, not measured yet; on a processor they are large, as Triton's
-interpreter pays for each tile.
+Rows and columns are queries and keys, or keys and queries. Scores and potentials of half types are
+multiplied by log2(e) where they are added, one operation a score, for exp2. Of float32 that would
+cost digits: large ones cancel before they are multiplied. On a processor blocks are large, as
+Triton's interpreter pays for each tile.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import Tensor
 
 # The narrowest operand of a product on tensor cores.
 NARROWEST = 16
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Blocks(NamedTuple):
@@ -84,6 +86,7 @@ def launch(
     blocks = blocks_for(kind, max(depth, padded), rows.dtype, rows.device)
     # Of float32: three products of TF32 have its accuracy but for some units.
     constants["PRECISION"] = "tf32x3" if rows.dtype == torch.float32 else "tf32"
+    constants["HALF"] = rows.dtype != torch.float32
     constants |= {"DIM": dim, "WIDTH": width, "BLOCK_D": depth, "BLOCK_E": padded}
     constants |= {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.columns}
     constants |= {"num_warps": blocks.warps, "num_stages": blocks.stages}
@@ -109,3 +112,27 @@ def load_block(pointer, o_row, rows, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
         mask=(o_row < rows)[:, None] & (o_dim < DIM)[None, :],
         other=0.0,
     )
+
+
+@triton.jit
+def in_units(values, HALF: tl.constexpr):
+    """Exponents, or a scale of them, in the units of `power`."""
+    return values * LOG2_E if HALF else values
+
+
+@triton.jit
+def power(exponents, HALF: tl.constexpr):
+    """exp of what is `in_units`."""
+    return tl.exp2(exponents) if HALF else tl.exp(exponents)
+
+
+@triton.jit
+def logarithm(sums, HALF: tl.constexpr):
+    """The inverse of `power`."""
+    return tl.log2(sums) if HALF else tl.log(sums)
+
+
+@triton.jit
+def from_units(values, HALF: tl.constexpr):
+    """The inverse of `in_units`."""
+    return values / LOG2_E if HALF else values

@@ -86,16 +86,16 @@ def attend_now(
         zero, target = torch.zeros_like(us[0]), start - shares.log()[:, None]
         if heads == 0:
             return out, us, vs, counts
-        rows.half_step(vs[0], zero, 0, us[0], *((v, out) if iterations == 0 else ()))
+        rows.half_step(vs[0], zero, 0, us[0], *((None, v, out) if iterations == 0 else ()))
         for t in range(1, iterations + 1):
             before, now = (t - 1, t) if kept else (0, 0)
             if tolerance is None:
-                columns.half_step(us[before], target, t, vs[now])
-                last = (v, out) if t == iterations else ()
+                columns.half_step(us[before], target, t, vs[now], vs[before])
+                last = (None, v, out) if t == iterations else (us[before],)
                 rows.half_step(vs[now], zero, t, us[now], *last)
                 continue
             fresh = torch.empty_like(start)
-            columns.half_step(us[before], target, t, fresh)
+            columns.half_step(us[before], target, t, fresh, vs[before])
             # Sums of columns so far are exp(v_(t-1) - v_t) times what they shall be.
             error = (vs[before] - fresh).expm1_().abs_().masked_fill(start < 0, 0).amax(1)
             going = (counts >= t) & (error > tolerance)
@@ -103,9 +103,9 @@ def attend_now(
             vs[now] = torch.where(going[:, None], fresh, vs[before])
             if not q.is_cuda and not bool(going.any()):
                 break
-            rows.half_step(vs[now], zero, t, us[now])
+            rows.half_step(vs[now], zero, t, us[now], us[before])
         if tolerance is not None and iterations:
-            rows.half_step(at(vs, counts), zero, 0, torch.empty_like(zero), v, out)
+            rows.half_step(at(vs, counts), zero, 0, torch.empty_like(zero), None, v, out)
         return out, us, vs, counts
 
 

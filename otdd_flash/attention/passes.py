@@ -17,6 +17,9 @@ from torch import Tensor
 
 # Scores that PyTorch holds at once.
 BLOCK_SCORES = 2**21
+# How far potentials of a head may move over iterations, those of rows and of columns together, so
+# that exp(-FAR) times an entry of the last plan that float32 has is that of an earlier one.
+FAR = 40.0
 # Terms of earlier half-steps that a kernel adds up without a loop, as registers allow.
 MOST_TERMS = 8
 
@@ -58,6 +61,7 @@ class Scores:
         target: Tensor,
         step: int,
         out: Tensor,
+        guess: Tensor | None = None,
         values: Tensor | None = None,
         product: Tensor | None = None,
     ) -> None:
@@ -68,6 +72,8 @@ class Scores:
             target: (H, n).
             step: the number of this step.
             out: (H, n).
+            guess: (H, n), of the half-step before, so that no exp(S + guess + potential) is above
+                max(1, n / m); may be `out`. Not with values.
             values: (H, m, e), multiplied by exp(S + potential) with rows that sum to 1.
             product: (H, n, e), written.
         """
@@ -77,7 +83,8 @@ class Scores:
             # In place of matrices that are not read there are vectors.
             matrices = (potential, out) if values is None else (values, product)
             width, kind = (0, "vector") if values is None else (values.shape[2], "output")
-            return self._launch(kernel, kind, width, potential, target, out, *matrices, step)
+            given = potential, target, out, *matrices, out if guess is None else guess, step
+            return self._launch(kernel, kind, width, *given, GUESSED=guess is not None)
         for heads, rows, logits in self._blocks():
             logits += potential[heads, None]
             sums = logits.logsumexp(2)
@@ -150,12 +157,15 @@ class Scores:
         if self.in_triton:
             from otdd_flash.kernels.attention.score_gradient import score_gradient_kernel as kernel
 
-            given = *factors, *potentials, *adjoints, *offsets, out
+            near = self._near(potentials)
+            given = *factors, *potentials, *adjoints, *offsets, near, out
             strides = offsets[0].numel(), offsets[1].numel()
             width = factors[0].shape[2]
             terms = 2 * (len(potentials[0]) - 1)
             constants = {"QUERIES": self.queries, "TERMS": terms * (terms <= MOST_TERMS)}
-            self._launch(kernel, "gradient", width, *given, *strides, **constants)
+            # Without earlier terms all heads are near. Nothing waits to learn whether all are.
+            for kind in (True, False)[: 1 + (terms > 0)]:
+                self._launch(kernel, "gradient", width, *given, *strides, NEAR=kind, **constants)
             return out
         of_rows, of_columns = (at(each, self.counts) for each in potentials)
         for heads, rows, logits in self._blocks():
@@ -174,6 +184,16 @@ class Scores:
             columns = self.columns[heads].to(logits.dtype)
             out[heads, rows] = (self.scale * (by_scores @ columns)).to(out.dtype)
         return out
+
+    def _near(self, potentials: tuple[Tensor, Tensor]) -> Tensor:
+        """Whether potentials of a head have moved less than `FAR` from iteration to the last, (H,)."""
+        steps = torch.arange(len(potentials[0]), device=self.counts.device)
+        made = (steps[:, None] <= self.counts)[..., None]
+        moved = [
+            torch.where(made & each.isfinite(), each - at(each, self.counts), 0).abs().amax((0, 2))
+            for each in potentials
+        ]
+        return moved[0] + moved[1] <= FAR
 
     def _launch(self, kernel: Any, kind: str, width: int, *given: Any, **constants: Any) -> None:
         from otdd_flash.kernels.attention.tiles import launch
