@@ -99,10 +99,11 @@ def half_step_kernel(
         # Of a row without a part the potential is -inf, and its sum is not read.
         guess = tl.where(target == -float("inf"), 0.0, in_units(guess, HALF))
         for start in tl.range(0, m, BLOCK_N):
-            o_column = start + tl.arange(0, BLOCK_N).to(tl.int64)
+            o_column = start + tl.arange(0, BLOCK_N)
             logits = exponents_of(
-                b_rows, columns_ptr, potential_ptr, o_column, m, scale, DIM, BLOCK_D, PRECISION, HALF
-            )
+                b_rows, columns_ptr, potential_ptr, o_column, m, scale,
+                DIM, BLOCK_D, PRECISION, HALF,
+            )  # fmt: skip
             total += tl.sum(power(logits + guess[:, None], HALF), 1)
         highest = -guess
         read = target > -float("inf")
@@ -112,10 +113,11 @@ def half_step_kernel(
         total = tl.zeros((BLOCK_M,), tl.float32)
         product = tl.zeros((BLOCK_M, BLOCK_E if BLOCK_E else 1), tl.float32)
         for start in tl.range(0, m, BLOCK_N):
-            o_column = start + tl.arange(0, BLOCK_N).to(tl.int64)
+            o_column = start + tl.arange(0, BLOCK_N)
             logits = exponents_of(
-                b_rows, columns_ptr, potential_ptr, o_column, m, scale, DIM, BLOCK_D, PRECISION, HALF
-            )
+                b_rows, columns_ptr, potential_ptr, o_column, m, scale,
+                DIM, BLOCK_D, PRECISION, HALF,
+            )  # fmt: skip
             top = tl.maximum(highest, tl.max(logits, 1))
             # No column so far has a part: every exponential is 0, not that of -inf + inf.
             shift = tl.where(top == -float("inf"), 0.0, top)

@@ -63,7 +63,7 @@ def plan_product_kernel(
     found = tl.zeros((BLOCK_M,), tl.float32)
     product = tl.zeros((BLOCK_M, BLOCK_E if BLOCK_E else 1), tl.float32)
     for start in tl.range(0, m, BLOCK_N):
-        o_column = start + tl.arange(0, BLOCK_N).to(tl.int64)
+        o_column = start + tl.arange(0, BLOCK_N)
         m_column = o_column < m
         b_columns = load_block(columns_ptr, o_column, m, DIM, BLOCK_D)
         beta = tl.load(column_potential_ptr + o_column, mask=m_column, other=-float("inf"))

@@ -9,9 +9,9 @@ and R the values. x and y are the adjoints of u and v, y times m / n. Rows of `o
 keys where A is transposed.
 
 The exponentials of all iterations are P = exp(S + u_c + v_c) times numbers of rows and of columns,
-exp(u_t - u_c) and exp(v_t - v_c): one exponential a score, and an addition a term. In a head whose
-potentials have moved too far for that, as P might be 0 where a term is not (`near` is 0), each term
-has an exponential of its own. The kernel is launched for either kind of head.
+exp(u_t - u_c) and exp(v_t - v_c): one exponential a score, and a multiplication and an addition a
+term. In a head whose potentials have moved too far for that, as P might be 0 where a term is not
+(`near` is 0), each term has an exponential of its own. The kernel is launched for either kind.
 
 Memory: nothing is (n, m); vectors of all iterations lie side by side. Work: 2 n m (2 d + e)
 operations on tensor cores, n m exponentials a head that is near, else (2 c + 1) n m.
@@ -28,27 +28,24 @@ from otdd_flash.kernels.launch import on_its_device
 
 @triton.jit
 def earlier_term(
-    logits, u_last, v_last, p_u, p_v, p_x, p_y, r, o_u, o_v, m_row, m_column,
+    logits, p_u, p_v, p_x, p_y, r, o_u, o_v, m_row, m_column,
     QUERIES: tl.constexpr, NEAR: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Of u_t, v_t and x_t where r = 2 t, of u_t, v_(t+1) and y_(t+1) where r = 2 t + 1.
+    """The r-th term: of u_t and v_t where r = 2 t, of u_t and v_(t+1) where r = 2 t + 1.
 
-    Over P in a head that is near.
+    Weights of rows and of columns stand side by side by r. In a head that is near they are over P.
     """
-    i, j = (r + (0 if QUERIES else 1)) // 2, (r + (1 if QUERIES else 0)) // 2
-    u = tl.load(p_u + i * o_u, mask=m_row, other=-float("inf"))
-    v = tl.load(p_v + j * o_v, mask=m_column, other=-float("inf"))
-    x = tl.load(p_x + i * o_u, mask=m_row, other=0.0)
-    y = tl.load(p_y + j * o_v, mask=m_column, other=0.0)
-    of_rows = (r % 2 == 0) == QUERIES
-    of_row, of_column = tl.where(of_rows, x, 1.0), tl.where(of_rows, 1.0, y)
+    r = tl.cast(r, tl.int64)
+    x = tl.load(p_x + r * o_u, mask=m_row, other=0.0)
+    y = tl.load(p_y + r * o_v, mask=m_column, other=0.0)
+    weights = x[:, None] * y[None, :]
     if NEAR:
-        # Points without a part, and past the ends, have -inf in both.
-        moved_u = tl.where(u == -float("inf"), -float("inf"), in_units(u - u_last, HALF))
-        moved_v = tl.where(v == -float("inf"), -float("inf"), in_units(v - v_last, HALF))
-        return (power(moved_u, HALF) * of_row)[:, None] * (power(moved_v, HALF) * of_column)[None, :]
+        return weights
+    i, j = (r + (0 if QUERIES else 1)) // 2, (r + (1 if QUERIES else 0)) // 2
+    u = tl.load(p_u + i * o_u, mask=m_row, other=0.0)
+    v = tl.load(p_v + j * o_v, mask=m_column, other=-float("inf"))
     exponents = logits + in_units(u, HALF)[:, None] + in_units(v, HALF)[None, :]
-    return power(exponents, HALF) * (of_row[:, None] * of_column[None, :])
+    return power(exponents, HALF) * weights
 
 
 @on_its_device
@@ -64,8 +61,8 @@ def score_gradient_kernel(
     column_factor_ptr,  # (H, m, WIDTH)
     row_potentials_ptr,  # (T + 1, H, n) float32
     column_potentials_ptr,  # (T + 1, H, m) float32
-    row_adjoints_ptr,  # (T + 1, H, n) float32
-    column_adjoints_ptr,  # (T + 1, H, m) float32
+    row_weights_ptr,  # (2 T, H, n) float32
+    column_weights_ptr,  # (2 T, H, m) float32
     row_offset_ptr,  # (H, n) float32
     column_offset_ptr,  # (H, m) float32
     near_ptr,  # (H,) bool
@@ -96,14 +93,14 @@ def score_gradient_kernel(
     b_row_factor = load_block(row_factor_ptr + i_head * n * WIDTH, o_row, n, WIDTH, BLOCK_E)
     a = tl.load(row_offset_ptr + i_head * n + o_row, mask=m_row, other=0.0)
     p_u = row_potentials_ptr + i_head * n + o_row
-    p_x = row_adjoints_ptr + i_head * n + o_row
+    p_x = row_weights_ptr + i_head * n + o_row
     u_last = tl.load(p_u + count * o_u, mask=m_row, other=0.0)
     out = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for start in tl.range(0, m, BLOCK_N):
-        o_column = start + tl.arange(0, BLOCK_N).to(tl.int64)
+        o_column = start + tl.arange(0, BLOCK_N)
         m_column = o_column < m
         p_v = column_potentials_ptr + i_head * m + o_column
-        p_y = column_adjoints_ptr + i_head * m + o_column
+        p_y = column_weights_ptr + i_head * m + o_column
         b_columns = load_block(columns_ptr, o_column, m, DIM, BLOCK_D)
         b_factor = load_block(column_factor_ptr, o_column, m, WIDTH, BLOCK_E)
         b = tl.load(column_offset_ptr + i_head * m + o_column, mask=m_column, other=0.0)
@@ -122,17 +119,14 @@ def score_gradient_kernel(
         if TERMS:
             # Triton loads ahead in innermost loops alone: this one must not be a loop.
             for r in tl.static_range(TERMS):
-                m_u, m_v = m_row & (r < 2 * count), m_column & (r < 2 * count)
                 by_scores -= earlier_term(
-                    logits, u_last, v_last, p_u, p_v, p_x, p_y, r, o_u, o_v, m_u, m_v,
-                    QUERIES, NEAR, HALF,
-                )  # fmt: skip
+                    logits, p_u, p_v, p_x, p_y, r, o_u, o_v, m_row, m_column, QUERIES, NEAR, HALF
+                )
         else:
             for r in range(2 * count):
                 by_scores -= earlier_term(
-                    logits, u_last, v_last, p_u, p_v, p_x, p_y, r, o_u, o_v, m_row, m_column,
-                    QUERIES, NEAR, HALF,
-                )  # fmt: skip
+                    logits, p_u, p_v, p_x, p_y, r, o_u, o_v, m_row, m_column, QUERIES, NEAR, HALF
+                )
         if NEAR:
             by_scores *= p
         out = tl.dot(by_scores.to(b_columns.dtype), b_columns, out, input_precision=PRECISION)

@@ -16,8 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.errors import InputError
+
 # The narrowest operand of a product on tensor cores.
 NARROWEST = 16
+
+# Entries of a matrix of one head, whose places in it are int32: fewer operations a load.
+MOST_ENTRIES = 2**31
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -83,6 +88,9 @@ def launch(
     """
     (rows, columns), depth = points, padded_width(points[0].shape[2])
     (heads, n, dim), padded = rows.shape, padded_width(width) if width else 0
+    m = columns.shape[1]
+    if max(n, m) * max(dim, width) >= MOST_ENTRIES:
+        raise InputError(f"a head has {max(n, m):,} points, too many for kernels; use fewer")
     blocks = blocks_for(kind, max(depth, padded), rows.dtype, rows.device)
     # Of float32: three products of TF32 have its accuracy but for some units.
     constants["PRECISION"] = "tf32x3" if rows.dtype == torch.float32 else "tf32"
@@ -91,16 +99,15 @@ def launch(
     constants |= {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.columns}
     constants |= {"num_warps": blocks.warps, "num_stages": blocks.stages}
     grid = (heads * triton.cdiv(n, blocks.rows),)
-    kernel[grid](rows, columns, counts, n, columns.shape[1], scale, *given, **constants)
+    kernel[grid](rows, columns, counts, n, m, scale, *given, **constants)
 
 
 @triton.jit
 def block_of(n, BLOCK_M: tl.constexpr):
-    """The head of a program, and the rows of its block, int64."""
+    """The head of a program, int64, and the rows of its block, int32."""
     blocks = tl.cdiv(n, BLOCK_M)
     i_head = (tl.program_id(0) // blocks).to(tl.int64)
-    i_block = (tl.program_id(0) % blocks).to(tl.int64)
-    return i_head, i_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    return i_head, (tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
 
 
 @triton.jit

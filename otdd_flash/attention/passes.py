@@ -157,11 +157,10 @@ class Scores:
         if self.in_triton:
             from otdd_flash.kernels.attention.score_gradient import score_gradient_kernel as kernel
 
-            near = self._near(potentials)
-            given = *factors, *potentials, *adjoints, *offsets, near, out
+            near, weights = self._earlier(potentials, adjoints)
+            given = *factors, *potentials, *weights, *offsets, near, out
             strides = offsets[0].numel(), offsets[1].numel()
-            width = factors[0].shape[2]
-            terms = 2 * (len(potentials[0]) - 1)
+            width, terms = factors[0].shape[2], len(weights[0])
             constants = {"QUERIES": self.queries, "TERMS": terms * (terms <= MOST_TERMS)}
             # Without earlier terms all heads are near. Nothing waits to learn whether all are.
             for kind in (True, False)[: 1 + (terms > 0)]:
@@ -185,15 +184,34 @@ class Scores:
             out[heads, rows] = (self.scale * (by_scores @ columns)).to(out.dtype)
         return out
 
-    def _near(self, potentials: tuple[Tensor, Tensor]) -> Tensor:
-        """Whether potentials of a head have moved less than `FAR` from iteration to the last, (H,)."""
-        steps = torch.arange(len(potentials[0]), device=self.counts.device)
-        made = (steps[:, None] <= self.counts)[..., None]
-        moved = [
-            torch.where(made & each.isfinite(), each - at(each, self.counts), 0).abs().amax((0, 2))
-            for each in potentials
-        ]
-        return moved[0] + moved[1] <= FAR
+    def _earlier(
+        self, potentials: tuple[Tensor, Tensor], adjoints: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return which heads are near, and weights of rows and columns in earlier terms.
+
+        A head is near where its potentials moved less than `FAR` in all: its weights (2 T, H, n)
+        and (2 T, H, m) are over the last plan then. Of terms that a head does not have they are 0.
+        """
+        r = torch.arange(2 * (len(potentials[0]) - 1), device=self.counts.device)
+        made = (r[:, None] < 2 * self.counts)[..., None]
+        # As in `gradient`: adjoints of queries in even terms, of keys in odd ones.
+        places = (r + (not self.queries)) // 2, (r + self.queries) // 2
+        of_rows = ((r % 2 == 0) == self.queries)[:, None, None]
+        moved, weights = [], []
+        for each, place, adjoint, own in zip(
+            potentials, places, adjoints, (of_rows, ~of_rows), strict=True
+        ):
+            last = at(each, self.counts)
+            moved.append(torch.where(made & last.isfinite(), each[place] - last, 0))
+            weights.append(torch.where(own, adjoint[place], 1).mul_(made))
+        near = torch.ones_like(self.counts, dtype=torch.bool)
+        if len(r):
+            near = moved[0].abs().amax((0, 2)) + moved[1].abs().amax((0, 2)) <= FAR
+        x, y = (
+            weight.mul_(torch.where(near[:, None], each, 0).exp_())
+            for weight, each in zip(weights, moved, strict=True)
+        )
+        return near, (x, y)
 
     def _launch(self, kernel: Any, kind: str, width: int, *given: Any, **constants: Any) -> None:
         from otdd_flash.kernels.attention.tiles import launch

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import reference
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import otdd_flash as otdd
 
@@ -26,6 +28,21 @@ def step(run: Any, given: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     leaves = [each.detach().requires_grad_() for each in points]
     out = run(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
+
+
+def fused_attention(mask: Tensor) -> Any:
+    """PyTorch's own softmax attention without the keys of a mask."""
+    return lambda *points: scaled_dot_product_attention(*points, attn_mask=~mask[:, None])
+
+
+def softmax_gradients(given: list[Tensor], mask: Tensor) -> list[Tensor]:
+    """Its output and gradients in float64."""
+    loop = partial(reference.sinkhorn_attention, iterations=0, key_mask=mask)
+    return step(loop, given, torch.float64)
+
+
+def errors(found: list[Tensor], true: list[Tensor]) -> list[Tensor]:
+    return [(one - other).abs().max() for one, other in zip(found, true, strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -50,8 +67,14 @@ def test_output_and_gradients(
         return otdd.sinkhorn_attention(*points, iterations=iterations, key_mask=mask)
 
     exact, theirs = step(loop, given, torch.float64), step(loop, given, dtype)
-    for mine, rounded, true in zip(step(ours, given, dtype), theirs, exact, strict=True):
-        most = 2 * (rounded - true).abs().max() + 24 * UNIT[dtype] * max(1, true.abs().max())
+    # A fused backward has <G, O> of its rounded output, which a loop over stored weights has not:
+    # in a head of one key, where every plan is 1 and gradients vanish, that is all of the error.
+    fused = errors(step(fused_attention(mask), given, dtype), softmax_gradients(given, mask))
+    for mine, rounded, true, other in zip(
+        step(ours, given, dtype), theirs, exact, fused, strict=True
+    ):
+        off = max((rounded - true).abs().max(), other)
+        most = 2 * off + 24 * UNIT[dtype] * max(1, true.abs().max())
         assert (mine - true).abs().max() <= most
 
 
@@ -77,7 +100,11 @@ def test_graphs_are_captured(options: dict[str, Any]) -> None:
         out = otdd.sinkhorn_attention(*leaves, **options)
         return out, *torch.autograd.grad(out, leaves, given[3])
 
-    expected = run()
+    # As PyTorch asks: warm-ups run on a stream of their own, and leave no graph of autograd behind.
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        expected = [each.detach() for each in run()]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
