@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import BatchedGradient, Count, Index, Positive, takes, traced_tensor
-from otdd_flash.attention.operation import Attend, attend, attend_now
+from otdd_flash.attention.operation import attend
 from otdd_flash.batched.checking import TYPES, placement
 from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import check_transforms
@@ -80,66 +80,93 @@ def sinkhorn_attention(
     """
     if not torch.compiler.is_compiling():
         check_transforms("sinkhorn_attention", (q, k, v))
-    home, kind = q.device, q.device.type
-    if torch.is_autocast_enabled(kind):
-        cast = torch.get_autocast_dtype(kind)
-        q, k, v = (each if each.dtype == torch.float64 else each.to(cast) for each in (q, k, v))
-    _check(q, k, v, key_mask)
-    given = q.dtype
-    device, dtype, in_triton = placement(q, compute)
-    lead, (n, d) = q.shape[:-2], q.shape[-2:]
-    m, e = v.shape[-2:]
-    heads = lead.numel()
+    _check_shapes(q, k, v, key_mask)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    most = iterations if tolerance is None else max_iterations
+    return _attended([q, k, v], key_mask, compute, gradient, (scale, most, tolerance))
+
+
+def _attended(
+    given: list[Tensor],
+    key_mask: Tensor | None,
+    compute: Compute | None,
+    gradient: str,
+    settings: tuple[float, int, float | None],
+) -> Tensor:
+    """Compute the output, where and in the types that arguments and modes say."""
+    cast = _cast(*given)
+    _check_types(given, cast)
+    home, of, lead = cast[0].device, cast[0].dtype, cast[0].shape[:-2]
+    device, dtype, in_triton = placement(cast[0], compute)
+    heads = math.prod(lead)
+    points = [each.to(device, dtype).reshape(heads, *each.shape[-2:]).contiguous() for each in cast]
+    if gradient == "none":
+        points = [each.detach() for each in points]
     mask = None
     if key_mask is not None:
+        m = points[1].shape[1]
         mask = key_mask.to(device).expand(*lead, m).reshape(heads, m)
-    q, k, v = (
-        each.to(device, dtype).reshape(heads, *each.shape[-2:]).contiguous() for each in (q, k, v)
-    )
-    if gradient == "none":
-        q, k, v = q.detach(), k.detach(), v.detach()
-    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    arguments = (
-        *(q, k, v, mask, 1 / math.sqrt(d) if scale is None else scale),
-        *(iterations if tolerance is None else max_iterations, tolerance),
-        *(wanted and gradient == "unrolled", in_triton and dtype != torch.float64),
-    )
-    out: Tensor
+    unrolled = gradient == "unrolled"
+    kept = torch.is_grad_enabled() and any(each.requires_grad for each in points[:2])
     if torch.compiler.is_compiling():
-        out = attend(*arguments)[0]
-    else:
-        out = (Attend.apply if wanted else attend_now)(*arguments)[0]
-    return out.reshape(*lead, n, e).to(home, given)
+        # What is exported, or inside of vmap, may be differentiated although no input says so.
+        kept = torch.is_grad_enabled() or torch.compiler.is_exporting()
+    in_triton = in_triton and dtype != torch.float64
+    out = attend(*points, mask, *settings, unrolled, unrolled and kept, in_triton)[0]
+    return out.reshape(*lead, *out.shape[1:]).to(home, of)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    """Raise an `InputError` unless types and shapes fit each other."""
-    kinds = {(str(each.device), each.dtype) for each in (q, k, v)}
-    if q.dtype not in TYPES or len(kinds) > 1:
+def _cast(*points: Tensor) -> list[Tensor]:
+    """Cast points as autocast does: to its type, but for float64."""
+    kind = points[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return list(points)
+    dtype = torch.get_autocast_dtype(kind)
+    return [each if each.dtype == torch.float64 else each.to(dtype) for each in points]
+
+
+def _check_types(given: list[Tensor], cast: list[Tensor]) -> None:
+    """Raise an `InputError` unless points are, as they are computed, of one type on one device."""
+    if cast[0].dtype not in TYPES or len({(str(each.device), each.dtype) for each in cast}) > 1:
+        q, k, v = (f"{each.dtype} on {each.device}" for each in given)
         raise InputError(
             "q, k and v must be on one device and of one type, float16, bfloat16, float32 or "
-            f"float64, got {q.dtype} on {q.device}, {k.dtype} on {k.device} and {v.dtype} on "
-            f"{v.device}; convert them with .to()"
+            f"float64, got {q}, {k} and {v}; convert them with .to()"
         )
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+    """Raise an `InputError` unless shapes fit each other and the mask is one."""
     lead, points = q.shape[:-2], (q, k, v)
     if (
         min(each.ndim for each in points) < 2
-        or not lead == k.shape[:-2] == v.shape[:-2]
         or (q.shape[-1], k.shape[-2]) != (k.shape[-1], v.shape[-2])
-        or min(*q.shape[-2:], *v.shape[-2:]) < 1
-        or max(q.shape[-1], v.shape[-1]) > WIDEST
+        # One by one: their least would be a condition on which of them it is, in a trace.
+        or any(size < 1 for each in points for size in each.shape[-2:])
+        or any(each.shape[-1] > WIDEST for each in points)
     ):
         raise InputError(
-            "q, k and v must have shapes (..., n, d), (..., m, d) and (..., m, e), with d and e of "
-            f"1 to {WIDEST}, got {', '.join(str(tuple(each.shape)) for each in points)}"
+            "q, k and v must have shapes (..., n, d), (..., m, d) and (..., m, e), with n and m at "
+            f"least 1, and d and e of 1 to {WIDEST}, got {_shapes(points)}"
         )
-    if key_mask is not None:
-        front = key_mask.shape[:-1]
-        fits = len(front) <= len(lead) and all(
-            size in (1, full) for size, full in zip(front[::-1], lead[::-1], strict=False)
+    if not lead == k.shape[:-2] == v.shape[:-2]:
+        raise InputError(
+            f"q, k and v must have equal leading dimensions, got shapes {_shapes(points)}; "
+            "expand() those that several share"
         )
-        if key_mask.dtype != torch.bool or key_mask.shape[-1:] != k.shape[-2:-1] or not fits:
-            raise InputError(
-                f"key_mask must be bool of shape (..., {k.shape[-2]}), got {key_mask.dtype} of "
-                f"shape {tuple(key_mask.shape)}"
-            )
+    if key_mask is None:
+        return
+    full = (*lead, k.shape[-2])
+    fits = 1 <= key_mask.ndim <= len(full) and key_mask.shape[-1] == full[-1]
+    if key_mask.dtype != torch.bool or not (
+        fits
+        and all(size in (1, of) for size, of in zip(key_mask.shape[::-1], full[::-1], strict=False))
+    ):
+        raise InputError(
+            f"key_mask must be bool of shape {tuple(full)}, or of leading dimensions that "
+            f"broadcast to that, got {key_mask.dtype} of shape {tuple(key_mask.shape)}"
+        )
+
+
+def _shapes(points: tuple[Tensor, ...]) -> str:
+    return ", ".join(str(tuple(each.shape)) for each in points)
