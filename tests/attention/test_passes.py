@@ -19,27 +19,23 @@ def drawn(
     return [torch.randn(heads, k, d, generator=draw).to(dtype) for k in (n, m, m, n)]
 
 
+@pytest.mark.parametrize("iterations", [2, 150])
 @pytest.mark.parametrize("far", [passes.FAR, -1.0])
-@pytest.mark.parametrize("iterations", [2, 5])
 def test_gradients_where_potentials_move_far_in_one_head(monkeypatch, far, iterations):
     monkeypatch.setattr(passes, "FAR", far)
-    one = drawn(1, 20, 30, 8, torch.float32, seed=8)
-    q, k, v, cotangent = (torch.cat((each, each)) for each in one)
-    q[1] *= 400
-    mask = torch.zeros(2, 30, dtype=torch.bool)
-    mask[0, 25:] = True
-    options = {"iterations": iterations, "key_mask": mask}
+    # Three queries bid for two keys and one for the other two: potentials move by log 1.5 and log 2
+    # an iteration, exp(u_t - u_c) overflows after 128, and the plan still has entries near 1.
+    q, k, v, cotangent = drawn(2, 4, 4, 2, torch.float32)
+    q[0] = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    k[0] = torch.tensor([[0.0, 0.0], [0.0, 0.0], [-1e4, 0.0], [-1e4, 0.0]])
 
     def step(dtype, compute):
         leaves = [each.to(dtype).requires_grad_() for each in (q, k, v)]
-        out = otdd.sinkhorn_attention(*leaves, **options, compute=compute)
+        out = otdd.sinkhorn_attention(*leaves, iterations=iterations, compute=compute)
         return torch.autograd.grad(out, leaves, cotangent.to(dtype))
 
-    exact = step(torch.float64, TORCH)
-    for mine, other, true in zip(step(q.dtype, TRITON), step(q.dtype, TORCH), exact, strict=True):
-        for head in range(2):
-            off = (other[head] - true[head]).abs().max()
-            assert (mine[head] - true[head]).abs().max() <= 4 * off + 1e-5
+    for mine, true in zip(step(q.dtype, TRITON), step(torch.float64, TORCH), strict=True):
+        assert (mine - true).abs().max() <= 1e-4 * max(1, true.abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
