@@ -166,14 +166,14 @@ def passes(given: list[Tensor], in_triton: bool) -> dict[str, Callable[[], objec
     x, y, one = torch.randn_like(us), torch.randn_like(vs), us.new_ones(len(q))
     zero, out, by_v, found = us.new_zeros(us.shape[1:]), torch.empty_like(v), v.clone(), vs[0] + 0
     return {
-        "vector": lambda: scores.half_step(vs[0], zero, 0, us[0].clone()),
         "vector by a guess": lambda: scores.half_step(vs[0], zero, 0, us[0].clone(), us[1]),
+        "gradient": lambda: scores.gradient((cotangent, v), (us, vs), (x, y), (x[0], y[0])),
         "vector of a plan": lambda: scores.plan_product((us[0], vs[0]), y[0], one, 0, x[0].clone()),
         "output": lambda: scores.half_step(vs[0], zero, 0, us[0].clone(), None, v, out),
         "product": lambda: scores.transposed.plan_product(
             (vs[0], us[0]), x[0], one, 0, found, (cotangent, v, by_v)
         ),
-        "gradient": lambda: scores.gradient((cotangent, v), (us, vs), (x, y), (x[0], y[0])),
+        "vector": lambda: scores.half_step(vs[0], zero, 0, us[0].clone()),
         "gradient of keys": lambda: scores.transposed.gradient(
             (v, cotangent), (vs, us), (y, x), (y[0], x[0])
         ),

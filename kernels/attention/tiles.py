@@ -50,7 +50,9 @@ def blocks_for(kind: str, width: int, dtype: torch.dtype, device: torch.device) 
         return Blocks(128, 128, 4, 1)
     wide = width * dtype.itemsize
     if wide <= 128:
-        return Blocks(128, 128 if kind == "vector" else 64, 4 if kind == "output" else 8, 3)
+        # The fastest of 12 on an H100, at d = e = 64 in float16.
+        rows, columns = {"vector": (64, 128), "gradient": (128, 32)}.get(kind, (128, 64))
+        return Blocks(rows, columns, 4, 3)
     if wide <= 256:
         rows = 64 if kind == "gradient" else 128
         return Blocks(rows, 128 if kind == "vector" else 64, 8, 2)
