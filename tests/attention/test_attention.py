@@ -91,6 +91,24 @@ def test_half_types(dtype: torch.dtype, backend: str) -> None:
     assert_as_good_as_pytorch(drawn(2, 40, 33, dtype=dtype), 2, backend)
 
 
+def test_what_is_rounded_cancels() -> None:
+    """Values with a mean: the products with a plan, whose difference is a gradient, nearly equal."""
+    q, k, v = drawn(2, 40, 33, dtype=torch.float16)
+    points = q, k, v + 100
+    exact, *both = (
+        with_gradients(
+            lambda *given, to=to: otdd.sinkhorn_attention(*given, compute=on(to)), points, dtype
+        )
+        for to, dtype in (("torch", torch.float64), ("torch", q.dtype), ("triton", q.dtype))
+    )
+    theirs, mine = (
+        [float((one - true).abs().max()) for one, true in zip(each, exact, strict=True)]
+        for each in both
+    )
+    # PyTorch passes do not round the plan.
+    assert all(one <= 1.7 * other for one, other in zip(mine[1:3], theirs[1:3], strict=True))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("iterations", [0, 2])
 def test_a_mask_of_keys(iterations: int, backend: str) -> None:
@@ -189,11 +207,13 @@ def test_a_head_stops_by_itself_with_a_mask(most: int, backend: str) -> None:
     """With few iterations, too, which a kernel adds up without a loop."""
     q, k, v = drawn(3, 20, 30)
     q[0] *= 3
+    # Which needs no iteration.
+    q[2] *= 1e-3
     mask = torch.zeros(3, 30, dtype=torch.bool)
     mask[:, 4] = mask[1, 7:20] = True
     in_triton, options = backend == "triton", {"tolerance": 0.02, "key_mask": mask}
     counts = attend_now(q, k, v, mask, 8**-0.5, most, 0.02, True, True, in_triton)[3].tolist()
-    assert len(set(counts)) > 1
+    assert counts[2] == 0 < counts[1] < counts[0]
     # Each made the first iteration that ends with these sums.
     for h in range(3):
         q_, k_, target = q[h : h + 1], k[h : h + 1, ~mask[h]], 20 / int((~mask[h]).sum())
@@ -263,14 +283,13 @@ def test_iterations_that_have_not_converged_are_told(iterations: int, warned: bo
 
 
 def test_a_nearly_singular_system() -> None:
-    """Two parts of a plan with hardly a weight between them."""
+    """Parts of a plan with hardly a weight between them: rounding grows along the null vector."""
     draw = torch.Generator().manual_seed(0)
-    points = tuple(
-        torch.randn(shape, generator=draw) for shape in ((3, 12, 4), (3, 9, 4), (3, 9, 3))
-    )
+    shapes = (24, 12, 4), (24, 9, 4), (24, 9, 3)
+    points = tuple(torch.randn(shape, generator=draw) for shape in shapes)
 
     def ours(*given: Tensor) -> Tensor:
-        options = {"scale": 10.0, "iterations": 2000, "gradient": "implicit"}
+        options = {"scale": 10.0, "iterations": 500, "gradient": "implicit"}
         return otdd.sinkhorn_attention(*given, **options)
 
     with warnings.catch_warnings():
