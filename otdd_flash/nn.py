@@ -197,7 +197,7 @@ class SinkhornAttention(nn.MultiheadAttention):
             )
 
     def _heads(self, projected: Tensor, leading: bool) -> Tensor:
-        """Coordinates (..., n, embed_dim) as (..., heads, n, those of a head)."""
+        """Return coordinates (..., n, embed_dim) as (..., heads, n, those of a head)."""
         rows = projected if leading else projected.transpose(0, 1)
         return rows.reshape(*rows.shape[:-1], self.num_heads, self.head_dim).transpose(-3, -2)
 

@@ -43,6 +43,7 @@ CG_REPORTED = 1e-3
 SUMS_REPORTED = 1e-2
 
 Attended = tuple[Tensor, Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def attend_now(
@@ -120,7 +121,7 @@ def gradients_now(
     by_q: bool,
     by_k: bool,
     in_triton: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Return the gradients by q, k and v; unless `by_q` or `by_k`, the first or second is empty.
 
     Warns:
@@ -129,7 +130,7 @@ def gradients_now(
     """
     with own_settings():
         cotangents = cotangents.contiguous()
-        of_q, of_k, of_v = _gradient_shapes(cotangents, q, k, v, *(6 * (None,)), by_q, by_k)
+        of_q, of_k, of_v = _gradient_room(q, k, v, by_q, by_k)
         if len(q) == 0:
             return of_q, of_k, of_v
         if not unrolled:
@@ -165,6 +166,13 @@ def _room(q: Tensor, k: Tensor, v: Tensor, iterations: int, kept: bool) -> Atten
     )
     out, counts = q.new_empty((heads, n, v.shape[2])), q.new_empty(heads, dtype=torch.int32)
     return out, us, vs, counts
+
+
+def _gradient_room(q: Tensor, k: Tensor, v: Tensor, by_q: bool, by_k: bool) -> Gradients:
+    """Make the results of `gradients_now`, not initialised."""
+    of_q = torch.empty_like(q) if by_q else q.new_empty(0)
+    of_k = torch.empty_like(k) if by_k else k.new_empty(0)
+    return of_q, of_k, torch.empty_like(v)
 
 
 def _all_stop(
@@ -269,18 +277,6 @@ def _report_sums(sums: Tensor, v: Tensor) -> None:
         )
 
 
-def _attended_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Attended:
-    return _room(q, k, v, iterations=rest[2], kept=rest[5])
-
-
-def _gradient_shapes(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    of_q, of_k = (
-        torch.empty_like(each) if needed else each.new_empty(0)
-        for each, needed in zip((q, k), rest[6:8], strict=True)
-    )
-    return of_q, of_k, torch.empty_like(v)
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keep points, output and potentials."""
     q, k, v, _, scale, _, _, unrolled, kept, in_triton = inputs
@@ -313,7 +309,10 @@ attend = differentiable_once(
     "Sinkhorn attention",
     attend_now,
     gradients_now,
-    (_attended_shapes, _gradient_shapes),
+    (
+        lambda q, k, v, *rest: _room(q, k, v, iterations=rest[2], kept=rest[5]),
+        lambda _, q, k, v, *rest: _gradient_room(q, k, v, *rest[6:8]),
+    ),
     _keep,
     _backward,
 )

@@ -92,7 +92,7 @@ def test_half_types(dtype: torch.dtype, backend: str) -> None:
 
 
 def test_what_is_rounded_cancels() -> None:
-    """Values with a mean: the products with a plan, whose difference is a gradient, nearly equal."""
+    """Of values with a mean, a gradient is a small difference of products with a plan."""
     q, k, v = drawn(2, 40, 33, dtype=torch.float16)
     points = q, k, v + 100
     exact, *both = (
