@@ -75,8 +75,8 @@ def sinkhorn_attention(
             second derivative.
 
     Warns:
-        NotConvergedWarning: in a backward pass on a CPU, the linear system of an `implicit`
-            gradient was not solved, with its residual.
+        NotConvergedWarning: in a backward pass on a CPU, column sums of an `implicit` gradient are
+            off by over 1%, or its linear system was not solved, with its residual.
     """
     if not torch.compiler.is_compiling():
         check_transforms("sinkhorn_attention", (q, k, v))
