@@ -39,7 +39,7 @@ SMALLEST = tl.constexpr(2.0**-80)
 def exponents_of(
     b_rows,
     columns_ptr,
-    potential_ptr,
+    v,
     o_column,
     m,
     scale,
@@ -50,7 +50,6 @@ def exponents_of(
 ):
     """S + v of a tile, `in_units`; -inf past the last column."""
     b_columns = load_block(columns_ptr, o_column, m, DIM, BLOCK_D)
-    v = tl.load(potential_ptr + o_column, mask=o_column < m, other=-float("inf"))
     products = tl.dot(b_rows, tl.trans(b_columns), input_precision=PRECISION)
     return products * in_units(scale, HALF) + in_units(v, HALF)[None, :]
 
@@ -98,10 +97,15 @@ def half_step_kernel(
         guess = tl.load(guess_ptr + i_head * n + o_row, mask=o_row < n, other=0.0)
         # Of a row without a part the potential is -inf, and its sum is not read.
         guess = tl.where(target == -float("inf"), 0.0, in_units(guess, HALF))
+        o_column = tl.arange(0, BLOCK_N)
+        following = tl.load(potential_ptr + o_column, mask=o_column < m, other=-float("inf"))
         for start in tl.range(0, m, BLOCK_N):
+            v = following
+            o_next = start + BLOCK_N + tl.arange(0, BLOCK_N)
+            following = tl.load(potential_ptr + o_next, mask=o_next < m, other=-float("inf"))
             o_column = start + tl.arange(0, BLOCK_N)
             logits = exponents_of(
-                b_rows, columns_ptr, potential_ptr, o_column, m, scale,
+                b_rows, columns_ptr, v, o_column, m, scale,
                 DIM, BLOCK_D, PRECISION, HALF,
             )  # fmt: skip
             total += tl.sum(power(logits + guess[:, None], HALF), 1)
@@ -114,8 +118,9 @@ def half_step_kernel(
         product = tl.zeros((BLOCK_M, BLOCK_E if BLOCK_E else 1), tl.float32)
         for start in tl.range(0, m, BLOCK_N):
             o_column = start + tl.arange(0, BLOCK_N)
+            v = tl.load(potential_ptr + o_column, mask=o_column < m, other=-float("inf"))
             logits = exponents_of(
-                b_rows, columns_ptr, potential_ptr, o_column, m, scale,
+                b_rows, columns_ptr, v, o_column, m, scale,
                 DIM, BLOCK_D, PRECISION, HALF,
             )  # fmt: skip
             top = tl.maximum(highest, tl.max(logits, 1))
