@@ -154,10 +154,10 @@ class Scores:
             offsets: a (H, n) and b (H, m).
         """
         out = torch.empty_like(self.rows)
+        near, weights = self._earlier(potentials, adjoints)
         if self.in_triton:
             from otdd_flash.kernels.attention.score_gradient import score_gradient_kernel as kernel
 
-            near, weights = self._earlier(potentials, adjoints)
             given = *factors, *potentials, *weights, *offsets, near, out
             strides = offsets[0].numel(), offsets[1].numel()
             width, terms = factors[0].shape[2], len(weights[0])
@@ -172,8 +172,14 @@ class Scores:
             slopes = left @ right.to(logits.dtype).mT
             slopes -= offsets[0][heads, rows, None] + offsets[1][heads, None]
             plan = (logits + of_rows[heads, rows, None] + of_columns[heads, None]).exp_()
+            terms = len(weights[0])
+            if terms and not near.is_cuda and bool(near[heads].all()):
+                # One exponential a score, as in the kernel.
+                x, y = weights[0][:, heads, rows], weights[1][:, heads]
+                slopes.baddbmm_(x.permute(1, 2, 0), y.transpose(0, 1), alpha=-1)
+                terms = 0
             by_scores = slopes.mul_(plan)
-            for r in range(2 * (len(potentials[0]) - 1)):
+            for r in range(terms):
                 # u_t and v_t, x_t; then u_t and v_(t+1), y_(t+1).
                 i, j = (r + (not self.queries)) // 2, (r + self.queries) // 2
                 u, v = potentials[0][i, heads, rows, None], potentials[1][j, heads, None]
