@@ -46,12 +46,12 @@ class Scores:
 
     @property
     def transposed(self) -> Scores:
-        """The same scores, columns for rows."""
+        """Return the same scores with columns for rows."""
         of = self.columns, self.rows, self.scale, self.counts, self.in_triton
         return Scores(*of, queries=not self.queries)
 
     def vector(self, *shape: int) -> Tensor:
-        """Uninitialised numbers (*shape, H, n), one of each row."""
+        """Make numbers (*shape, H, n), one of each row, not initialised."""
         dtype = torch.promote_types(self.rows.dtype, torch.float32)
         return self.rows.new_empty((*shape, *self.rows.shape[:2]), dtype=dtype)
 
@@ -124,13 +124,13 @@ class Scores:
             logits += potentials[0][heads, rows, None]
             logits += potentials[1][heads, None]
             plan = logits.exp_()
-            found = (plan @ vector[heads, :, None]).squeeze(2)
+            result = (plan @ vector[heads, :, None]).squeeze(2)
             if matrices is not None:
                 of_columns, own, product = matrices
                 applied = plan @ of_columns[heads].to(plan.dtype)
-                found = (own[heads, rows].to(plan.dtype) * applied).sum(2) - found
+                result = (own[heads, rows].to(plan.dtype) * applied).sum(2) - result
                 product[heads, rows] = applied.to(product.dtype)
-            self._write(out, heads, rows, step, weight[heads, None] * found)
+            self._write(out, heads, rows, step, weight[heads, None] * result)
         return None
 
     def gradient(
@@ -225,12 +225,12 @@ class Scores:
         points = self.rows, self.columns
         launch(kernel, kind, points, self.scale, self.counts, width, *given, **constants)
 
-    def _write(self, out: Tensor, heads: slice, rows: slice, step: int, found: Tensor) -> None:
+    def _write(self, out: Tensor, heads: slice, rows: slice, step: int, result: Tensor) -> None:
         made = self.counts[heads, None] >= step
-        out[heads, rows] = torch.where(made, found, out[heads, rows])
+        out[heads, rows] = torch.where(made, result, out[heads, rows])
 
     def _blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Heads, rows and their scores in the type that is computed in, block by block."""
+        """Yield heads, rows and their scores, in the type that is computed in, block by block."""
         count, n, _ = self.rows.shape
         m, dtype = self.columns.shape[1], self.vector().dtype
         together = max(1, BLOCK_SCORES // (min(n, 64) * m))
@@ -244,7 +244,7 @@ class Scores:
 
 
 def at(vectors: Tensor, counts: Tensor) -> Tensor:
-    """Of vectors (T + 1, H, n) side by side each head's at its count, (H, n)."""
+    """Return of vectors (T + 1, H, n) side by side each head's at its count, (H, n)."""
     if len(vectors) == 1:
         return vectors[0]
     index = counts.to(torch.int64)[None, :, None].expand(1, -1, vectors.shape[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import attention_errors
 import pytest
 import reference
 import torch
@@ -15,7 +16,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 import otdd_flash as otdd
 
 pytestmark = pytest.mark.gpu
-UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 
 
 def drawn(heads: int, n: int, m: int, d: int, e: int, dtype: torch.dtype) -> list[Tensor]:
@@ -85,8 +85,7 @@ def test_output_and_gradients(
         step(ours, given, dtype), theirs, exact, fused, strict=True
     ):
         off = max((rounded - true).abs().max(), other)
-        most = 2 * off + 24 * UNIT[dtype] * max(1, true.abs().max())
-        assert (mine - true).abs().max() <= most
+        assert (mine - true).abs().max() <= attention_errors.allowed(off, true, dtype)
 
 
 @pytest.mark.parametrize("options", [{}, {"tolerance": 1e-3}, {"gradient": "implicit"}])
