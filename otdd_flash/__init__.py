@@ -57,7 +57,8 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 from otdd_flash.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
-    from otdd_flash import extractors, labels
+    from otdd_flash import extractors, labels, nn
+    from otdd_flash.attention.attention import sinkhorn_attention
     from otdd_flash.batched.doubly_stochastic import doubly_stochastic
     from otdd_flash.batched.plans import SmallPlans, sinkhorn_plans
     from otdd_flash.cost.compute import ComputeOptions
@@ -158,11 +159,13 @@ __all__ = [
     "matrix_transport",
     "mixture",
     "nearest",
+    "nn",
     "noise_floor",
     "pairwise_distances",
     "shift_test",
     "shift_windows",
     "sinkhorn",
+    "sinkhorn_attention",
     "sinkhorn_divergence",
     "sinkhorn_hessian",
     "sinkhorn_loss",
@@ -230,6 +233,7 @@ _HOMES = {
     "shift_test": "otdd_flash.shift.joint",
     "shift_windows": "otdd_flash.shift.windows",
     "sinkhorn": "otdd_flash.solver.clouds",
+    "sinkhorn_attention": "otdd_flash.attention.attention",
     "sinkhorn_divergence": "otdd_flash.solver.clouds",
     "sinkhorn_hessian": "otdd_flash.derivatives.hessian",
     "sinkhorn_loss": "otdd_flash.derivatives.loss",
@@ -241,7 +245,7 @@ _HOMES = {
     "transport_map": "otdd_flash.derivatives.potentials",
 }
 # `nearest` is the module of a command, and can be called as the function.
-_MODULES = ("extractors", "labels", "nearest")
+_MODULES = ("extractors", "labels", "nearest", "nn")
 
 
 if not TYPE_CHECKING:

@@ -266,18 +266,20 @@ def labels(name: str, value: Any) -> Any:
 
 def device(name: str, value: Any) -> str:
     """Return the name of a device, or of a `torch.device`."""
-    if is_a(value, "torch.device"):
-        return str(value)
-    if not isinstance(value, str):
+    # Text first, whose bases a trace of `torch.compile` cannot ask for.
+    if isinstance(value, str):
+        return value
+    if not is_a(value, "torch.device"):
         raise refused(name, "be a device such as auto, cpu or cuda:1", value)
-    return value
+    return str(value)
 
 
 def compute(name: str, value: Any) -> Any:
     """Accept `ComputeOptions`, or a device alone."""
-    if is_a(value, COMPUTE_CLASS):
+    # Text first, as for a device.
+    if isinstance(value, str) or is_a(value, COMPUTE_CLASS):
         return value
-    if isinstance(value, str) or is_a(value, "torch.device"):
+    if is_a(value, "torch.device"):
         return device(name, value)
     raise refused(name, "be ComputeOptions or a device's name", value)
 

@@ -271,6 +271,9 @@ def _item(value: Any) -> Any:
 
     A tensor that requires a gradient stays one and is refused later: its gradient would be lost.
     """
+    # Numbers that a trace of `torch.compile` has for variables have no attributes.
+    if isinstance(value, int | float):
+        return value
     single = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
     return value.item() if single and not getattr(value, "requires_grad", False) else value
 

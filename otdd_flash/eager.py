@@ -10,8 +10,9 @@ dtype, the default device and inference mode do not reach into the call.
 surrounding modes change no number of its result; a new entry point needs it too. Backward passes
 (`derivatives.autograd`) use `own_settings` and `check_transforms`, as they may be called inside
 such a context although the forward pass was outside; `samples` uses them and `untraced`, because
-users make samples inside such contexts, and `batched.doubly_stochastic`, which may be traced by
-`torch.compile`, uses `check_transforms` alone.
+users make samples inside such contexts. `batched.doubly_stochastic`, `attention` and gradients of
+`batched.recorded`, which may be traced by `torch.compile`, use `check_transforms`, and passes of
+`attention` run with `own_settings`.
 """
 
 from __future__ import annotations

@@ -380,6 +380,29 @@ def balanced_matrices(logits: Tensor, iterations: int) -> Tensor:
     return logits.exp()
 
 
+def sinkhorn_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    iterations: int,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of balanced weights, as a loop over stored scores, for autograd."""
+    scores = q @ k.mT * (scale or q.shape[-1] ** -0.5)
+    n = scores.shape[-2]
+    mask = torch.zeros_like(scores[..., :1, :])
+    if key_mask is not None:
+        mask = mask.masked_fill(key_mask[..., None, :], -torch.inf)
+    target = n / (mask == 0).sum(-1, keepdim=True)
+    columns = mask
+    rows = -(scores + columns).logsumexp(-1, keepdim=True)
+    for _ in range(iterations):
+        columns = target.to(q.dtype).log() - (scores + rows).logsumexp(-2, keepdim=True) + mask
+        rows = -(scores + columns).logsumexp(-1, keepdim=True)
+    return (rows + scores + columns).exp() @ v
+
+
 def entropic_plan(
     cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor | float, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -104,6 +104,8 @@ OWN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "sinkhorn_divergence": (otdd.sinkhorn_divergence, {"source": X, "target": Y}),
     "sinkhorn_losses": (otdd.sinkhorn_losses, {"x": [X], "y": [Y]}),
     "doubly_stochastic": (otdd.doubly_stochastic, {"logits": X[:3]}),
+    "sinkhorn_attention": (otdd.sinkhorn_attention, {"q": X, "k": Y, "v": X}),
+    "SinkhornAttention": (otdd.nn.SinkhornAttention, {"embed_dim": 4, "num_heads": 2}),
     "sinkhorn_plans": (otdd.sinkhorn_plans, {"costs": X[None]}),
     "MatrixTransport.load": (otdd.MatrixTransport.load, {"costs": POINTS}),
     "from_full": (

@@ -46,6 +46,8 @@ CALLS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "matrix_loss": lambda given: otdd.matrix_loss(given["costs"], epsilon=0.1),
     "matrix_plan": lambda given: otdd.matrix_plan(given["costs"], epsilon=0.1),
     "doubly_stochastic": lambda given: otdd.doubly_stochastic(given["costs"][:M]),
+    # Of float64, which autocast leaves as it is.
+    "sinkhorn_attention": lambda g: otdd.sinkhorn_attention(*3 * (g["x"].double(),)),
     "sinkhorn_plans": lambda given: otdd.sinkhorn_plans(given["costs"][None], epsilon=0.1).plans,
     "standardize": lambda given: standardize(SOURCE, TARGET)[0].features,
     "reduce_pca": lambda given: reduce_pca(SOURCE, TARGET, k=2, seed=0)[0].features,

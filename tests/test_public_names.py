@@ -46,10 +46,10 @@ def test_names_that_type_checkers_see_are_those_that_are_imported_on_use():
         if isinstance(statement, ast.ImportFrom)
         for name in statement.names
     }
-    for module in ("extractors", "labels"):
+    for module in ("extractors", "labels", "nn"):
         assert homes.pop(module) == "otdd_flash"
     assert homes == otdd_flash._HOMES
-    assert {*homes, "extractors", "labels", "__version__"} == {*otdd_flash.__all__}
+    assert {*homes, "extractors", "labels", "nn", "__version__"} == {*otdd_flash.__all__}
     assert {*otdd_flash.__all__} == {*dir(otdd_flash)}
     assert all(hasattr(otdd_flash, name) for name in otdd_flash.__all__)
 

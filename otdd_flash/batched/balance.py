@@ -1,8 +1,7 @@
 """Balancing as an operation of PyTorch, for autograd, `torch.compile` and CUDA graphs.
 
-Balancing and its gradient exist twice: as they are, for calls from Python, and as operations that
-`torch.compile` records without looking inside. A call of such an operation from Python would import
-PyTorch's compiler, which takes seconds.
+`balance` runs `balance_now` and, backward, `gradients_now`, from Python or recorded by
+`torch.compile`.
 
 Arguments are those of `Problems`, one by one, as an operation takes tensors and numbers. Kernels
 never wait for a GPU, where PyTorch's own path asks it once for each chunk.
@@ -11,7 +10,7 @@ never wait for a GPU, where PyTorch's own path asks it once for each chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch import Tensor
 from otdd_flash.batched import cpu
 from otdd_flash.batched.adjoint import gradient_with_masses, plan_gradient
 from otdd_flash.batched.checking import check_temperature
-from otdd_flash.errors import InputError
+from otdd_flash.batched.recorded import differentiable_once
 from otdd_flash.kernels.batched.problems import (
     Balanced,
     Cotangents,
@@ -128,22 +127,14 @@ def _unrolled_gradient(
         small_balance_backward.small_balance_backward(problems, counts, given, found)
 
 
-# PyTorch keeps compiled graphs on disk and finds them by these names, whatever stands behind them:
-# where arguments, results or their shapes change, both need other names.
-balance = torch.library.custom_op("otdd_flash::balance_problems", mutates_args=())(balance_now)
-balance_gradients = torch.library.custom_op(
-    "otdd_flash::balance_problems_gradients", mutates_args=()
-)(gradients_now)
-
-
-@balance.register_fake
-def _(matrices: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _balanced_shapes(matrices: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tolerance, potentials = rest[5], rest[7]
     return Balanced.empty(matrices, stops=tolerance is not None, potentials=potentials)
 
 
-@balance_gradients.register_fake
-def _(matrices: Tensor | None, scale: Tensor, a: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+def _gradient_shapes(
+    matrices: Tensor | None, scale: Tensor, a: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
     balanced, with_scale = rest[6], rest[-2]
     of: Any = matrices if balanced is None else balanced
     return Derivatives.empty(of, masses=a is not None, with_scale=with_scale)
@@ -203,42 +194,15 @@ def _gradients(
     return by_matrices, by_scale if needs[1] else None, *by_masses, *(7 * (None,))
 
 
-def _refuse_second(ctx: Any, *_: Any) -> NoReturn:
-    raise InputError(
-        "gradients through balanced matrices are taken once, and these were asked for again "
-        "(create_graph=True); differentiate iterations written in PyTorch twice"
-    )
-
-
-def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Keep nothing: a second derivative is refused."""
-
-
-class Balance(torch.autograd.Function):
-    """`balance_now` with its gradient, for calls from Python."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-        """Return what `balance_now` does; `setup_context` would cost a signature in each call."""
-        balanced = balance_now(*given)
-        _keep(ctx, given, balanced)
-        return balanced
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        """Return the gradients, once."""
-        return _gradients(ctx, BalanceGradients.apply, *cotangents)
-
-
-class BalanceGradients(torch.autograd.Function):
-    """`gradients_now`, whose own gradient is refused."""
-
-    @staticmethod
-    def forward(_: Any, *given: Any) -> tuple[Tensor, ...]:
-        """Return what `gradients_now` does."""
-        return gradients_now(*given)
-
-    backward = staticmethod(_refuse_second)
+balance = differentiable_once(
+    ("balance_problems", "balance_problems_gradients"),
+    "balanced matrices",
+    balance_now,
+    gradients_now,
+    (_balanced_shapes, _gradient_shapes),
+    _keep,
+    _gradients,
+)
 
 
 def differentiable_balance(
@@ -252,17 +216,4 @@ def differentiable_balance(
         gradient: `unrolled` or `implicit`, by inputs that require one.
         in_triton: whether by kernels.
     """
-    given = *problems, potentials, gradient, in_triton
-    if torch.compiler.is_compiling():
-        return Balanced(*balance(*given))
-    wanted = any(isinstance(one, Tensor) and one.requires_grad for one in problems)
-    run = Balance.apply if wanted and torch.is_grad_enabled() else balance_now
-    return Balanced(*run(*given))
-
-
-def _recorded_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-    return _gradients(ctx, balance_gradients, *cotangents)
-
-
-balance.register_autograd(_recorded_backward, setup_context=_keep)
-balance_gradients.register_autograd(_refuse_second, setup_context=_keep_nothing)
+    return Balanced(*balance(*problems, potentials, gradient, in_triton))

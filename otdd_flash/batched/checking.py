@@ -2,8 +2,8 @@
 
 A batch is of logits (..., n, n), to be made doubly stochastic, or of costs (..., n, m) of transport
 problems, each matrix a problem of its own. `doubly_stochastic` and `plans` check shapes and types
-here and ask for the `placement`. Contents are checked on a CPU alone, as that waits for a GPU: the
-temperature by `balance`, the logits by `cpu`.
+here and ask for the `placement`, as `attention` does. Contents are checked on a CPU alone, as that
+waits for a GPU: the temperature by `balance`, the logits by `cpu`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def placement(matrices: Tensor, compute: Compute | None) -> tuple[torch.device, 
     """Return the device and the type that matrices are computed in, and whether by kernels."""
     if compute is None:
         device = matrices.device
-        return device, matrices.dtype, device.type != "cpu" and _runs_kernels(str(device))
+        no_kernels = device.type in ("cpu", "meta")
+        return device, matrices.dtype, not no_kernels and _runs_kernels(str(device))
     options = ComputeOptions.of(compute)
     device = resolve_device(options.device)
     dtype = torch.float64 if options.precision == "double" else matrices.dtype

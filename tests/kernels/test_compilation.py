@@ -124,3 +124,12 @@ def test_kernels_compile_and_spill_no_more_than_was_fast() -> None:
     # longest biases in float64.
     assert_fit(found["matrix"], 196_608, matrix_sweep_kernel=64)
     assert [len(group) for group in found.values()] == [8, 11, 7]
+
+
+def test_kernels_of_attention_compile_and_fit() -> None:
+    found = compiled("attention", "64", "256")["attention"]
+    assert len(found) == 36
+    for kernel, taken in found.items():
+        # Wide rows of float32 do not fit registers.
+        half = "float32" not in kernel
+        assert_fit({kernel: taken}, SHARED[90], 0 if half and " 64 " in kernel else 1 << 20)

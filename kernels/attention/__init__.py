@@ -1,0 +1,1 @@
+"""Kernels of Sinkhorn attention: passes over the scores of many heads, which are never stored."""

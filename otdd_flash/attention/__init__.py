@@ -1,0 +1,1 @@
+"""Attention whose weights are balanced by Sinkhorn iterations, without storing them."""

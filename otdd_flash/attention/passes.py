@@ -1,0 +1,251 @@
+"""Passes over the scores of attention, S = scale q k^T of H heads, which are never stored.
+
+A pass is a half-step, a product with a plan, or the gradient by scores times the points of one
+side. `operation` calls them through `Scores`, which runs kernels, or PyTorch by blocks of rows.
+`Scores.transposed` has keys for rows. Vectors are float32, of float64 points float64. Heads whose
+count is below the number of a step do not make it: what they have in `out` stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Scores that PyTorch holds at once.
+BLOCK_SCORES = 2**21
+# How far potentials of a head may move over iterations, those of rows and of columns together, so
+# that exp(-FAR) times an entry of the last plan that float32 has is that of an earlier one.
+FAR = 40.0
+# Terms of earlier half-steps that a kernel adds up without a loop, as registers allow.
+MOST_TERMS = 8
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of rows and columns, scale rows columns^T.
+
+    Attributes:
+        rows: (H, n, d), contiguous.
+        columns: (H, m, d), contiguous.
+        scale: of the products.
+        counts: (H,) int32, how many iterations each head makes.
+        in_triton: whether passes are kernels.
+        queries: whether rows are queries.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    scale: float
+    counts: Tensor
+    in_triton: bool
+    queries: bool = True
+
+    @property
+    def transposed(self) -> Scores:
+        """Return the same scores with columns for rows."""
+        of = self.columns, self.rows, self.scale, self.counts, self.in_triton
+        return Scores(*of, queries=not self.queries)
+
+    def vector(self, *shape: int) -> Tensor:
+        """Make numbers (*shape, H, n), one of each row, not initialised."""
+        dtype = torch.promote_types(self.rows.dtype, torch.float32)
+        return self.rows.new_empty((*shape, *self.rows.shape[:2]), dtype=dtype)
+
+    def half_step(
+        self,
+        potential: Tensor,
+        target: Tensor,
+        step: int,
+        out: Tensor,
+        guess: Tensor | None = None,
+        values: Tensor | None = None,
+        product: Tensor | None = None,
+    ) -> None:
+        """Write target - log sum_j exp(S_ij + potential_j), and the product with the values.
+
+        Args:
+            potential: (H, m) of columns; -inf where a column has no part.
+            target: (H, n).
+            step: the number of this step.
+            out: (H, n).
+            guess: (H, n), of the half-step before, so that no exp(S + guess + potential) is above
+                max(1, n / m); may be `out`. Not with values.
+            values: (H, m, e), multiplied by exp(S + potential) with rows that sum to 1.
+            product: (H, n, e), written.
+        """
+        if self.in_triton:
+            from otdd_flash.kernels.attention.half_step import half_step_kernel as kernel
+
+            # In place of matrices that are not read there are vectors.
+            matrices = (potential, out) if values is None else (values, product)
+            width, kind = (0, "vector") if values is None else (values.shape[2], "output")
+            given = potential, target, out, *matrices, out if guess is None else guess, step
+            return self._launch(kernel, kind, width, *given, GUESSED=guess is not None)
+        for heads, rows, logits in self._blocks():
+            logits += potential[heads, None]
+            sums = logits.logsumexp(2)
+            self._write(out, heads, rows, step, target[heads, rows] - sums)
+            if values is not None and product is not None:
+                # Not by `sums`, whose rounding would leave rows without a sum of 1.
+                weights = logits.softmax(2)
+                product[heads, rows] = (weights @ values[heads].to(logits.dtype)).to(product.dtype)
+        return None
+
+    def plan_product(
+        self,
+        potentials: tuple[Tensor, Tensor],
+        vector: Tensor,
+        weight: Tensor,
+        step: int,
+        out: Tensor,
+        matrices: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        """Write w P x, P = exp(S + alpha + beta); or P Z, and w (<R, P Z> - P x) of rows.
+
+        Args:
+            potentials: alpha (H, n) and beta (H, m).
+            vector: x (H, m).
+            weight: w (H,).
+            step: the number of this step.
+            out: (H, n).
+            matrices: Z (H, m, e), R (H, n, e), and P Z (H, n, e), which is written.
+        """
+        if self.in_triton:
+            from otdd_flash.kernels.attention.plan_product import plan_product_kernel as kernel
+
+            width, kind = (matrices[0].shape[2], "product") if matrices else (0, "vector")
+            given = *potentials, vector, weight, out, *(matrices or (vector, out, out)), step
+            return self._launch(kernel, kind, width, *given)
+        for heads, rows, logits in self._blocks():
+            logits += potentials[0][heads, rows, None]
+            logits += potentials[1][heads, None]
+            plan = logits.exp_()
+            result = (plan @ vector[heads, :, None]).squeeze(2)
+            if matrices is not None:
+                of_columns, own, product = matrices
+                applied = plan @ of_columns[heads].to(plan.dtype)
+                result = (own[heads, rows].to(plan.dtype) * applied).sum(2) - result
+                product[heads, rows] = applied.to(product.dtype)
+            self._write(out, heads, rows, step, weight[heads, None] * result)
+        return None
+
+    def gradient(
+        self,
+        factors: tuple[Tensor, Tensor],
+        potentials: tuple[Tensor, Tensor],
+        adjoints: tuple[Tensor, Tensor],
+        offsets: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Return scale A columns (H, n, d), A the gradient by scores.
+
+        Of pairs the rows' come first. With i queries, j keys and c the iterations of a head,
+
+            A_ij = exp(S + u_c,i + v_c,j) (L_i . R_j - a_i - b_j)
+                   - sum_(t < c) [exp(S + u_t,i + v_t,j) x_t,i + exp(S + u_t,i + v_t+1,j) y_t+1,j].
+
+        Args:
+            factors: cotangents of the output L (H, n, e), and values R (H, m, e).
+            potentials: u (T + 1, H, n) and v (T + 1, H, m).
+            adjoints: x and y, of u, and of v times m / n; of the same shapes.
+            offsets: a (H, n) and b (H, m).
+        """
+        out = torch.empty_like(self.rows)
+        near, weights = self._earlier(potentials, adjoints)
+        if self.in_triton:
+            from otdd_flash.kernels.attention.score_gradient import score_gradient_kernel as kernel
+
+            given = *factors, *potentials, *weights, *offsets, near, out
+            strides = offsets[0].numel(), offsets[1].numel()
+            width, terms = factors[0].shape[2], len(weights[0])
+            constants = {"QUERIES": self.queries, "TERMS": terms * (terms <= MOST_TERMS)}
+            # Without earlier terms all heads are near. Nothing waits to learn whether all are.
+            for kind in (True, False)[: 1 + (terms > 0)]:
+                self._launch(kernel, "gradient", width, *given, *strides, NEAR=kind, **constants)
+            return out
+        of_rows, of_columns = (at(each, self.counts) for each in potentials)
+        for heads, rows, logits in self._blocks():
+            left, right = factors[0][heads, rows].to(logits.dtype), factors[1][heads]
+            slopes = left @ right.to(logits.dtype).mT
+            slopes -= offsets[0][heads, rows, None] + offsets[1][heads, None]
+            plan = (logits + of_rows[heads, rows, None] + of_columns[heads, None]).exp_()
+            terms = len(weights[0])
+            if terms and not near.is_cuda and bool(near[heads].all()):
+                # One exponential a score, as in the kernel.
+                x, y = weights[0][:, heads, rows], weights[1][:, heads]
+                slopes.baddbmm_(x.permute(1, 2, 0), y.transpose(0, 1), alpha=-1)
+                terms = 0
+            by_scores = slopes.mul_(plan)
+            for r in range(terms):
+                # u_t and v_t, x_t; then u_t and v_(t+1), y_(t+1).
+                i, j = (r + (not self.queries)) // 2, (r + self.queries) // 2
+                u, v = potentials[0][i, heads, rows, None], potentials[1][j, heads, None]
+                x, y = adjoints[0][i, heads, rows, None], adjoints[1][j, heads, None]
+                term = (logits + u + v).exp_() * (x if (r % 2 == 0) == self.queries else y)
+                by_scores -= torch.where(r < 2 * self.counts[heads, None, None], term, 0)
+            columns = self.columns[heads].to(logits.dtype)
+            out[heads, rows] = (self.scale * (by_scores @ columns)).to(out.dtype)
+        return out
+
+    def _earlier(
+        self, potentials: tuple[Tensor, Tensor], adjoints: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return which heads are near, and weights of rows and columns in earlier terms.
+
+        A head is near where its potentials moved less than `FAR` in all: its weights (2 T, H, n)
+        and (2 T, H, m) are over the last plan then. Of terms that a head does not have they are 0.
+        """
+        r = torch.arange(2 * (len(potentials[0]) - 1), device=self.counts.device)
+        made = (r[:, None] < 2 * self.counts)[..., None]
+        # As in `gradient`: adjoints of queries in even terms, of keys in odd ones.
+        places = (r + (not self.queries)) // 2, (r + self.queries) // 2
+        of_rows = ((r % 2 == 0) == self.queries)[:, None, None]
+        moved, weights = [], []
+        for each, place, adjoint, own in zip(
+            potentials, places, adjoints, (of_rows, ~of_rows), strict=True
+        ):
+            last = at(each, self.counts)
+            moved.append(torch.where(made & last.isfinite(), each[place] - last, 0))
+            weights.append(torch.where(own, adjoint[place], 1).mul_(made))
+        near = torch.ones_like(self.counts, dtype=torch.bool)
+        if len(r):
+            near = moved[0].abs().amax((0, 2)) + moved[1].abs().amax((0, 2)) <= FAR
+        x, y = (
+            weight.mul_(torch.where(near[:, None], each, 0).exp_())
+            for weight, each in zip(weights, moved, strict=True)
+        )
+        return near, (x, y)
+
+    def _launch(self, kernel: Any, kind: str, width: int, *given: Any, **constants: Any) -> None:
+        from otdd_flash.kernels.attention.tiles import launch
+
+        points = self.rows, self.columns
+        launch(kernel, kind, points, self.scale, self.counts, width, *given, **constants)
+
+    def _write(self, out: Tensor, heads: slice, rows: slice, step: int, result: Tensor) -> None:
+        made = self.counts[heads, None] >= step
+        out[heads, rows] = torch.where(made, result, out[heads, rows])
+
+    def _blocks(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield heads, rows and their scores, in the type that is computed in, block by block."""
+        count, n, _ = self.rows.shape
+        m, dtype = self.columns.shape[1], self.vector().dtype
+        together = max(1, BLOCK_SCORES // (min(n, 64) * m))
+        for head in range(0, count, together):
+            heads = slice(head, min(count, head + together))
+            columns = self.columns[heads].to(dtype).mT
+            height = max(1, BLOCK_SCORES // (len(columns) * m))
+            for row in range(0, n, height):
+                rows = slice(row, min(n, row + height))
+                yield heads, rows, (self.rows[heads, rows].to(dtype) @ columns).mul_(self.scale)
+
+
+def at(vectors: Tensor, counts: Tensor) -> Tensor:
+    """Return of vectors (T + 1, H, n) side by side each head's at its count, (H, n)."""
+    if len(vectors) == 1:
+        return vectors[0]
+    index = counts.to(torch.int64)[None, :, None].expand(1, -1, vectors.shape[2])
+    return vectors.gather(0, index)[0]
