@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
+from otdd_flash.arguments import Count, DatasetGround, NotNegative, Positive, Progress, takes
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import Pair
 from otdd_flash.cost.ground import NO_OFFSET, GroundCost
@@ -52,8 +52,13 @@ from otdd_flash.files.tensor_file import (
     checksum,
     other_version,
 )
+from otdd_flash.gromov.classes import measure
+from otdd_flash.gromov.distance import check_request, checked, gromov_pairs, mean_independent
+from otdd_flash.gromov.solve import prepare
+from otdd_flash.gromov.starts import STARTS
 from otdd_flash.labels import (
     JointClassDistances,
+    LabelMetric,
     Labels,
     metric_of,
     settled_metric,
@@ -62,9 +67,10 @@ from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import as_datasets, measure_all
 from otdd_flash.labels.numbers import refuse_table, with_numbers
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.otdd import prepared
+from otdd_flash.otdd import ground_cost, prepared
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
+from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, convergence_text, display, listing
 from otdd_flash.solver.divergence import Divergence, whole_term
 from otdd_flash.solver.penalties import (
@@ -79,6 +85,7 @@ from otdd_flash.solver.schedules.exact import Exact, schedule_of
 from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import (
+    epsilon_given_as,
     epsilon_of_datasets,
     largest_tolerance,
     resolve_epsilon,
@@ -100,8 +107,9 @@ def pairwise_distances(
     class_distances: JointClassDistances | None = None,
     min_class_size: Count | None = None,
     lambda_x: NotNegative = 0.5,
-    lambda_y: NotNegative = 0.5,
-    ground: Ground = "sqeuclidean",
+    lambda_y: NotNegative | None = None,
+    ground: DatasetGround = "sqeuclidean",
+    starts: Count = STARTS,
     unbalanced: Positive | None = None,
     unbalanced_relative: Positive | None = None,
     solver: Schedule | None = None,
@@ -129,8 +137,10 @@ def pairwise_distances(
             same datasets or on those of which they are subsets; classes are matched by name.
         min_class_size: drop classes with fewer samples, with a notice.
         lambda_x: weight of the squared distance between features, or of the `ground` cost.
-        lambda_y: weight of the squared distance between classes.
-        ground: the cost between features, as for `dataset_distance`.
+        lambda_y: weight of the squared distance between classes, as for `dataset_distance`.
+        ground: the cost between features, as for `dataset_distance`; with `gromov`, which is not
+            debiased, datasets may have any dimensions, and `converged` is of one solve a pair.
+        starts: as for `dataset_distance`.
         unbalanced: rho, the price of mass that is not matched, in units of the cost, for all pairs.
         unbalanced_relative: the same as a multiple of the mean cost over all pairs of different
             datasets.
@@ -148,13 +158,14 @@ def pairwise_distances(
     Warns:
         NotConvergedWarning: a term stopped early.
     """
-    cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
+    cost, compute = ground_cost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
     whole = as_datasets(datasets, at_least=2)
     metric = metric_of(labels)
     refuse_table(metric, class_distances)
     metric, whole = with_numbers(metric, whole)
     options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
-    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=True, ground=ground)
+    if ground != "gromov":
+        refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=True, ground=ground)
     if not isinstance(options, Exact) and (
         not isinstance(options, Converged) or options.bound_width or options.max_seconds
     ):
@@ -163,6 +174,29 @@ def pairwise_distances(
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
         )
     measured_by = metric if class_distances is None else None
+    if ground == "gromov":
+        relaxed = unbalanced if unbalanced_relative is None else unbalanced_relative
+        options = check_request(
+            metric if class_distances is None else None,
+            lambda_y,
+            options,
+            compute,
+            debias=False,
+            unbalanced=relaxed,
+        )
+        return _gromov(
+            whole,
+            metric,
+            class_distances,
+            cost,
+            options,
+            compute,
+            epsilon=epsilon,
+            epsilon_relative=epsilon_relative,
+            starts=starts,
+            min_class_size=min_class_size,
+            progress=progress,
+        )
     sides, comparison = prepared(whole, cost, compute, measured_by, min_class_size)
 
     started = time.perf_counter()
@@ -204,6 +238,57 @@ def pairwise_distances(
         "backend": found[0, 1].backend,
         "precision": compute.precision,
         **({} if streamed is None else {"streamed": dict(streamed)}),
+    }
+    return _gathered(found, table, details)
+
+
+def _gromov(
+    whole: Sequence[LabeledSamples],
+    metric: LabelMetric,
+    class_distances: JointClassDistances | None,
+    cost: GroundCost,
+    options: Converged | Exact,
+    compute: ComputeOptions,
+    *,
+    epsilon: float | None,
+    epsilon_relative: float | None,
+    starts: int,
+    min_class_size: int | None,
+    progress: Progress | None,
+) -> PairwiseResult:
+    """Compare several datasets by a checked request with `ground="gromov"`."""
+    sides = checked(whole, None if class_distances else metric, min_class_size)
+    started = time.perf_counter()
+    table = measure(sides, metric) if class_distances is None else class_distances.named_for(sides)
+    measured = time.perf_counter()
+    compared = prepare(sides, cost, compute)
+    mean = mean_independent(compared, table)
+    name, given, used = resolve_epsilon(epsilon, epsilon_relative, lambda: mean)
+    with epsilon_given_as(name, given, used):
+        found = dict(gromov_pairs(compared.at(used), table, options, starts, progress))
+    names = [display(one) for one in table.datasets]
+    late = {pair: solved for pair, solved in found.items() if not solved.converged}
+    if late:
+        dtype = next(iter(late.values())).xy.f.dtype
+        message = joint_shortfall(late, options, partial(_named, names), dtype)
+        if options.require_convergence:
+            raise ConvergenceError(message)
+        warn(message, NotConvergedWarning)
+    details = {
+        "classes": [list(names) for names in table.class_names],
+        "n": [len(samples) for samples in sides],
+        "d": [samples.dim for samples in sides],
+        "labels": "given" if class_distances is not None else metric.name,
+        "mean_cost": mean,
+        **cost.to_dict(),
+        "ground": "gromov",
+        "starts": starts,
+        "fingerprints": [samples.fingerprint for samples in sides],
+        "seconds": {"class_distances": measured - started, "solve": time.perf_counter() - measured},
+        "versions": versions(),
+        "device": found[0, 1].device,
+        "backend": found[0, 1].backend,
+        "precision": compute.precision,
     }
     return _gathered(found, table, details)
 

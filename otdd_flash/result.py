@@ -38,6 +38,7 @@ from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.formulas.marginals import EXACT, Constraints
+from otdd_flash.gromov.solve import Gromov, linear_comparison
 from otdd_flash.label_sets import named_sets
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.numbers import targets_of
@@ -89,6 +90,8 @@ class DistanceResult:
         required: whether it is an error, as with the solve's `require_convergence`, or a warning
             that the masses leave potentials of groups of points undetermined; False for a loaded
             result.
+        gromov: of `ground="gromov"`, lower bounds, starts and the last linearised cost, whose
+            solve `divergence` is but for its value and bounds; else None.
     """
 
     source: LabeledSamples
@@ -107,6 +110,7 @@ class DistanceResult:
     unchanged: Unchanged | None = field(default=None, kw_only=True, repr=False)
     required: bool = field(default=False, kw_only=True, repr=False)
     constraints: Constraints = field(default=EXACT, kw_only=True)
+    gromov: Gromov | None = field(default=None, kw_only=True, repr=False)
 
     def __repr__(self) -> str:
         """Return the distance, its solver bounds and what was compared, in one line."""
@@ -163,6 +167,8 @@ class DistanceResult:
 
     @cached_property
     def _mean_cost(self) -> float:
+        if self.gromov is not None:
+            return self.gromov.independent
         if self.comparison is not None:
             return self.comparison.mean_cost()
         # On the datasets' device, which may not be the device on which a loaded result was
@@ -323,6 +329,8 @@ class DistanceResult:
             NotConvergedWarning: the same, if not required; `slopes` then gives the range.
         """
         self._check_unchanged()
+        if self.gromov is not None:
+            raise InputError("contributions are of a linear cost, which ground=gromov is not")
         term = self.divergence.xy
         if isinstance(term, ExactTerm):
             return exact_contributions(self._prepared, self.divergence, term)
@@ -388,6 +396,7 @@ class DistanceResult:
             **({} if self.shared == ALONE else self.shared._asdict()),
             **({} if self.streamed is None else {"streamed": dict(self.streamed)}),
             **({} if scale is None else {"target_changes": self.target_changes().tolist()}),
+            **({} if self.gromov is None else self._gromov_summary()),
             "config": None,
         }
         return json_content({**content, **more})
@@ -531,6 +540,15 @@ class DistanceResult:
             raise InputError(
                 f"{error}; of another machine's result DistanceResult.load takes it as compute="
             ) from error
+        if self.gromov is not None:
+            return linear_comparison(
+                (self.source, self.target),
+                self.cost,
+                self.compute,
+                self.class_distances.full,
+                self.epsilon,
+                self.gromov.matrix,
+            )
         prepared = Comparison.prepare(
             (self.source, self.target),
             self.cost,
@@ -562,12 +580,18 @@ class DistanceResult:
             return samples.shares.float()
         return torch.nn.functional.one_hot(samples.labels, samples.class_total).float()
 
+    def _gromov_summary(self) -> dict[str, Any]:
+        assert self.gromov is not None
+        return {"ground": "gromov", "target_d": self.target.dim, "gromov": self.gromov.to_dict()}
+
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {
             f"W.{key}": table
             for key in ("xx", "xy", "yy", "lower", "upper")
             if (table := getattr(self.class_distances, key)) is not None
         }
+        if self.gromov is not None:
+            tensors["gromov.matrix"] = self.gromov.matrix
         for name, term in self.divergence.terms.items():
             tensors |= {f"{name}.f": term.f, f"{name}.g": term.g, **plan_tensors(name, term)}
         for side in ("source", "target"):
@@ -589,6 +613,11 @@ def versions() -> dict[str, str]:
 
 
 def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceResult:
+    gromov = None
+    if "gromov" in summary:
+        gromov = Gromov.from_dict(summary["gromov"], tensors["gromov.matrix"])
+        # The cost of the linearised problem.
+        summary = {**summary, "ground": "inner"}
     names = summary["classes"]
     sides = {}
     for side in ("source", "target"):
@@ -629,4 +658,5 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
         shared=ALONE._replace(**{key: summary[key] for key in Shared._fields if key in summary}),
         streamed=summary.get("streamed"),
         constraints=resolve_constraints(summary.get("unbalanced"), None, lambda: 1.0),
+        gromov=gromov,
     )

@@ -478,7 +478,9 @@ class Comparison:
         """The separable terms of the cost in OT_epsilon; 0 if self terms cancel them."""
         if self.debias:
             return NO_OFFSET
-        return self._signed_offset if self.signed else self.ground.offset(*self.given)
+        if self.signed:
+            return self._signed_offset
+        return self.ground.offset(self.transformed[0], self.transformed[-1])
 
     @cached_property
     def _signed_offset(self) -> Offset:
