@@ -26,7 +26,7 @@ from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.distributed.shared import ALONE
 from otdd_flash.eager import computes
 from otdd_flash.fingerprint import Unchanged
-from otdd_flash.gromov.distance import check_request, gromov_distance
+from otdd_flash.gromov.distance import gromov_distance, gromov_options
 from otdd_flash.gromov.starts import STARTS
 from otdd_flash.labels import (
     ClassDistances,
@@ -142,7 +142,7 @@ def dataset_distance(
         metric = Given(class_distances)
     if ground == "gromov":
         relaxed = unbalanced if unbalanced_relative is None else unbalanced_relative
-        options = check_request(
+        options = gromov_options(
             metric, lambda_y, options, compute, debias=debias, unbalanced=relaxed
         )
         return gromov_distance(

@@ -53,7 +53,7 @@ from otdd_flash.files.tensor_file import (
     other_version,
 )
 from otdd_flash.gromov.classes import measure
-from otdd_flash.gromov.distance import check_request, checked, gromov_pairs, mean_independent
+from otdd_flash.gromov.distance import checked, gromov_options, gromov_pairs, mean_independent
 from otdd_flash.gromov.solve import prepare
 from otdd_flash.gromov.starts import STARTS
 from otdd_flash.labels import (
@@ -176,7 +176,7 @@ def pairwise_distances(
     measured_by = metric if class_distances is None else None
     if ground == "gromov":
         relaxed = unbalanced if unbalanced_relative is None else unbalanced_relative
-        options = check_request(
+        options = gromov_options(
             metric if class_distances is None else None,
             lambda_y,
             options,

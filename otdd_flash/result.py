@@ -123,7 +123,9 @@ class DistanceResult:
 
     def __str__(self) -> str:
         """Return the line of `repr`, and one on the sampling error, which bounds do not hold."""
-        return repr(self) if self.divergence.identical else f"{self!r}\n{NOT_SAMPLED}"
+        if self.divergence.identical or self.gromov is not None:
+            return repr(self)
+        return f"{self!r}\n{NOT_SAMPLED}"
 
     @property
     def value(self) -> float:

@@ -26,6 +26,7 @@ from otdd_flash.commands.settings import DatasetPairSettings, SamplingSettings, 
 from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.contributions import Contributions
 from otdd_flash.errors import ConvergenceError, InputError
+from otdd_flash.gromov.distance import gromov_options
 from otdd_flash.labels import (
     ClassDistances,
     Continuous,
@@ -61,6 +62,7 @@ logger = logging.getLogger("otdd_flash.distance")
 class DistanceSettings(DatasetPairSettings, SamplingSettings):
     """The settings of conf/distance.yaml."""
 
+    starts: int
     debias: bool
     contributions: bool
 
@@ -77,6 +79,26 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
                 "contributions=true at epsilon=0 is of a plan that is proven optimal; add "
                 "solver=exact solver.bound_width=0"
             )
+        if self.ground == "gromov":
+            given = {key: getattr(self, key) for key in ("subsample", "noise_floor")}
+            given["contributions"] = self.contributions
+            for key in (key for key, value in given.items() if value):
+                raise InputError(f"{key} is not there with ground=gromov; leave it out")
+
+    def check_metric(self, metric: LabelMetric) -> None:
+        """Raise an `InputError` for a metric, or anything else, that the ground does not have."""
+        if self.ground != "gromov":
+            super().check_metric(metric)
+            return
+        relaxed = self.unbalanced if self.unbalanced_relative is None else self.unbalanced_relative
+        gromov_options(
+            metric,
+            self.lambda_y,
+            self.schedule(),
+            self.compute_options(),
+            debias=self.debias,
+            unbalanced=relaxed,
+        )
 
 
 def compare(config: DictConfig, directory: Path) -> None:
@@ -102,6 +124,7 @@ def compare(config: DictConfig, directory: Path) -> None:
                 lambda_x=settings.lambda_x,
                 lambda_y=settings.lambda_y,
                 ground=settings.ground,
+                starts=settings.starts,
                 debias=settings.debias,
                 class_progress=class_progress,
                 progress=progress,

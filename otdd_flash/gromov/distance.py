@@ -39,7 +39,7 @@ from otdd_flash.solver.schedules.exact import Exact
 from otdd_flash.solver.term import SolverProgress, epsilon_given_as, resolve_epsilon
 
 
-def check_request(
+def gromov_options(
     metric: LabelMetric | None,
     lambda_y: float | None,
     options: Schedule,

@@ -85,7 +85,8 @@ def _of_classes(energy: Energy, compared: Comparison) -> Tensor | None:
         sums.append(total / own.clamp_min(torch.finfo(own.dtype).tiny)[:, None])
         masses.append(own.cpu().numpy())
     plan = torch.from_numpy(ot.emd(*masses, costs.numpy(), check_marginals=False))
-    return torch.linalg.multi_dot((sums[0].T, plan.to(sums[0]), sums[1]))
+    found: Tensor = sums[0].T @ plan.to(sums[0]) @ sums[1]
+    return found
 
 
 def _random(energy: Energy, draw: torch.Generator) -> Tensor:
@@ -95,4 +96,5 @@ def _random(energy: Energy, draw: torch.Generator) -> Tensor:
     drawn = torch.randn(max(sizes), min(sizes), generator=draw, dtype=torch.float64)
     rotation = torch.linalg.qr(drawn).Q
     rotation = rotation if sizes[0] >= sizes[1] else rotation.T
-    return torch.linalg.multi_dot((first, rotation.to(first), second.T))
+    found: Tensor = first @ rotation.to(first) @ second.T
+    return found

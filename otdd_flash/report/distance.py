@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -120,7 +121,7 @@ def write_report(
     orders = class_orders(table.full, [len(side) for side in names], chosen)
     writers: Writers = {
         directory / "projection.png": lambda path: projection(
-            result.source, result.target, coupling, path, seed
+            _in_target_space(result), result.target, coupling, path, seed
         )
     }
     if measured:
@@ -195,9 +196,24 @@ def plot_distance(result: DistanceResult) -> Figure:
     names = result.class_names
 
     def draw() -> Figure:
-        return projection(result.source, result.target, coupling, None, 0)
+        return projection(_in_target_space(result), result.target, coupling, None, 0)
 
     return figure_of(draw, [result.source.name, result.target.name, *names[0], *names[1]])
+
+
+def _in_target_space(result: DistanceResult) -> LabeledSamples:
+    """Return the source, or where its features are others, what the plan maps its rows to.
+
+    Rows without mass at epsilon 0, which are mapped nowhere, are left out.
+    """
+    source = result.source
+    if result.gromov is None:
+        return source
+    images = result.barycentric_map()
+    known = images.isfinite().all(1).nonzero().squeeze(1)
+    moved = images[known].to(source.features.device)
+    some = source.take(known.to(source.features.device))
+    return replace(some, features=moved, name=f"{source.name} as mapped", feature_names=None)
 
 
 def _roles(sides: Sequence[str]) -> list[str]:
@@ -285,11 +301,15 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     labels = f"{summary['labels']}" + ("" if own is None else f", epsilon {own:.6g}")
     seconds = {phase: float(spent) for phase, spent in summary["seconds"].items()}
     spent = ", ".join(f"{phase.replace('_', ' ')} {_time(took)}" for phase, took in seconds.items())
+    features = f"{summary['d']}"
+    if (other := summary.get("target_d", summary["d"])) != summary["d"]:
+        features += f" and {other}"
     return [
+        *_gromov(summary),
         *_sampling(summary),
         ("epsilon", epsilon_shown(summary["epsilon"], summary.get("mean_cost"))),
         *_penalties(summary),
-        ("samples", f"{summary['n']} × {summary['m']}, {summary['d']} features"),
+        ("samples", f"{summary['n']} × {summary['m']}, {features} features"),
         ("classes", f"{_count(classes['source'])} × {_count(classes['target'])}"),
         *([] if ground == "sqeuclidean" else [("ground cost", ground)]),
         ("class distances", labels),
@@ -299,6 +319,18 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("iterations", str(summary["iterations"])),
         ("seconds", f"{_time(sum(seconds.values()))} ({spent})"),
         ("computed on", ", ".join(str(summary[k]) for k in ("device", "backend", "precision"))),
+    ]
+
+
+def _gromov(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows on a Gromov-Wasserstein distance, if it is one."""
+    if (found := summary.get("gromov")) is None:
+        return []
+    starts = ", ".join(f"{one['name']} {one['value']:.6g}" for one in found["starts"])
+    return [
+        ("bounds", "of the best plan; their gap is not an error of the solver"),
+        ("GW (Mémoli)", f"{found['gw']:.6g}, half the root of the energy {found['energy']:.6g}"),
+        ("starts", starts),
     ]
 
 
@@ -331,6 +363,8 @@ def _sampling(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append((f"sampling interval ({found['level']:.0%})", f"{shown} ({drawn})"))
     elif any((summary["value"], *summary["bounds"])):
         way_out = "subsample=50 gives an interval"
+        if "gromov" in summary:
+            return [("sampling error", "not measured")]
         if not _subsamples_fit(summary):
             way_out = "subsamples need more rows, over two of each class"
         rows.append(("sampling error", f"not measured; {way_out}"))
