@@ -39,8 +39,12 @@ from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import SolverProgress, StoppedBy, TransportTerm
 
 # Steps end where F + epsilon KL falls by less than this share of the tolerance, in units of
-# F(a b^T), and at epsilon 0 where it falls by no more than rounding.
-LEAST_FALL, EXACT_FALL = 1e-3, 1e-13
+# F(a b^T), and at epsilon 0 where it falls by no more than rounding. Of all starts but the best,
+# steps end at the first share of F(a b^T).
+EXPLORED, LEAST_FALL, EXACT_FALL = 1e-4, 1e-3, 1e-13
+
+# How far beyond the last plan's M a step linearises, over the distance from that before.
+FIRST_STRETCH, MOST_STRETCH = 0.5, 8.0
 
 MOST_STEPS = 1000
 
@@ -122,11 +126,28 @@ class Gromov:
 BOUNDS = ("eccentricities", "spectra")
 
 
-class Local(NamedTuple):
-    """A local minimum: the last linearised cost, its solve, and F + epsilon KL of every step."""
+class Step(NamedTuple):
+    """One linearised problem.
+
+    Attributes:
+        matrix: M (d_x, d_y) at which it is linearised.
+        following: X^T P Y of its plan.
+        solved: its solve.
+        objective: F + epsilon KL of its plan.
+        potential: (m,) of the inner products, from which the next one starts.
+    """
 
     matrix: Tensor
+    following: Tensor
     solved: Divergence
+    objective: float
+    potential: Tensor
+
+
+class Local(NamedTuple):
+    """A local minimum: its last step, whose solve counts all, and F + epsilon KL of each."""
+
+    last: Step
     objectives: list[float]
 
 
@@ -211,14 +232,14 @@ class Problem:
         found = apply(values, False).values.double()
         return float(x.centred_norms @ found[:, -1]), x.points.T @ found[:, :-1]
 
-    def corrected(self, matrix: Tensor, term: TransportTerm) -> Corrected:
-        """Evaluate the plan of a term in float64, with its sums corrected.
+    def corrected(self, step: Step) -> Corrected:
+        """Evaluate the plan of a step in float64, with its sums corrected.
 
         Rows and columns that have too much are scaled down, and what is then missing is added as
         the product of what is missing of rows and of columns.
         """
         x, y, kinds = self.energy.x, self.energy.y, self.one_hot(1)
-        apply = plan_of(self.linearised(matrix), term, double=True)
+        apply = plan_of(self.linearised(step.matrix), step.solved.xy, double=True)
         rows = apply(torch.ones_like(y.masses)[:, None], False).masses
         left = _share(x.masses, rows)
         columns = apply(left[:, None], True).values.double().squeeze(1)
@@ -252,54 +273,78 @@ def plan_of(linear: Comparison, term: TransportTerm, *, double: bool = False) ->
     return lambda values, transposed: plan.applied(values, transposed=transposed)
 
 
-def descend(
+def take_step(
     problem: Problem,
     matrix: Tensor,
     options: Converged | Exact,
-    end: float = math.inf,
+    potential: Tensor | None = None,
     progress: SolverProgress | None = None,
-) -> Local:
-    """Linearise and solve from M (d_x, d_y) until F + epsilon KL does not fall any more.
+) -> Step:
+    """Linearise at M (d_x, d_y) and solve.
 
     Args:
         problem: at its epsilon.
         matrix: M, of any plan or of none.
-        options: of every solve.
-        end: the time of `time.perf_counter` after which no step begins.
-        progress: called in every iteration of the solves.
+        options: of the solve.
+        potential: (m,) of `Step` to start from.
+        progress: called in every iteration.
     """
-    ground, energy = problem.compared.ground, problem.energy
-    fall = EXACT_FALL
-    if isinstance(options, Converged):
-        fall = LEAST_FALL * options.asked_tolerance
-    least = fall * problem.independent
-    start: dict[str, Tensor] = {}
-    objectives: list[float] = []
-    reason: StoppedBy = "max_iterations"
+    weight, energy = problem.compared.ground.lambda_x, problem.energy
+    linear = problem.linearised(matrix)
+    # Potentials of squared distances differ from those of inner products by these.
+    lengths = weight / 2 * linear.transformed[1].features.square().sum(1)
+    start = None if potential is None else {"xy": potential + lengths}
+    solved = solve(linear, options, start=start, progress=progress)
+    norms, following = problem.moments(plan_of(linear, solved.xy))
+    above = energy.value(norms, following) - energy.linear(matrix, norms, following)
+    objective = solved.value + weight * above
+    return Step(matrix, following, solved, objective, solved.xy.g.double() - lengths)
+
+
+def descend(
+    problem: Problem,
+    matrix: Tensor,
+    options: Converged | Exact,
+    least: float,
+    end: float = math.inf,
+    progress: SolverProgress | None = None,
+    potential: Tensor | None = None,
+) -> Local:
+    """Take steps from M (d_x, d_y) until F + epsilon KL falls by no more than `least`.
+
+    With entropy, steps become longer as long as they fall: they linearise at M beyond the last
+    plan's, on the line from that before. One that rises is taken again from the last plan's M.
+    """
+    best: Step | None = None
+    stretch, accepted, iterations, passes = 0.0, list[float](), 0, 0.0
     while True:
-        linear = problem.linearised(matrix)
-        lengths = ground.lambda_x / 2 * linear.transformed[1].features.square().sum(1)
-        if start:
-            # Potentials of squared distances differ from those of inner products by these.
-            start = {"xy": start["xy"] + lengths}
         limited = replace(options, max_seconds=_seconds_left(end))
-        solved = solve(linear, limited, start=start or None, progress=progress)
-        term = solved.xy
-        norms, following = problem.moments(plan_of(linear, term))
-        expected = ground.lambda_x * energy.linear(matrix, norms, following)
-        objectives.append(
-            ground.lambda_x * energy.value(norms, following) + solved.value - expected
-        )
-        if len(objectives) > 1 and objectives[-2] - objectives[-1] <= least:
-            return Local(matrix, solved, objectives)
-        late = time.perf_counter() >= end
-        if late or len(objectives) == MOST_STEPS:
-            reason = "max_seconds" if late else reason
-            stopped = replace(solved, xy=replace(term, converged=False, stopped_by=reason))
-            return Local(matrix, stopped, objectives)
-        if isinstance(options, Converged):
-            start = {"xy": term.g.double() - lengths}
-        matrix = following
+        step = take_step(problem, matrix, limited, potential, progress)
+        iterations, passes = iterations + step.solved.xy.iterations, passes + step.solved.passes
+        fall = math.inf if best is None else best.objective - step.objective
+        stretched = stretch > 0
+        if fall > 0:
+            # At epsilon 0 plans are vertices, and M on the line between two is of none.
+            grown = max(FIRST_STRETCH, min(2 * stretch, MOST_STRETCH))
+            stretch = grown if best is not None and isinstance(options, Converged) else 0.0
+            beyond = 0.0 if best is None else step.following - best.following
+            best, potential = step, step.potential
+            accepted.append(step.objective)
+            matrix = step.following + stretch * beyond
+        else:
+            assert best is not None
+            matrix, stretch = best.following, 0.0
+        ended = fall <= least and not (stretched and fall <= 0)
+        late = not ended and time.perf_counter() >= end
+        if ended or late or len(accepted) == MOST_STEPS:
+            reason: StoppedBy = "max_seconds" if late else "max_iterations"
+            term = replace(best.solved.xy, iterations=iterations, passes=passes)
+            if not ended:
+                term = replace(term, converged=False, stopped_by=reason)
+            solved = replace(best.solved, xy=term, passes=passes)
+            return Local(best._replace(solved=solved), accepted)
+        if isinstance(options, Exact):
+            potential = None
 
 
 def _seconds_left(end: float) -> float | None:
@@ -329,15 +374,29 @@ def solve_gromov(
     if isinstance(options, Exact):
         # A plan that is not the best of its step need not have a smaller E.
         options = replace(options, bound_width=0.0)
+    fall = EXACT_FALL
+    if isinstance(options, Converged):
+        fall = LEAST_FALL * options.asked_tolerance
+    explored = max(EXPLORED, fall) if isinstance(options, Converged) else fall
+    least = fall * problem.independent
     found: list[tuple[Local, Corrected, Start]] = []
     for name, matrix in starts(problem.energy, compared, number):
         if found and time.perf_counter() >= end:
             break
-        local = descend(problem, matrix, options, end, progress)
-        corrected = problem.corrected(local.matrix, local.solved.xy)
+        local = descend(problem, matrix, options, explored * problem.independent, end, progress)
+        corrected = problem.corrected(local.last)
         start = Start(name, problem.value(corrected), len(local.objectives))
         found.append((local, corrected, start))
-    local, corrected, best = min(found, key=lambda each: each[2].value)
+    place = min(range(len(found)), key=lambda each: found[each][2].value)
+    local, corrected, best = found[place]
+    if explored > fall and local.last.solved.converged:
+        more = descend(
+            problem, local.last.following, options, least, end, progress, local.last.potential
+        )
+        local = Local(_counted(local.last, more.last), local.objectives + more.objectives)
+        corrected = problem.corrected(more.last)
+        best = Start(best.name, problem.value(corrected), len(local.objectives))
+        found[place] = local, corrected, best
     lower, gromov_lower, class_lower = _lower(problem)
     gromov = Gromov(
         corrected.energy,
@@ -347,7 +406,7 @@ def solve_gromov(
         problem.independent,
         tuple(start for *_, start in found),
         tuple(local.objectives),
-        local.matrix.cpu(),
+        local.last.matrix.cpu(),
     )
     # Sums of as many products as there are points; W is that of `compared`.
     sizes = sum(compared.shape) + OPERATIONS
@@ -355,9 +414,18 @@ def solve_gromov(
     rounding = ground.lambda_x * problem.energy.rounding + ground.lambda_y * of_classes
     bounds = lower - compared.label_error, best.value + rounding + compared.label_error
     # The potentials and the marginal error are those of the linearised cost.
-    term = replace(local.solved.xy, value=best.value, bounds=bounds)
-    solved = replace(local.solved, xy=term, offset=NO_OFFSET)
-    return problem.linearised(local.matrix), solved, gromov
+    solved = local.last.solved
+    term = replace(solved.xy, value=best.value, bounds=bounds)
+    solved = replace(solved, xy=term, offset=NO_OFFSET)
+    return problem.linearised(local.last.matrix), solved, gromov
+
+
+def _counted(before: Step, last: Step) -> Step:
+    """Return the last step with the work of an earlier one."""
+    one, other = before.solved.xy, last.solved.xy
+    iterations, passes = one.iterations + other.iterations, one.passes + other.passes
+    term = replace(other, iterations=iterations, passes=passes)
+    return last._replace(solved=replace(last.solved, xy=term, passes=passes))
 
 
 def _lower(problem: Problem) -> tuple[float, tuple[float, float], float]:
