@@ -615,7 +615,8 @@ def _gathered(
     """Return the result of K datasets from the divergences of their pairs (i, j), i <= j."""
     count = len(table.datasets)
     numbers = torch.zeros(len(MATRICES), count, count, dtype=torch.float64)
-    converged = torch.zeros(count, count, dtype=torch.bool)
+    # Without self terms nothing is solved on the diagonal.
+    converged = torch.eye(count, dtype=torch.bool)
     for (i, j), one in found.items():
         row = torch.tensor((one.value, *one.bounds, one.marginal_error), dtype=torch.float64)
         numbers[:, i, j] = numbers[:, j, i] = row

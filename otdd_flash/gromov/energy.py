@@ -68,7 +68,8 @@ class Cloud:
         norms = points.square().sum(1)
         mean_norm, fourth = float(masses @ norms), float(masses @ norms.square())
         covariance = (points * masses[:, None]).T @ points
-        spread = 2 * fourth + 2 * mean_norm**2 + 4 * float(covariance.square().sum())
+        # Products, as a power of a float that overflows raises.
+        spread = 2 * fourth + 2 * mean_norm * mean_norm + 4 * float(covariance.square().sum())
         return cls(points, masses, norms, mean_norm, covariance, spread)
 
     @property
