@@ -282,6 +282,14 @@ def test_the_gaussian_table_is_delons():
             wanted = gaussian_forms(*spectra)[1]
             assert float(result.class_distances.xy[i, j]) == pytest.approx(wanted, rel=1e-9)
     assert not bool(result.class_distances.xx.diagonal().any())
+    # Along an axis of both sides they are compared in the order of their lengths.
+    points = torch.tensor([[0.0, 1.0], [0.0, -1.0], [5.0, 0.0], [-5.0, 0.0]])
+    turned = (
+        otdd.LabeledSamples(each, torch.zeros(4), ("a",)) for each in (points, points[:, [1, 0]])
+    )
+    settings["labels"] = otdd.labels.Gaussian(diagonal=True)
+    turned = otdd.dataset_distance(*turned, starts=1, **settings)
+    assert float(turned.class_distances.xy) == pytest.approx(0, abs=1e-9)
     plain = gaussian_table(torch.tensor([[3.0, 1.0], [2.0, 0.0]], dtype=torch.float64))
     assert float(plain[0, 1]) == 4 * (4 - 2) ** 2 + 8 * (1 + 1)
 
