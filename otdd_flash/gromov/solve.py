@@ -60,7 +60,7 @@ class Start(NamedTuple):
     """A start and the local minimum that it led to.
 
     Attributes:
-        name: `axes`, `classes` or `random k`.
+        name: `axes`, `classes`, `independent` or `random k`.
         value: F of the plan found, with its sums corrected.
         steps: linearisations.
     """

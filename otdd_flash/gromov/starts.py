@@ -3,7 +3,8 @@
 `axes` is that of the best coupling of two Gaussians: principal axes in the order of their
 eigenvalues. A Gaussian has no direction along an axis; here each takes the one in which the third
 moments of both sides have one sign. So it is exact for a rotated copy whose eigenvalues differ.
-`classes` couples class means: those of least W, or of one name. `random` is a random rotation
+`classes` couples class means: those of least W, or of one name. `independent` is a b^T, whose first
+step compares distances from the mean alone, as other packages start. `random` is a random rotation
 between principal axes. `solve` descends from each.
 """
 
@@ -35,6 +36,7 @@ def _all(energy: Energy, compared: Comparison) -> Iterator[tuple[str, Tensor]]:
     by_classes = _of_classes(energy, compared)
     if by_classes is not None:
         yield "classes", by_classes
+    yield "independent", torch.zeros_like(energy.x.points[:1].T @ energy.y.points[:1])
     draw = torch.Generator().manual_seed(SEED)
     for place in count(1):
         yield f"random {place}", _random(energy, draw)
