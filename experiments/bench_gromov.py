@@ -84,7 +84,7 @@ def pot(
     energy = rows @ first.square() @ rows + columns @ second.square() @ columns
     energy -= 2 * (first @ plan @ second * plan).sum()
     error = float((rows - a).abs().sum())
-    return {"energy": float(energy), "marginal_error": error, "reported": float(log["gw_dist"])}
+    return {"energy": float(energy), "row_error": error, "reported": float(log["gw_dist"])}
 
 
 def _squares(points: Tensor) -> Tensor:

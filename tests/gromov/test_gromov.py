@@ -261,7 +261,7 @@ def test_gaussians_are_between_delons_forms(size):
         for each in axes
     )
     lower, upper = gaussian_forms(*axes)
-    result = otdd.dataset_distance(x, y, epsilon_relative=0.003, starts=1, **PLAIN)
+    result = otdd.dataset_distance(x, y, epsilon_relative=0.01, starts=1, **PLAIN)
     noise = 12 / math.sqrt(size)
     assert lower * (1 - noise) <= max(result.gromov.energy_bounds) <= result.value
     # The entropic plan is not the best one.
