@@ -35,7 +35,7 @@ from torch import Tensor
 from otdd_flash.arguments import Count, DatasetGround, NotNegative, Positive, Progress, takes
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import Pair
-from otdd_flash.cost.ground import NO_OFFSET, GroundCost
+from otdd_flash.cost.ground import NO_OFFSET
 from otdd_flash.data.given import Samples
 from otdd_flash.distributed.ranks import Ranks, balanced, restored, saved
 from otdd_flash.eager import computes
@@ -52,13 +52,12 @@ from otdd_flash.files.tensor_file import (
     checksum,
     other_version,
 )
-from otdd_flash.gromov.classes import measure
+from otdd_flash.gromov.classes import gromov_table
 from otdd_flash.gromov.distance import checked, gromov_options, gromov_pairs, mean_independent
 from otdd_flash.gromov.solve import prepare
 from otdd_flash.gromov.starts import STARTS
 from otdd_flash.labels import (
     JointClassDistances,
-    LabelMetric,
     Labels,
     metric_of,
     settled_metric,
@@ -70,7 +69,6 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.otdd import ground_cost, prepared
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
-from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, convergence_text, display, listing
 from otdd_flash.solver.divergence import Divergence, whole_term
 from otdd_flash.solver.penalties import (
@@ -85,7 +83,6 @@ from otdd_flash.solver.schedules.exact import Exact, schedule_of
 from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import (
-    epsilon_given_as,
     epsilon_of_datasets,
     largest_tolerance,
     resolve_epsilon,
@@ -174,33 +171,21 @@ def pairwise_distances(
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
         )
     measured_by = metric if class_distances is None else None
-    if ground == "gromov":
+    gromov = ground == "gromov"
+    if gromov:
         relaxed = unbalanced if unbalanced_relative is None else unbalanced_relative
         options = gromov_options(
-            metric if class_distances is None else None,
-            lambda_y,
-            options,
-            compute,
-            debias=False,
-            unbalanced=relaxed,
+            measured_by, lambda_y, options, compute, debias=False, unbalanced=relaxed
         )
-        return _gromov(
-            whole,
-            metric,
-            class_distances,
-            cost,
-            options,
-            compute,
-            epsilon=epsilon,
-            epsilon_relative=epsilon_relative,
-            starts=starts,
-            min_class_size=min_class_size,
-            progress=progress,
-        )
-    sides, comparison = prepared(whole, cost, compute, measured_by, min_class_size)
+        sides = checked(whole, measured_by, min_class_size)
+        comparison = prepare(sides, cost, compute)
+    else:
+        sides, comparison = prepared(whole, cost, compute, measured_by, min_class_size)
 
     started = time.perf_counter()
-    if class_distances is None:
+    if class_distances is None and gromov:
+        table = gromov_table(sides, metric)
+    elif class_distances is None:
         metric = settled_metric(metric, epsilon, comparison.transformed, comparison.streaming)
         measure = metric
         if compute.group is not None and comparison.streaming is None:
@@ -211,12 +196,21 @@ def pairwise_distances(
     else:
         table = class_distances.named_for(sides)
     measured = time.perf_counter()
-    mean, scale = _mean_cost(comparison, table), cost.standardized(sides[0].dim)
+    mean = mean_independent(comparison, table) if gromov else _mean_cost(comparison, table)
+    scale = cost.standardized(sides[0].dim)
     name, given, used = resolve_epsilon(epsilon, epsilon_relative, lambda: mean)
     with epsilon_of_datasets(name, given, used, lambda: mean, scale):
         constraints = resolve_constraints(unbalanced, unbalanced_relative, lambda: mean)
         comparison = replace(comparison.at(used), constraints=constraints)
-        found = _solve_all(comparison, table, options, progress)
+        # A dataset's self term comes before the pairs that need it; `gromov` has none.
+        places = range(len(sides))
+        pairs = [(i, j) for j in places for i in (*(() if gromov else (j,)), *range(j))]
+        terms: Iterator[Divergence | None]
+        if gromov:
+            terms = gromov_pairs(comparison, table, options, starts, pairs)
+        else:
+            terms = _terms(comparison, table, options, pairs)
+        found = _solve_all(table, options, progress, pairs, terms)
     solved = time.perf_counter()
     labels_epsilon = getattr(metric, "epsilon", None) if class_distances is None else None
     streaming, target_scale = comparison.streaming, comparison.target_scale
@@ -224,12 +218,13 @@ def pairwise_distances(
     details = {
         "classes": [list(names) for names in table.class_names],
         "n": [len(samples) for samples in sides],
-        "d": sides[0].dim,
+        "d": [samples.dim for samples in sides] if gromov else sides[0].dim,
         "labels": "given" if measured_by is None else metric.name,
         **({} if labels_epsilon is None else {"labels_epsilon": labels_epsilon}),
         **({} if constraints.exact else {"unbalanced": penalties_of(constraints)}),
         "mean_cost": mean,
         **cost.to_dict(),
+        **({"ground": ground, "starts": starts} if gromov else {}),
         **({} if target_scale is None else {"target_scale": list(target_scale)}),
         "fingerprints": [samples.fingerprint for samples in sides],
         "seconds": {"class_distances": measured - started, "solve": solved - measured},
@@ -238,57 +233,6 @@ def pairwise_distances(
         "backend": found[0, 1].backend,
         "precision": compute.precision,
         **({} if streamed is None else {"streamed": dict(streamed)}),
-    }
-    return _gathered(found, table, details)
-
-
-def _gromov(
-    whole: Sequence[LabeledSamples],
-    metric: LabelMetric,
-    class_distances: JointClassDistances | None,
-    cost: GroundCost,
-    options: Converged | Exact,
-    compute: ComputeOptions,
-    *,
-    epsilon: float | None,
-    epsilon_relative: float | None,
-    starts: int,
-    min_class_size: int | None,
-    progress: Progress | None,
-) -> PairwiseResult:
-    """Compare several datasets by a checked request with `ground="gromov"`."""
-    sides = checked(whole, None if class_distances else metric, min_class_size)
-    started = time.perf_counter()
-    table = measure(sides, metric) if class_distances is None else class_distances.named_for(sides)
-    measured = time.perf_counter()
-    compared = prepare(sides, cost, compute)
-    mean = mean_independent(compared, table)
-    name, given, used = resolve_epsilon(epsilon, epsilon_relative, lambda: mean)
-    with epsilon_given_as(name, given, used):
-        found = dict(gromov_pairs(compared.at(used), table, options, starts, progress))
-    names = [display(one) for one in table.datasets]
-    late = {pair: solved for pair, solved in found.items() if not solved.converged}
-    if late:
-        dtype = next(iter(late.values())).xy.f.dtype
-        message = joint_shortfall(late, options, partial(_named, names), dtype)
-        if options.require_convergence:
-            raise ConvergenceError(message)
-        warn(message, NotConvergedWarning)
-    details = {
-        "classes": [list(names) for names in table.class_names],
-        "n": [len(samples) for samples in sides],
-        "d": [samples.dim for samples in sides],
-        "labels": "given" if class_distances is not None else metric.name,
-        "mean_cost": mean,
-        **cost.to_dict(),
-        "ground": "gromov",
-        "starts": starts,
-        "fingerprints": [samples.fingerprint for samples in sides],
-        "seconds": {"class_distances": measured - started, "solve": time.perf_counter() - measured},
-        "versions": versions(),
-        "device": found[0, 1].device,
-        "backend": found[0, 1].backend,
-        "precision": compute.precision,
     }
     return _gathered(found, table, details)
 
@@ -306,12 +250,15 @@ def _of(comparison: Comparison, table: JointClassDistances, pair: Pair) -> Compa
 
 
 def _solve_all(
-    comparison: Comparison,
     table: JointClassDistances,
     options: Schedule,
     progress: Progress | None,
+    pairs: Sequence[Pair],
+    terms: Iterator[Divergence | None],
 ) -> dict[Pair, Divergence]:
     """Solve every term once: the divergence of every pair (i, j), i <= j; of itself it is 0.
+
+    `terms` yields those of `pairs`, None for the divergence of equal datasets.
 
     Raises:
         ConvergenceError: convergence is required and a term stopped early.
@@ -323,13 +270,10 @@ def _solve_all(
         names = [display(name) for name in table.datasets]
         return joint_shortfall(some, options, partial(_named, names), some[late[0]].xy.f.dtype)
 
-    # A dataset's self term comes before the pairs that need it.
-    pairs = [(i, j) for j in range(len(comparison.transformed)) for i in (j, *range(j))]
-    terms = _terms(comparison, table, options, pairs)
     for (i, j), solved in zip(pairs, terms, strict=True):
         if solved is None:
             solved = found[j, j]
-        elif i < j:
+        elif i < j and (i, i) in found:
             solved = replace(solved, xx=found[i, i].xx, yy=found[j, j].xx)
         found[i, j] = solved
         if not solved.converged and options.require_convergence:

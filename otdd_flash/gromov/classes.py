@@ -1,6 +1,6 @@
 """The table W of classes whose points have different dimensions, in units of E, length^4.
 
-`distance` calls `measure`. The method `gaussian` is the Gromov-Wasserstein distance between
+`distance` calls `gromov_table`. The method `gaussian` is the Gromov-Wasserstein distance between
 Gaussians over Gaussian couplings (Delon, Desolneux and Salmona 2022, Gromov-Wasserstein distances
 between Gaussian distributions), an upper bound of that over all couplings of these Gaussians:
 
@@ -47,7 +47,7 @@ def check_metric(metric: LabelMetric | None, lambda_y: float | None) -> None:
         )
 
 
-def measure(datasets: Sequence[LabeledSamples], metric: LabelMetric) -> JointClassDistances:
+def gromov_table(datasets: Sequence[LabeledSamples], metric: LabelMetric) -> JointClassDistances:
     """Measure the table of all classes of some datasets, by any checked metric but `Given`."""
     names = [name for samples in datasets for name in class_names(samples)]
     if isinstance(metric, Gaussian):

@@ -7,17 +7,16 @@ anything is solved, which may take long.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
-from otdd_flash.arguments import Progress
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.facts import Pair
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.devices import check_one_device
 from otdd_flash.errors import InputError
 from otdd_flash.fingerprint import Unchanged
-from otdd_flash.gromov.classes import check_metric, measure
+from otdd_flash.gromov.classes import check_metric, gromov_table
 from otdd_flash.gromov.solve import Problem, prepare, solve_gromov
 from otdd_flash.labels import (
     ClassDistances,
@@ -118,18 +117,16 @@ def gromov_distance(
 def gromov_pairs(
     compared: Comparison,
     table: JointClassDistances,
-    options: Converged | Exact,
+    options: Schedule,
     starts: int,
-    progress: Progress | None,
-) -> Iterator[tuple[Pair, Divergence]]:
-    """Yield the pairs (i, j), i < j, of several datasets at an epsilon, and their solves."""
-    pairs = list(combinations(range(len(compared.given)), 2))
-    for done, (i, j) in enumerate(pairs, 1):
+    pairs: Iterable[Pair],
+) -> Iterator[Divergence]:
+    """Yield the solves of pairs (i, j), i < j, of several datasets at an epsilon."""
+    assert isinstance(options, Converged | Exact)
+    for i, j in pairs:
         one = compared.of(i, j).with_classes(table.between(i, j).full)
         with one.within_memory():
-            yield (i, j), solve_gromov(one, options, starts)[1]
-        if progress is not None:
-            progress(done, len(pairs))
+            yield solve_gromov(one, options, starts)[1]
 
 
 def mean_independent(compared: Comparison, table: JointClassDistances) -> float:
@@ -171,4 +168,4 @@ def class_table(
             matched(whole, samples) for whole, samples in zip(statistics, sides, strict=True)
         )
         sides = source, target
-    return measure(sides, metric).pair(0, 1)
+    return gromov_table(sides, metric).pair(0, 1)
