@@ -1,5 +1,6 @@
 """Gromov-Wasserstein distances: against dense sums, permutations, POT and closed forms."""
 
+import io
 import itertools
 import math
 from dataclasses import replace
@@ -8,6 +9,7 @@ import numpy as np
 import ot
 import pytest
 import torch
+from rich.console import Console
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError, NotConvergedWarning
@@ -16,6 +18,7 @@ from otdd_flash.gromov.bounds import eccentricity_bound, spectral_bound
 from otdd_flash.gromov.classes import gaussian_table
 from otdd_flash.gromov.energy import Cloud, Energy
 from otdd_flash.gromov.solve import Problem, descend, prepare, take_step
+from otdd_flash.report.distance import summary_table, write_report
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact
 
@@ -464,3 +467,21 @@ def test_rounding_of_the_energy_is_bounded():
         wanted = float(np.square(first - second[places][:, places]).mean())
         assert abs(value - wanted) <= found.rounding
     assert energy.TERMS >= 20
+
+
+def test_the_report_shows_the_source_as_mapped(tmp_path):
+    x, y = cloud(30, 4, 1, classes=3, name="left"), cloud(20, 2, 2, classes=2, name="right")
+    weights = torch.ones(30)
+    weights[5] = 0
+    settings = {**PLAIN, "labels": "gaussian", "lambda_y": 0.1, "starts": 2}
+    # A row without mass has no image at epsilon 0.
+    result = otdd.dataset_distance(replace(x, weights=weights), y, epsilon=0, **settings)
+    report = write_report(result, tmp_path)
+    assert {"projection.png", "class_coupling.csv"} <= {path.name for path in report.written}
+    report.require_complete()
+    console = Console(file=io.StringIO(), width=100)
+    console.print(summary_table(result.to_dict()))
+    printed = console.file.getvalue()
+    for words in ("gromov", "not an error", "axes", "30 × 20, 4 and 2 features", "GW"):
+        assert words in printed
+    assert "subsample" not in printed
