@@ -251,7 +251,8 @@ def gaussian_forms(first, second):
     return traces + norms + 4 * apart, traces + 8 * apart
 
 
-@pytest.mark.parametrize("size", [500, *slow([20_000])])
+# Of 20,000 it takes some minutes on a processor.
+@pytest.mark.parametrize("size", [500, *slow([3000]), pytest.param(20_000, marks=pytest.mark.gpu)])
 def test_gaussians_are_between_delons_forms(size):
     axes = np.array([4.0, 2.0, 0.7]), np.array([3.0, 0.5])
     draw = torch.Generator().manual_seed(size)
