@@ -4,10 +4,13 @@ How data move through the package:
 
     load -> LabeledDataset -> embed -> LabeledSamples -> dataset_distance -> DistanceResult
                                                       -> pairwise_distances -> PairwiseResult
+                                                      -> index, nearest -> Ranking
+                                                      -> mixture -> Mixture
                                                       -> sliced_distances -> SlicedResult
                                                       -> Study -> StudyResult
                                                       -> gradient_flow -> FlowResult
                                                       -> subsample_interval, noise_floor
+                                                      -> shift_test -> ShiftReport
 
 Conventions, the same everywhere:
 
@@ -76,11 +79,18 @@ if TYPE_CHECKING:
     from otdd_flash.flows.run import gradient_flow
     from otdd_flash.flows.stepping import Stepping
     from otdd_flash.labels import ClassDistances, JointClassDistances, class_distances
+    from otdd_flash.mixing.mixture import mixture
+    from otdd_flash.mixing.result import Mixture
     from otdd_flash.otdd import dataset_distance
     from otdd_flash.pairwise import PairwiseResult, pairwise_distances
+    from otdd_flash.ranking.index import Index, index
+    from otdd_flash.ranking.race import Ranking, nearest
     from otdd_flash.result import DistanceResult
     from otdd_flash.samples import LabeledSamples
     from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
+    from otdd_flash.shift.joint import shift_test
+    from otdd_flash.shift.result import ShiftReport
+    from otdd_flash.shift.windows import shift_windows
     from otdd_flash.sliced.distances import sliced_distances
     from otdd_flash.sliced.result import SlicedResult
     from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
@@ -112,13 +122,17 @@ __all__ = [
     "GeomlossSchedule",
     "GroundCost",
     "HessianProduct",
+    "Index",
     "InputError",
     "JointClassDistances",
     "LabeledSamples",
     "MatrixTransport",
+    "Mixture",
     "NoiseFloor",
     "NotConvergedWarning",
     "PairwiseResult",
+    "Ranking",
+    "ShiftReport",
     "SinkhornHessian",
     "SlicedResult",
     "SmallPlans",
@@ -135,14 +149,19 @@ __all__ = [
     "extractors",
     "features_file",
     "gradient_flow",
+    "index",
     "labels",
     "led",
     "load",
     "matrix_loss",
     "matrix_plan",
     "matrix_transport",
+    "mixture",
+    "nearest",
     "noise_floor",
     "pairwise_distances",
+    "shift_test",
+    "shift_windows",
     "sinkhorn",
     "sinkhorn_divergence",
     "sinkhorn_hessian",
@@ -173,18 +192,22 @@ _HOMES = {
     "GeomlossSchedule": "otdd_flash.solver.schedules.geomloss",
     "GroundCost": "otdd_flash.cost.ground",
     "HessianProduct": "otdd_flash.derivatives.hessian",
+    "Index": "otdd_flash.ranking.index",
     "InputError": "otdd_flash.errors",
     "JointClassDistances": "otdd_flash.labels",
     "LabeledSamples": "otdd_flash.samples",
     "MatrixTransport": "otdd_flash.solver.matrix.result",
+    "Mixture": "otdd_flash.mixing.result",
     "NoiseFloor": "otdd_flash.sampling",
     "NotConvergedWarning": "otdd_flash.errors",
     "PairwiseResult": "otdd_flash.pairwise",
+    "Ranking": "otdd_flash.ranking.race",
     "led": "otdd_flash.distributed.ranks",
     "Stepping": "otdd_flash.flows.stepping",
     "Study": "otdd_flash.study.study",
     "StudyResult": "otdd_flash.study.result",
     "Transfer": "otdd_flash.study.networks",
+    "ShiftReport": "otdd_flash.shift.result",
     "SinkhornHessian": "otdd_flash.derivatives.hessian",
     "SlicedResult": "otdd_flash.sliced.result",
     "SmallPlans": "otdd_flash.batched.plans",
@@ -195,12 +218,17 @@ _HOMES = {
     "embed": "otdd_flash.extractors",
     "features_file": "otdd_flash.features.file_features",
     "gradient_flow": "otdd_flash.flows.run",
+    "index": "otdd_flash.ranking.index",
     "load": "otdd_flash.data.registry",
     "matrix_loss": "otdd_flash.solver.matrix.loss",
     "matrix_plan": "otdd_flash.solver.matrix.plan",
     "matrix_transport": "otdd_flash.solver.matrix.transport",
+    "nearest": "otdd_flash.ranking.race",
+    "mixture": "otdd_flash.mixing.mixture",
     "noise_floor": "otdd_flash.sampling",
     "pairwise_distances": "otdd_flash.pairwise",
+    "shift_test": "otdd_flash.shift.joint",
+    "shift_windows": "otdd_flash.shift.windows",
     "sinkhorn": "otdd_flash.solver.clouds",
     "sinkhorn_divergence": "otdd_flash.solver.clouds",
     "sinkhorn_hessian": "otdd_flash.derivatives.hessian",
@@ -212,7 +240,8 @@ _HOMES = {
     "subsample_interval": "otdd_flash.sampling",
     "transport_map": "otdd_flash.derivatives.potentials",
 }
-_MODULES = ("extractors", "labels")
+# `nearest` is the module of a command, and can be called as the function.
+_MODULES = ("extractors", "labels", "nearest")
 
 
 if not TYPE_CHECKING:

@@ -30,6 +30,8 @@ HERE = os.path.join(os.path.dirname(__file__), "")
 DEFECT, BAD_INPUT = 1, 2
 # `solver.require_convergence` was set and not met.
 NOT_CONVERGED = 3
+# `fail_on_shift` was set and a shift was found; 4 is `commands.start.INCOMPLETE`.
+SHIFTED = 5
 
 
 class InputError(ValueError):
@@ -112,6 +114,10 @@ def exit_code(error: Exception) -> int:
             return NOT_CONVERGED
         case _:
             return DEFECT
+
+
+class ShiftFound(RuntimeError):
+    """With `fail_on_shift`: a shift test found a shift; its result has been written."""
 
 
 class LostRankError(RuntimeError):

@@ -16,7 +16,7 @@ _KEY = re.compile(r"^(?P<indent> *)(?P<key>[a-z_]+):(?: +(?P<value>.*?))? *$")
 _HYDRAS = ("defaults", "hydra")
 # Which choice a file is, known from its name.
 _CHOICES = ("name", "method", "schedule", "content", "tracker")
-_COMMANDS = ("distance", "flow", "study")
+_COMMANDS = ("distance", "flow", "study", "nearest", "mix", "shift")
 # (folder, what stands before its keys, its heading)
 _GROUPS = (
     ("dataset", "source.", "Datasets: `source=` and `target=`"),

@@ -35,7 +35,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from otdd_flash import conf, plugins
 from otdd_flash.checks import path
 
-GROUPS = ("source", "target", "tasks", "extractor", "labels", "solver", "report", "log")
+GROUPS = (
+    *("source", "target", "reference", "sample", "tasks", "extractor", "labels", "solver"),
+    *("report", "log"),
+)
 
 # An option of Hydra, which may be abbreviated to three characters.
 RERUN = "--experimental-rerun"

@@ -31,6 +31,9 @@ from otdd_flash import plugins
 from otdd_flash.commands.choices import GROUPS, folders
 from otdd_flash.errors import InputError
 
+# The groups whose choices are datasets.
+DATASETS = ("source", "target", "reference", "sample")
+
 # Hydra's advice to write +KEY=VALUE is wrong here, because keys are fixed.
 ADVICE = "To append"
 SEVERAL = re.compile(r"Ambiguous value for argument '(.*)'")
@@ -219,7 +222,7 @@ def unknown_key(key: str, config: Any) -> str:
 def _choices_with(group: str, key: str) -> list[str]:
     if not group:
         return []
-    name = "dataset" if group in ("source", "target") else group
+    name = "dataset" if group in DATASETS else group
     files = [path for folder, _ in folders() for path in sorted(folder.glob(f"{name}/*.yaml"))]
     return [path.stem for path in files if key in OmegaConf.load(path)]
 
@@ -227,7 +230,7 @@ def _choices_with(group: str, key: str) -> list[str]:
 def _without_yaml(group: str, choice: str) -> str | None:
     """Return the package that adds a part of this name without a choice for the command line."""
     kinds = {
-        **dict.fromkeys(("source", "target", "dataset"), "datasets"),
+        **dict.fromkeys((*DATASETS, "dataset"), "datasets"),
         "extractor": "extractors",
     }
     found = plugins.parts(kinds.get(group, group)).get(choice, ())

@@ -51,10 +51,12 @@ from otdd_flash.errors import (
     BAD_INPUT,
     DEFECT,
     NOT_CONVERGED,
+    SHIFTED,
     ConvergenceError,
     IncompleteError,
     InputError,
     LostRankError,
+    ShiftFound,
 )
 from otdd_flash.files.atomic import lock, unlock, write_json
 from otdd_flash.importing import user_traceback
@@ -66,8 +68,8 @@ SUMMARY_FILE, PICTURE_FILE = "summary.csv", "summary.png"
 LOCK_FILE = ".lock"
 CHECKPOINT = "checkpoint.json"
 # Files of a run, and of a multirun, that are worth keeping.
-STUDY = "study.json"
-OF_A_RUN = (RESULT_FILE, "result.safetensors", CHECKPOINT, STUDY)
+STUDY, RANKING, MIXTURE = "study.json", "ranking.json", "mixture.json"
+OF_A_RUN = (RESULT_FILE, "result.safetensors", CHECKPOINT, STUDY, RANKING, MIXTURE)
 OF_A_MULTIRUN = (SUMMARY_FILE, *(f"*/{name}" for name in OF_A_RUN))
 
 # Space for the files that Hydra writes before a job starts.
@@ -120,6 +122,8 @@ def _carried_out(work: Work, config: DictConfig, directory: Path) -> int:
         return _failed(directory, error, BAD_INPUT)
     except ConvergenceError as error:
         return _failed(directory, error, NOT_CONVERGED)
+    except ShiftFound as error:
+        return _failed(directory, error, SHIFTED)
     except IncompleteError as error:
         return _failed(directory, error, INCOMPLETE)
     except LostRankError as error:
@@ -147,7 +151,7 @@ def _failed(directory: Path, error: Exception, exit_code: int) -> int:
 
 
 # Exit codes of jobs that have written a result.
-WITH_RESULT = (0, NOT_CONVERGED, INCOMPLETE)
+WITH_RESULT = (0, NOT_CONVERGED, INCOMPLETE, SHIFTED)
 
 # Errors of reading a file that is no JSON or YAML, or has unexpected content.
 DAMAGED = (
@@ -288,6 +292,8 @@ def _results(job: Path) -> dict[str, Any]:
         row |= {key: result[key] for key in ("source", "target", "value", "epsilon", "converged")}
         row |= {"lower": lower, "upper": upper, "seconds": sum(result.get("seconds", {}).values())}
         row |= {key: result.get(key) for key in ("stopped_by", "marginal_error")}
+        if "p_value" in result:
+            row |= {"p_value": result["p_value"], "effect": result["effect"]["value"]}
         row["content"] = result.get("config", {}).get("report", {}).get("content")
         if sampling := result.get("subsample"):
             row |= {f"sampling_{end}": sampling[end] for end in ("lower", "upper")}

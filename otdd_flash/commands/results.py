@@ -1,8 +1,9 @@
 """A command's result: its files, its tables, and the tracker that `log=` names.
 
 `commands.compare` and `commands.adapt` call `write_run`: result.json is written and the tables are
-printed before anything is drawn, so an error in drawing loses no number. They and
-`commands.study` then call `track_distance`, `track_flow` and `track_study`. A tracker that fails
+printed before anything is drawn, so an error in drawing loses no number. They and the commands of
+studies, rankings, mixtures and shift tests then call `track_distance`, `track_flow`, `track_study`,
+`track_ranking`, `track_mixture` and `track_shift`. A tracker that fails
 gives a notice and a missing file in the report, never an error, because the result is already on
 the disk. `_placed` decides where a run is stored. Users select numbers and series in their tracker
 by name, so the names must stay.
@@ -14,7 +15,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -53,7 +54,10 @@ LONGEST_LABEL = 80
 
 if TYPE_CHECKING:
     from otdd_flash.flows.result import FlowResult
+    from otdd_flash.mixing.result import Mixture
+    from otdd_flash.ranking.race import Ranking
     from otdd_flash.result import DistanceResult
+    from otdd_flash.shift.result import ShiftReport
     from otdd_flash.study.result import StudyResult
 
 
@@ -139,6 +143,24 @@ def track_flow(result: FlowResult, log: LogSettings, config: Settings, directory
     return _track(log, run)
 
 
+def track_shift(
+    reports: Sequence[ShiftReport], log: LogSettings, config: Settings, directory: Path
+) -> Report:
+    """Log p-value, distance and effect of a shift test; those of windows as series."""
+    columns = {
+        "p_value": [report.p_value for report in reports],
+        "value": [report.statistic for report in reports],
+        "effect": [report.effect.value for report in reports],
+    }
+    numbers = {name: values[0] for name, values in columns.items() if len(values) == 1}
+    series = {
+        name: list(enumerate(values, 1)) for name, values in columns.items() if len(values) > 1
+    }
+    first, second = reports[0].names
+    name = f"{_label(first)} to {_label(second)}"
+    return _track(log, TrackedRun(name, directory, config, finite(numbers), series))
+
+
 def track_study(result: StudyResult, log: LogSettings, config: Settings, directory: Path) -> Report:
     """Log every measure of every pair with its bounds, and all rows of correlations.csv."""
     numbers: dict[str, float | None] = {}
@@ -149,6 +171,26 @@ def track_study(result: StudyResult, log: LogSettings, config: Settings, directo
         key = f"{found.measure}/{found.statistic}"
         numbers |= {key: found.value, f"{key}/lower": found.lower, f"{key}/upper": found.upper}
     run = TrackedRun("study", directory, config, finite(numbers))
+    return _track(log, run)
+
+
+def track_ranking(ranking: Ranking, log: LogSettings, config: Settings, directory: Path) -> Report:
+    """Log value, bounds and whether it is proven of each of the first places."""
+    numbers: dict[str, float | None] = {}
+    for row in ranking.rows:
+        key = _label(row.name)
+        numbers |= {key: row.value, f"{key}/lower": row.lower, f"{key}/upper": row.upper}
+        numbers |= {f"{key}/proven": float(row.proven)}
+    run = TrackedRun(f"nearest to {_label(ranking.query)}", directory, config, finite(numbers))
+    return _track(log, run)
+
+
+def track_mixture(mixture: Mixture, log: LogSettings, config: Settings, directory: Path) -> Report:
+    """Log the value of a mixture with its bounds, and all weights."""
+    numbers: dict[str, float | None] = {"value": mixture.value}
+    numbers |= dict(zip(("lower", "upper"), mixture.bounds, strict=True))
+    numbers |= {f"weight/{_label(name)}": weight for name, weight in mixture.weights.items()}
+    run = TrackedRun(f"mixture for {_label(mixture.target)}", directory, config, finite(numbers))
     return _track(log, run)
 
 

@@ -3,8 +3,10 @@
 The dataclasses here have the keys of the files in `conf`; each command has a dataclass of its own,
 in its module, that extends or holds some of them. `parse` checks a configuration and builds the
 dataclass, `DatasetPairSettings.arguments` makes the arguments of a solve, and `recorded` returns
-the settings as results store them. `commands.compare`, `commands.adapt` and `commands.study`, the
-work of the three commands, and `commands.sides` and `commands.results` use this module.
+the settings as results store them. `commands.compare`, `commands.adapt`, `commands.study`,
+`commands.nearest` and `commands.shift`, the work of the five commands, and `commands.sides` and
+`commands.results` use
+this module.
 
 A key of `conf` needs a field of the same name here, because `parse` refuses unknown keys. Values
 from environment variables may be secret: `recorded` must replace them by their names before
@@ -301,12 +303,19 @@ class FlowNode:
 
 
 @dataclass
-class DatasetPairSettings(ComparisonSettings, RuntimeSettings):
+class EmbeddingSettings(RuntimeSettings):
+    """How datasets are embedded, and what their labels are."""
+
+    extractor: dict[str, Any]
+    labels: LabelSettings
+
+
+@dataclass
+class DatasetPairSettings(ComparisonSettings, EmbeddingSettings):
     """Two datasets, how both are embedded and compared, and what is written."""
 
     source: dict[str, Any]
     target: dict[str, Any]
-    extractor: dict[str, Any]
     report: ReportSettings
     save_result: bool
 

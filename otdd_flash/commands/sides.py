@@ -1,8 +1,8 @@
 """The loading of both datasets of a command, from their settings to the features that are compared.
 
-`prepare_sides` loads, embeds, standardises, projects and clusters both sides; `commands.compare`
-and `commands.adapt` call it, and `commands.study` calls its steps. The functions after `KEYS` read
-the keys with which a side asks for clusters as labels (`pseudo_labels`, `k`).
+`prepare_sides` loads, embeds, standardises, projects and clusters both sides; `commands.compare`,
+`commands.adapt` and `commands.shift` call it, and `commands.study` calls its steps. The functions
+after `KEYS` read the keys with which a side asks for clusters as labels (`pseudo_labels`, `k`).
 
 Features of both sides go through one map, fitted to all rows of both: after two different maps
 their distance would mean nothing. So neither side can be prepared alone. Errors name the side whose
@@ -26,7 +26,7 @@ from otdd_flash.arguments import count
 from otdd_flash.checks import choice, optional
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.ranks import leading
-from otdd_flash.commands.settings import DatasetPairSettings, RuntimeSettings
+from otdd_flash.commands.settings import EmbeddingSettings, RuntimeSettings
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.pseudo_labels import label_parts
 from otdd_flash.data.registry import load
@@ -42,8 +42,6 @@ from otdd_flash.shown import hidden
 
 # Keys of an extractor's configuration that are arguments of `embed`.
 EMBEDDING = ("batch_size", "mixed_precision", "num_workers")
-
-OTHER = {"source": "target", "target": "source"}
 
 # Libraries that an extractor imports when it is built, which takes seconds.
 LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "text": "sentence_transformers"}
@@ -72,10 +70,17 @@ class Sides:
     choices: dict[str, list[str]]
 
 
-def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool) -> Sides:
+def prepare_sides(
+    settings: EmbeddingSettings,
+    phases: Phases,
+    *,
+    whole: bool,
+    roles: tuple[str, str] = ("source", "target"),
+) -> Sides:
     """Load and embed both datasets; with `whole`, also the rows that max_samples leaves out.
 
-    Features are standardised and projected over all embedded rows.
+    Features are standardised and projected over all embedded rows. `roles` are the settings that
+    hold the datasets.
 
     Raises:
         InputError: a called function refuses; errors in the data of one side name it.
@@ -88,11 +93,11 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
         "root": settings.data_root,
         "download": settings.download,
     }
-    nodes = {"source": {**shared, **settings.source}, "target": {**shared, **settings.target}}
+    nodes = {role: {**shared, **getattr(settings, role)} for role in roles}
     numbers = settings.labels.method == Continuous.name
     extractor, standardised = build(settings.extractor, phases)
     logger.info("networks run on %s", resolve_device(settings.device))
-    chosen = {side: _load(side, node, phases, numbers) for side, node in nodes.items()}
+    chosen = {side: load_side(side, node, phases, numbers) for side, node in nodes.items()}
     loaded = chosen
     if whole:
         loaded = {side: _whole(side, node, phases, numbers) for side, node in nodes.items()}
@@ -106,7 +111,7 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
         source, target = reduce_pca(source, target, pca, settings.seed)
     source, target = _label(nodes, source, target)
     as_they_are = not standardised and pca is None
-    shape = image_shape_of(extractor, loaded["source"]) if as_they_are else None
+    shape = image_shape_of(extractor, loaded[roles[0]]) if as_they_are else None
     choices = {side: [*dataset.choices] for side, dataset in loaded.items() if dataset.choices}
     both = (source, target)
     if whole:
@@ -140,7 +145,8 @@ def named(node: dict[str, Any], group: str) -> str:
     return str(node["name"])
 
 
-def _load(side: str, node: dict[str, Any], phases: Phases, numbers: bool) -> LabeledDataset:
+def load_side(side: str, node: dict[str, Any], phases: Phases, numbers: bool) -> LabeledDataset:
+    """Load one dataset; `node` has its name and its keys."""
     with phases.phase("load", f"loading {side}: {named(node, side)}"), blamed(side):
         keys = without_clustering(node)
         # Rows are drawn whatever their numbers, of which whole ones are read as classes.
@@ -158,7 +164,7 @@ def _whole(side: str, node: dict[str, Any], phases: Phases, numbers: bool) -> La
     """Return all rows of a side, without repeating the notices about them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DataNotice)
-        return _load(side, {**node, "max_samples": None}, phases, numbers)
+        return load_side(side, {**node, "max_samples": None}, phases, numbers)
 
 
 def embed_side(
@@ -205,9 +211,10 @@ def _label(
 
     k is the one given, the k of the other side, or its number of classes.
     """
-    sides = {"source": source, "target": target}
+    first, second = nodes
+    sides = {first: source, second: target}
     labelled = dict(sides)
-    for side, other in OTHER.items():
+    for side, other in ((first, second), (second, first)):
         node = nodes[side]
         if node.get("pseudo_labels") is None:
             continue
@@ -222,7 +229,7 @@ def _label(
         with blamed(side):
             (labelled[side],) = clustered([sides[side]], node, k, node["seed"])
         logger.info("%s: labelled by k-means, %d clusters", side, labelled[side].class_total)
-    return labelled["source"], labelled["target"]
+    return labelled[first], labelled[second]
 
 
 def image_shape_of(extractor: Extractor, dataset: LabeledDataset) -> tuple[int, int, int] | None:

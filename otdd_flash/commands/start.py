@@ -1,6 +1,6 @@
 """The beginning and the end of a command's process: Hydra, exit codes and standard streams.
 
-The entry points `otdd_flash.distance`, `otdd_flash.flow` and `study.__main__` call `run_hydra`,
+The entry points `otdd_flash.distance`, `.flow`, `.nearest` and `study.__main__` call `run_hydra`,
 `run_work`, `run_command` and `run_script`. `commands.progress` asks for the running job and draws
 inside `dispensable`; `commands.outcome` ends a job (`job_ended`) and asks `unheard`;
 `commands.settings` calls `conceal_environment`. The exit codes of all commands and `say_error` are

@@ -321,8 +321,8 @@ def _labelled_rows(
         way_out = "remove those rows or label them"
         if drop is not None:
             way_out = (
-                "drop_unlabelled=true leaves those rows out (on the command line "
-                "source.drop_unlabelled or target.drop_unlabelled)"
+                "drop_unlabelled=true leaves those rows out (on the command line a key of the "
+                "dataset, such as source.drop_unlabelled)"
             )
         raise InputError(f"{name}: {missing_rows(missing)}; {way_out}")
     warn(f"{name}: {int(missing.sum())} of {count} rows have no label and are left out", DataNotice)

@@ -24,6 +24,7 @@ itself, by Cholesky or eigenvectors, has half the digits of small singular value
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from otdd_flash.arguments import Progress
 from otdd_flash.derivatives.autograd import ONCE, LastDerivative
-from otdd_flash.labels.classes import ClassCloud
+from otdd_flash.labels.classes import ClassCloud, masses_of
 from otdd_flash.labels.pairs import chunk_size, equal_chunks, used_classes
 
 
@@ -78,10 +79,75 @@ def class_moments(clouds: Sequence[ClassCloud], unbiased: bool) -> list[ClassMom
 
     The moments of a class are the same to the last bit whatever the other classes are.
     """
-    if not clouds:
-        return []
-    factors, traces = reduced_factors(clouds, unbiased)
-    return list(map(ClassMoments, class_means(clouds), factors, traces))
+    found = dict(_small_moments(clouds, unbiased))
+    if rest := [place for place in range(len(clouds)) if place not in found]:
+        others = [clouds[place] for place in rest]
+        factors, traces = reduced_factors(others, unbiased)
+        moments = map(ClassMoments, class_means(others), factors, traces)
+        found |= zip(rest, moments, strict=True)
+    return [found[place] for place in range(len(clouds))]
+
+
+# Classes of one shape that a GPU decomposes side by side, always so many, and their most entries.
+STACKED, MOST_STACKED = 64, 1 << 17
+
+
+def _small_moments(
+    clouds: Sequence[ClassCloud], unbiased: bool
+) -> Iterator[tuple[int, ClassMoments]]:
+    """Yield places and moments of small classes on a GPU that no derivative is asked of.
+
+    Each takes a few launches of microseconds if it is alone. Batches are filled up to one size, so
+    that a class has the same bits in any company.
+    """
+    alike = defaultdict[tuple[int, int, torch.dtype], list[int]](list)
+    for place, cloud in enumerate(clouds):
+        points, rows, dim = cloud.points, padded_rows(len(cloud)), cloud.points.shape[1]
+        moving = points.requires_grad or (cloud.weights is not None and cloud.weights.requires_grad)
+        # No more rows than features: the factor is that of the points, which nothing decomposes.
+        small = len(cloud) > dim and rows * dim <= MOST_STACKED
+        if by_products(points) and small and not moving:
+            alike[rows, dim, points.dtype].append(place)
+    for (rows, _, _), places in alike.items():
+        for first in range(0, len(places), STACKED):
+            own = places[first : first + STACKED]
+            some = [clouds[place] for place in own + own[:1] * (STACKED - len(own))]
+            points, masses = (
+                torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+                for parts in ([cloud.points for cloud in some], list(masses_of(some)))
+            )
+            missing = rows - points.shape[1]
+            points = torch.nn.functional.pad(points, (0, 0, 0, missing))
+            masses = torch.nn.functional.pad(masses, (0, missing))
+            stacked = _stacked_moments(points.double(), masses, unbiased)
+            yield from zip(own, map(ClassMoments, *stacked), strict=False)
+
+
+def _stacked_moments(
+    points: Tensor, masses: Tensor, unbiased: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return means (B, d), factors (B, r, d) and traces (B,) of points (B, n, d) of masses (B, n).
+
+    The formulas are those of `_from_the_heaviest`, `covariance_factor` and `reduced_factors`.
+    """
+    heaviest, dim = masses.argmax(1, keepdim=True), points.shape[2]
+    anchor = points.gather(1, heaviest[:, :, None].expand(-1, 1, dim))
+    # Rows of mass 0 fill up.
+    seen = torch.where(masses[:, :, None] > 0, points - anchor, 0.0)
+    shift = masses[:, None] @ seen
+    scaled = masses
+    if unbiased:
+        others, heavy = masses.scatter(1, heaviest, 0.0), masses.gather(1, heaviest).squeeze(1)
+        scaled = masses / ((others * (1 - others)).sum(1) + heavy * others.sum(1))[:, None]
+    factor = (seen - shift) * scaled.sqrt()[:, :, None]
+    traces = factor.square().sum((1, 2))
+    _, triangle = cholesky_qr(factor)
+    missing = padded_rows(dim) - dim
+    return (
+        (anchor + shift).squeeze(1),
+        torch.nn.functional.pad(triangle, (0, 0, 0, missing)),
+        traces,
+    )
 
 
 def moments_table(
@@ -442,21 +508,21 @@ def cholesky_qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
     resolve are recovered by the next pass, in units of the square root of the shift.
 
     Args:
-        matrix: A (n, c) float64, n >= c.
+        matrix: A (n, c) float64, n >= c, or a batch (B, n, c) of them.
 
     Returns:
         Q (n, c), orthonormal on the range of A and small on the rest, and R (c, c) with R^T R = A^T
         A to rounding.
     """
-    columns = matrix.shape[1]
+    columns = matrix.shape[-1]
     # The rounding of a product of unit columns, with a margin.
     shift = 100 * columns * UNIT_ROUNDOFF
-    norms = torch.linalg.vector_norm(matrix, dim=0)
-    q = matrix / torch.where(norms > 0, norms, 1.0)
-    r = torch.diag(norms)
+    norms = torch.linalg.vector_norm(matrix, dim=-2)
+    q = matrix / torch.where(norms > 0, norms, 1.0).unsqueeze(-2)
+    r = torch.diag_embed(norms)
     for _ in range(3):
         gram = q.mT @ q
-        gram.diagonal().add_(shift)
+        gram.diagonal(dim1=-2, dim2=-1).add_(shift)
         step = torch.linalg.cholesky(gram, upper=True)
         q = torch.linalg.solve_triangular(step, q, upper=True, left=False)
         r = step @ r

@@ -40,7 +40,7 @@ def with_numbers(
     """
     if not isinstance(metric, Continuous):
         return metric, list(datasets)
-    found = [_numbered(samples) for samples in datasets]
+    found = [numbered(samples) for samples in datasets]
     wide = {targets_of(samples).shape[1] for samples in found}
     if len(wide) > 1:
         raise InputError(
@@ -50,7 +50,7 @@ def with_numbers(
     (count,) = wide
     scale = (1.0,) * count if metric.scale is None else metric.scale
     if isinstance(scale, str):
-        scale = _pooled(found if statistics is None else [*map(_numbered, statistics)])
+        scale = _pooled(found if statistics is None else [*map(numbered, statistics)])
     assert isinstance(scale, tuple)
     if len(scale) != count:
         raise InputError(f"labels.scale has {len(scale)} numbers for {count} columns of targets")
@@ -79,7 +79,7 @@ def targets_of(samples: LabeledSamples) -> Tensor:
     return samples.targets
 
 
-def _numbered(samples: LabeledSamples) -> LabeledSamples:
+def numbered(samples: LabeledSamples) -> LabeledSamples:
     """Return samples with targets and without classes."""
     if samples.targets is not None:
         return replace(samples, labels=None)

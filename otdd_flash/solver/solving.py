@@ -57,12 +57,8 @@ def solve(
         InputError: the block of W of a self term is not symmetric, an allocation fails, or rounding
             alone exceeds the tolerance at this epsilon and precision.
     """
-    points = comparison if isinstance(comparison, Comparison) else None
-    if points is not None and not points.constraints.exact and points.below_zero:
-        raise InputError(
-            "unbalanced needs costs of which 0 is the least, and class distances of several labels "
-            "are below 0 here; take labels=means, labels.diagonal=true or a tree"
-        )
+    if isinstance(comparison, Comparison):
+        refuse_below_zero(comparison)
     if isinstance(options, Exact):
         from otdd_flash.solver.exact.solve import solve_exact
 
@@ -91,3 +87,12 @@ def solve(
             comparison, options, start=start, known=known, progress=progress, solved=solved
         )
         return found.widened(comparison.cost_error)
+
+
+def refuse_below_zero(comparison: Comparison) -> None:
+    """Raise an `InputError` for relaxed marginals where costs may be below 0."""
+    if not comparison.constraints.exact and comparison.below_zero:
+        raise InputError(
+            "unbalanced needs costs of which 0 is the least, and class distances of several labels "
+            "are below 0 here; take labels=means, labels.diagonal=true or a tree"
+        )

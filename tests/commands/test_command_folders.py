@@ -32,7 +32,7 @@ def results(folder):
 
 @pytest.mark.slow
 def test_folders_are_named_by_microsecond_and_process(composed):
-    for name in ("distance", "flow", "study"):
+    for name in ("distance", "flow", "study", "nearest", "mix"):
         node = composed(name=name, return_hydra_config=True).hydra
         for kind in ("run", "sweep"):
             text = node._get_node(kind)._get_node("dir")._value()

@@ -184,7 +184,7 @@ def _script(folder, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["otdd-flow", "otdd-study"])
+@pytest.mark.parametrize("name", ["otdd-flow", "otdd-mix", "otdd-nearest", "otdd-study"])
 def test_help_comes_without_torch_and_names_its_command(folder, name):
     shown = started(folder, "-X", "importtime", _script(folder, name), "--help")
     assert shown.returncode == 0, shown.stderr

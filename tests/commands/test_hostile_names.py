@@ -14,6 +14,7 @@ import pytest
 from otdd_flash.commands.messages import messages
 from otdd_flash.distance import main as distance
 from otdd_flash.flow import main as flow
+from otdd_flash.mix import main as mix
 from otdd_flash.pairwise import pairwise_distances
 from otdd_flash.report.pairwise import write_pairwise_report
 from otdd_flash.samples import LabeledSamples
@@ -114,6 +115,24 @@ def test_a_study_of_hostile_names(ended: Callable, named: Callable) -> None:
     _assert_harmless(said.out, said.err)
     _assert_files_harmless(FOLDER, "pairs.csv", "report.html", "distances.png")
     assert "'=1+1[/x]<script>alert(1)" in (Path(FOLDER) / "pairs.csv").read_text()
+
+
+@pytest.mark.slow
+def test_a_mixture_of_hostile_names(ended: Callable, named: Callable) -> None:
+    labels = ["=1+1[/x]<script>alert(1)", "../../\x1b[2J", "@$\\frac$\n"]
+    sources = [
+        {"name": "arrays", "path": named(f"{k}.npz", k)[1:-1], "as": label}
+        for k, label in enumerate(labels)
+    ]
+    Path("theirs").mkdir()
+    (Path("theirs") / "hostile.yaml").write_text(
+        json.dumps({"defaults": ["mix", "_self_"], "sources": sources})
+    )
+    more = ("--config-dir", "theirs", "--config-name", "hostile", "rows=20", "both=false")
+    said = ended(mix, *more, "target=arrays", f"target.path={named('t.npz')}", *COMMON)
+    assert said.code == 0, said.err
+    _assert_harmless(said.out, said.err)
+    _assert_files_harmless(FOLDER, "mixture.csv", "mixture.html", "mixture.png", "mixture")
 
 
 @pytest.mark.slow

@@ -38,6 +38,9 @@ def distances() -> Iterator[Claim]:
     yield "**one transport of MNIST", [1000.0 * ours, 1000.0 * ours * times, times]
     r = row("bench_losses", epsilon=0.1)
     yield "256 divergences of 200", [r["ours_ms"], r["geomloss_ms"], r["one_by_one_ms"]]
+    for machine, n, permutations in (("cuda", 500, 999), ("cuda", 2000, 199), ("cpu", 200, 199)):
+        r = row(f"bench_shift_{machine}", rows=n, permutations=permutations)
+        yield f"shift test of {n:,} + {n:,} rows", [r["seconds"], r["sinkhorn_losses_seconds"]]
     first, second = content("bench_cpu")["kept"]
     ratios = [first["times_faster_than_geomloss"], first["times_faster_than_pot"]]
     seconds = first["seconds_per_iteration"]

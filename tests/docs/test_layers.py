@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# `python -m otdd_flash.study` is a command.
-ENTRIES = ("otdd_flash.study.__main__",)
+# `python -m otdd_flash.study` and `python -m otdd_flash.shift` are commands.
+ENTRIES = ("otdd_flash.study.__main__", "otdd_flash.shift.__main__")
 
 
 def layers(page):

@@ -38,10 +38,13 @@ ONCE = list({line: (block, line) for block, line in COMMANDS}.values())
 # The first command of a block that takes minutes runs with fewer rows, epochs and lines, and
 # others with fewer rows where their page does not show what they print.
 LONG = [(block, block.commands[0]) for block in BLOCKS if block.mark == "Takes minutes."]
-MAINS = {"otdd_flash.study": "otdd_flash.study.__main__"}
+MAINS = {f"otdd_flash.{name}": f"otdd_flash.{name}.__main__" for name in ("study", "shift")}
 FEWER = {
     "otdd_flash.distance": ["max_samples=100"],
     "otdd_flash.flow": ["max_samples=100", "flow.steps=2"],
+    "otdd_flash.nearest": ["max_samples=100"],
+    "otdd_flash.shift": ["max_samples=100", "permutations=99"],
+    "otdd_flash.mix": ["max_samples=60", "rows=30"],
     "otdd_flash.study": [
         *("max_samples=60", "projections=100", "study.workers=1", "transfer.seeds=1"),
         *("transfer.source_epochs=1", "transfer.target_epochs=1", "transfer.target_samples=20"),
@@ -59,7 +62,7 @@ def test_marks_are_few_and_counted():
     assert Counter(block.mark for block in MARKED) == {
         "Needs several GPUs.": 1,
         "Needs the network.": 9,
-        "Needs your own data.": 1,
+        "Needs your own data.": 2,
         "Takes minutes.": 3,
     }
 

@@ -12,7 +12,7 @@ FILES = sorted(
     path
     for path in (ROOT / "conf").rglob("*.yaml")
     # These only name a file of conf/dataset.
-    if path.parent.name not in ("source", "target")
+    if path.parent.name not in ("source", "target", "reference", "sample")
 )
 
 
@@ -60,7 +60,7 @@ def test_the_tables_hold_the_defaults_of_the_composed_configuration(hook):
 
     tables = hook("settings_tables")
     with initialize_config_module("otdd_flash.conf", version_base="1.3"):
-        for command in ("distance", "flow", "study"):
+        for command in ("distance", "flow", "study", "nearest", "mix", "shift"):
             config = compose(command)
             for row in tables.settings(ROOT / "conf" / f"{command}.yaml"):
                 value = OmegaConf.to_yaml(

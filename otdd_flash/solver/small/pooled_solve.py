@@ -411,7 +411,7 @@ class Batch(NamedTuple):
         masses: (B, n) and (B, m), 0 where a problem has no point; None is uniform.
         labels: (B, n) and (B, m) int64, of each side; None is one class.
         class_totals: V_x and V_y.
-        table: W (V_x + V_y, V_x + V_y), of all problems, or None: 0.
+        table: W (V_x + V_y, V_x + V_y), of all problems, or (B, ...) of each; None: 0.
         weights: lambda_x and lambda_y.
     """
 
@@ -440,7 +440,7 @@ class Batch(NamedTuple):
         """Room for so many of these problems; in Triton of rounded sizes, so few are recorded."""
         (x, y), size = self.points, padded if in_triton else int
         n, m = map(size, self.sizes)
-        classes = 1 if self.table is None else size(len(self.table))
+        classes = 1 if self.table is None else size(self.table.shape[-1])
         dtype = torch.promote_types(x.dtype, y.dtype)
         return Room(problems, n, m, x.shape[2], classes, dtype, x.device, in_triton)
 
@@ -469,7 +469,7 @@ class Batch(NamedTuple):
                 before, into = k * self.class_totals[0], pool.labels[:, here]
                 into.fill_(before) if labels is None else torch.add(labels, before, out=into)
         if self.table is not None:
-            total = len(self.table)
+            total = self.table.shape[-1]
             pool.class_distances[:, :total, :total].copy_(self.table)
         return now
 
@@ -479,7 +479,11 @@ class Batch(NamedTuple):
         def of(given: tuple[Tensor | None, Tensor | None]) -> Any:
             return tuple(None if side is None else side[problems] for side in given)
 
-        return self._replace(points=of(self.points), masses=of(self.masses), labels=of(self.labels))
+        table = self.table
+        if table is not None and table.ndim == 3:
+            table = table[problems]
+        parts = {name: of(getattr(self, name)) for name in ("points", "masses", "labels")}
+        return self._replace(**parts, table=table)
 
     @property
     def of_costs(self) -> tuple[float, float, float]:

@@ -2,7 +2,7 @@
 
 `solver.solving` asks `is_small` and calls `solve_small`; if that returns None, `divergence` solves
 the problem. `losses` chooses by `suits` as well, and solves many pairs side by side by
-`solve_batch`.
+`solve_batch`; `ranking` by `solve_terms`, which has a certificate for every term.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from otdd_flash.solver.small.pooled_solve import (
     Batch,
     GivenCosts,
     PooledSolve,
+    Read,
     TermRead,
     is_kept,
     kept,
@@ -360,6 +361,89 @@ def _concluded(
         asked=options.asked_tolerance,
         unless_converged="max_iterations",
     )
+
+
+def solve_terms(
+    batch: Batch,
+    epsilon: float,
+    options: Converged,
+    *,
+    debias: bool,
+    in_triton: bool,
+    constraints: Constraints = EXACT,
+) -> list[dict[str, TransportTerm] | None]:
+    """Solve the terms of a batch, as many problems at once as memory is meant to hold.
+
+    Args:
+        batch: the problems; a point of mass 0 stands for none.
+        epsilon: regularisation, in units of the cost.
+        options: when to stop, without limits of time and width.
+        debias: whether there are self terms.
+        in_triton: whether kernels solve it, on a GPU; else PyTorch on a processor.
+        constraints: what marginals owe.
+
+    Returns:
+        For every problem its terms by name, each with its certificate, or None where one of them
+        needs another solve. Potentials are of all points that the batch has.
+
+    Raises:
+        InputError: rounding alone exceeds the tolerance at this epsilon and precision.
+    """
+    problems, one = len(batch.points[0]), batch.room(1, in_triton=in_triton)
+    most = MOST_BYTES if in_triton else MOST_BYTES_CPU
+    at_once = max(1, min(MOST_PROBLEMS, most // one.bytes))
+    size = -(-problems // -(-problems // at_once))
+    found: list[dict[str, TransportTerm] | None] = []
+    for first in range(0, problems, size):
+        part = batch.part(slice(first, first + size))
+        room = one._replace(problems=len(part.points[0]))
+        with kept(room, debias, constraints) as solve:
+            # As for a single problem.
+            solve.begin(part, goal_of(options, epsilon, TOLERANCE_AIM), {}, constraints)
+            done = False
+            while not done:
+                solve.iterate()
+                read = solve.read()
+                reads = [
+                    _Reached(term, options, epsilon, constraints, cross=k == 0)
+                    for k, term in enumerate(read.terms())
+                ]
+                # What is hopeless ends nowhere, and is left to a solve of its own.
+                done = read.done or any(bool(term.hopeless.any()) for term in reads)
+            evidence = [each._replace(f=each.f.clone(), g=each.g.clone()) for each in read.evidence]
+            found += [
+                _terms_of(read, evidence, place, batch.sizes, epsilon, options)
+                for place in range(room.problems)
+            ]
+    return found
+
+
+def _terms_of(
+    read: Read,
+    evidence: Sequence[PlanEvidence],
+    place: int,
+    sizes: tuple[int, int],
+    epsilon: float,
+    options: Converged,
+) -> dict[str, TransportTerm] | None:
+    """Return the terms of one of B problems, or None where one of them needs another solve."""
+    reads = dict(zip(TERMS, read.terms(place), strict=False))
+    apart, largest = read.asymmetry[place].view(2, 2)
+    if len(reads) > 1 and bool((apart > ROUNDING * largest).any()):
+        return None
+    terms: dict[str, TransportTerm] = {}
+    for (name, one), each in zip(reads.items(), evidence, strict=True):
+        costs = facts_of(one)
+        if math.isnan(one.error) or not _in_range(costs, epsilon, options):
+            return None
+        rows, columns = (sizes[side] for side in SIDES[name])
+        g = each.g[place, :columns]
+        own = each._replace(f=each.f[place, :rows] if name == "xy" else g, g=g)
+        term = _concluded(name, one, costs, own, epsilon, options)
+        if term is None:
+            return None
+        terms[name] = term
+    return terms
 
 
 class BatchSolved(NamedTuple):

@@ -1,0 +1,211 @@
+"""The work of `python -m otdd_flash.nearest`: load query and library, rank, write and print.
+
+For the entry point `otdd_flash.nearest`, `commands.start.run_work` imports this module by name and
+`commands.outcome.run_job` calls `nearest`. Query and members go through one extractor, which an
+index in a folder remembers. ranking.json is written and the table printed before anything is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from otdd_flash.arguments import Count, NotNegative, Positive, check_fields
+from otdd_flash.checks import shown
+from otdd_flash.commands.messages import Terminal
+from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.results import track_ranking
+from otdd_flash.commands.settings import (
+    LabelSettings,
+    ReportSettings,
+    RuntimeSettings,
+    parse,
+    recorded,
+)
+from otdd_flash.commands.sides import blamed, build, clustered, embed_side, load_side
+from otdd_flash.errors import InputError
+from otdd_flash.files.atomic import write_json
+from otdd_flash.labels import Continuous
+from otdd_flash.ranking import race
+from otdd_flash.ranking.index import INDEX_FILE, Index, index
+from otdd_flash.report.nearest import ranking_table, write_ranking_report
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import hidden
+from otdd_flash.solver.schedules.converged import Converged
+
+# Settings that are arguments of `otdd.nearest` and of `otdd.index`.
+OF_A_QUERY = ("k", "ordered", "tie", "max_seconds", "subsample", "seed", "cache_dir")
+OF_AN_INDEX = (
+    *("epsilon", "epsilon_relative", "unbalanced", "unbalanced_relative", "min_class_size"),
+    *("lambda_x", "lambda_y", "ground", "rebuild", "skip", "cache_dir"),
+)
+RANKING_FILE, EXTRACTOR_FILE = "ranking.json", "extractor.json"
+
+
+@dataclass
+class NearestSettings(RuntimeSettings):
+    """The settings of conf/nearest.yaml."""
+
+    query: Any
+    library: Any
+    index: str | None
+    k: Count
+    ordered: bool
+    tie: NotNegative
+    max_seconds: Positive | None
+    subsample: Count | None
+    rebuild: bool
+    skip: bool
+    labels: LabelSettings
+    lambda_x: float
+    lambda_y: float
+    ground: str
+    epsilon: NotNegative | None
+    epsilon_relative: NotNegative | None
+    unbalanced: Positive | None
+    unbalanced_relative: Positive | None
+    min_class_size: Count | None
+    extractor: dict[str, Any]
+    report: ReportSettings
+
+
+def nearest(config: DictConfig, directory: Path) -> None:
+    """Rank a library for one query and write the files into `directory`."""
+    settings = parse(config, NearestSettings)
+    kept = recorded(settings, config)
+    check_fields(settings)
+    settings.report.check()
+    settings.log.check()
+    if settings.labels.full:
+        raise InputError("labels.full=true has no meaning in a ranking; leave it out")
+    if settings.extractor.get("standardize") or settings.extractor.get("pca") is not None:
+        raise InputError(
+            "extractor.standardize and extractor.pca fit a map to the datasets at hand, and an "
+            "index has to take queries to come; leave them out, or transform the data beforehand"
+        )
+    settings.labels.metric(Converged().asked_tolerance, settings.epsilon)
+    query = _node(settings.query, "query")
+    with Phases() as phases:
+        known = _indexed(settings, phases)
+        given = _embedded("query", query, settings, phases)
+        with phases.phase("race", "ranking") as progress:
+            options = {name: getattr(settings, name) for name in OF_A_QUERY}
+            found = race.nearest(given, known, progress=progress, **options)
+    console, content = Terminal(), settings.report.content
+    parts = {name: spent for name, spent in phases.seconds.items() if name in ("index", "race")}
+    more = {"seconds": phases.all_seconds(parts), "seed": settings.seed, "config": kept}
+    try:
+        write_json(directory / RANKING_FILE, {**found.to_dict(), **more})
+    finally:
+        # Printed even if the file cannot be written, because the ranking is known.
+        if content == "none":
+            for row in found.rows:
+                console.print(row.name, markup=False)
+        else:
+            console.print(ranking_table(found))
+            for sentence in found.sentences():
+                console.print(sentence, soft_wrap=True, markup=False)
+    report = write_ranking_report(found, directory, content=content)
+    if content != "none":
+        console.print(f"written to {directory}", soft_wrap=True)
+    report += track_ranking(found, settings.log, kept, directory)
+    report.require_complete()
+
+
+def _indexed(settings: NearestSettings, phases: Phases) -> Index:
+    """Return the index in a folder, or that of datasets, which is stored if `index` names one."""
+    if isinstance(settings.library, str):
+        folder = Path(settings.library)
+        if not (folder / INDEX_FILE).exists():
+            raise InputError(
+                f"library={folder} is no index; build one with 'library=[{{name: mnist}}, ...]' "
+                f"index={folder}"
+            )
+        return _built({}, folder, settings, phases)
+    nodes = settings.library
+    if not isinstance(nodes, list):
+        raise InputError(
+            "library must be a list of datasets such as [{name: mnist}], or the folder of an "
+            f"index, got {shown(nodes)}"
+        )
+    library: dict[str, LabeledSamples] = {}
+    for place, given in enumerate(nodes):
+        node = _node(given, f"library[{place}]")
+        name = hidden(str(node.pop("as", None) or node["name"]))
+        if name in library:
+            raise InputError(f"two datasets of the library are called {name}; set as: NAME for one")
+        library[name] = replace(_embedded(name, node, settings, phases), name=name)
+    return _built(
+        library, None if settings.index is None else Path(settings.index), settings, phases
+    )
+
+
+def _built(
+    library: Mapping[str, LabeledSamples],
+    folder: Path | None,
+    settings: NearestSettings,
+    phases: Phases,
+) -> Index:
+    """Build or read an index; other settings than it was built with are refused."""
+    if folder is not None and (folder / INDEX_FILE).exists():
+        _check_extractor(folder, settings.extractor)
+    with phases.phase("index", "self terms") as progress:
+        options = {name: getattr(settings, name) for name in OF_AN_INDEX}
+        metric = settings.labels.metric(Converged().asked_tolerance, settings.epsilon)
+        options |= {"labels": metric, "compute": settings.compute_options(), "progress": progress}
+        found = index(library, folder, **options)
+    if folder is not None:
+        write_json(folder / EXTRACTOR_FILE, settings.extractor)
+    return found
+
+
+def _check_extractor(folder: Path, node: dict[str, Any]) -> None:
+    """Refuse an index whose members were embedded otherwise than the query."""
+    try:
+        built = json.loads((folder / EXTRACTOR_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # Built from Python, where the user embeds: the number of features is checked.
+        return
+    for key in {*built, *node} - {"batch_size", "num_workers"}:
+        if built.get(key) != node.get(key):
+            raise InputError(
+                f"the index in {folder} was built with extractor.{key}={built.get(key)}, got "
+                f"{node.get(key)}; features by different maps do not compare"
+            )
+
+
+def _node(given: Any, key: str) -> dict[str, Any]:
+    """Return the keys of a dataset, of which its name alone may be given."""
+    if isinstance(given, str):
+        return {"name": given}
+    if not isinstance(given, Mapping) or "name" not in given:
+        raise InputError(
+            f"{key} must be a dataset's name, or its keys such as {{name: mnist}}, got "
+            f"{shown(given)}"
+        )
+    return dict(given)
+
+
+def _embedded(
+    name: str, node: dict[str, Any], settings: NearestSettings, phases: Phases
+) -> LabeledSamples:
+    """Load and embed one dataset."""
+    shared = {
+        "max_samples": settings.max_samples,
+        "seed": settings.seed,
+        "root": settings.data_root,
+        "download": settings.download,
+    }
+    extractor, _ = build(settings.extractor, phases)
+    numbers = settings.labels.method == Continuous.name
+    dataset = load_side(name, {**shared, **node}, phases, numbers)
+    samples = embed_side(name, dataset, extractor, settings.extractor, settings, phases)
+    seed = int(node.get("seed", settings.seed))
+    with blamed(name):
+        (found,) = clustered([samples], node, node.get("k"), seed)
+    return found

@@ -1,0 +1,187 @@
+"""The work of `python -m otdd_flash.shift`: one shift test, or one a window, and its files.
+
+For the entry point `otdd_flash.shift.__main__`, `commands.start.run_work` imports this module by
+name and `commands.outcome.run_job` calls `shift`. result.json is written and tables are printed
+before anything is drawn. A shift is no failure: the exit code is 0 unless `fail_on_shift` is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+
+from otdd_flash.arguments import Count, Positive, Share, check_fields
+from otdd_flash.commands.messages import Terminal
+from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.results import track_shift
+from otdd_flash.commands.settings import (
+    EmbeddingSettings,
+    ReportSettings,
+    parse,
+    recorded,
+)
+from otdd_flash.commands.sides import prepare_sides
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.errors import InputError, ShiftFound
+from otdd_flash.files.atomic import write_json
+from otdd_flash.files.result_files import SUMMARY_FILE, remove_result
+from otdd_flash.report.shift import shift_table, write_shift_report
+from otdd_flash.shift.joint import check_permutations, shift_test
+from otdd_flash.shift.result import ShiftReport
+from otdd_flash.shift.windows import shift_windows
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term import refuse_both
+
+# Settings that `shift_test` takes as they are.
+PASSED_ON = (
+    *("permutations", "stop_after", "parts", "min_effect", "epsilon", "epsilon_relative"),
+    *("lambda_x", "lambda_y", "ground", "cache_dir", "seed"),
+)
+
+
+@dataclass
+class ShiftSettings(EmbeddingSettings):
+    """The settings of conf/shift.yaml."""
+
+    reference: dict[str, Any]
+    sample: dict[str, Any]
+    ground: str
+    lambda_x: float
+    lambda_y: float
+    epsilon: Positive | None
+    epsilon_relative: Positive | None
+    permutations: Count
+    stop_after: Count | None
+    alpha: Share
+    groups: list[str] | None
+    parts: bool
+    min_effect: Positive | None
+    window: Count | None
+    fail_on_shift: Share | None
+    report: ReportSettings
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keywords of `shift_test` and `shift_windows`, after checks without data."""
+        check_fields(self)
+        check_permutations(self.permutations, None if self.window else self.level)
+        refuse_both(self.epsilon, self.epsilon_relative)
+        GroundCost(self.lambda_x, self.lambda_y, self.ground)
+        self.report.check()
+        self.log.check()
+        if self.window is not None and self.sample.get("max_samples", self.max_samples) is not None:
+            raise InputError(
+                "window= takes the rows of sample in their order, and max_samples draws some of "
+                "them; leave sample.max_samples out"
+            )
+        if self.groups is not None and len(self.groups) != 2:
+            raise InputError("groups must be two files, [REFERENCE.npy,SAMPLE.npy], one id a row")
+        for side in (self.reference, self.sample):
+            if side.get("pseudo_labels") is not None:
+                raise InputError(
+                    "pseudo_labels cluster each side by itself, so that clusters differ without a "
+                    "shift; leave them out, and set labels=none if there are no labels"
+                )
+        if self.labels.full:
+            raise InputError("labels.full=true has no meaning here; leave it out")
+        found = {key: getattr(self, key) for key in PASSED_ON}
+        return found | {
+            "groups": None if self.groups is None else list(map(_ids, self.groups)),
+            "labels": self.labels.metric(Converged().asked_tolerance, self.epsilon),
+            "compute": self.compute_options(),
+        }
+
+    @property
+    def level(self) -> float:
+        """The least level: `alpha`, or `fail_on_shift` if that is smaller."""
+        return min(self.alpha, self.fail_on_shift or self.alpha)
+
+
+def shift(config: DictConfig, directory: Path) -> None:
+    """Test for a shift and write the files into `directory`.
+
+    Raises:
+        ShiftFound: `fail_on_shift` is given and a p-value is as small; all files are written.
+    """
+    settings = parse(config, ShiftSettings)
+    kept = recorded(settings, config)
+    arguments = settings.arguments()
+    with Phases() as phases:
+        sides = prepare_sides(settings, phases, whole=False, roles=("reference", "sample"))
+        window, pair = settings.window, (sides.source, sides.target)
+        with phases.phase("test", "permutations" if window is None else "windows") as progress:
+            arguments["progress"] = progress
+            if window is None:
+                reports = [shift_test(*pair, alpha=settings.alpha, **arguments)]
+            else:
+                reports = shift_windows(*pair, window=window, alpha=settings.level, **arguments)
+    summary = _summary(reports, window) | {
+        "seconds": phases.all_seconds({}),
+        "seed": settings.seed,
+        "choices": sides.choices,
+        "config": kept,
+    }
+    console, content = Terminal(), settings.report.content
+    try:
+        remove_result(directory)
+        write_json(directory / SUMMARY_FILE, summary)
+    finally:
+        _print(reports, window, content, console)
+    with Phases() as phases, phases.phase("report", "drawing"):
+        report = write_shift_report(reports, directory, window=window, content=content)
+    if content != "none":
+        console.print(f"written to {directory}", soft_wrap=True)
+    report += track_shift(reports, settings.log, kept, directory)
+    report.require_complete()
+    _fail(reports, settings)
+
+
+def _summary(reports: Sequence[ShiftReport], window: int | None) -> dict[str, Any]:
+    """Return the content of result.json; of windows that with the least p-value over its level."""
+    worst = min(reports, key=lambda each: each.p_value / each.alpha)
+    source, target = worst.names
+    # What summaries of a multirun read of any result.
+    common = {"source": source, "target": target, "value": worst.statistic, "converged": True}
+    found = worst.to_dict() | common
+    if window is not None:
+        found |= {"window": window, "windows": [each.to_dict() for each in reports]}
+    return found
+
+
+def _print(
+    reports: Sequence[ShiftReport], window: int | None, content: str, console: Terminal
+) -> None:
+    for place, report in enumerate(reports, 1):
+        if content == "none":
+            console.print(f"{report.p_value:.6g}")
+        elif window is not None:
+            found = "shifted" if report.shifted else "no shift found"
+            console.print(f"window {place}: p = {report.p_value:.3g}, {found}")
+        else:
+            console.print(shift_table(report))
+            for sentence in report.sentences():
+                console.print(sentence, soft_wrap=True, markup=False)
+
+
+def _fail(reports: Sequence[ShiftReport], settings: ShiftSettings) -> None:
+    if (limit := settings.fail_on_shift) is None:
+        return
+    alone = settings.window is None
+    found = [r.p_value for r in reports if (r.p_value <= limit if alone else r.shifted)]
+    if found:
+        raise ShiftFound(
+            f"the data have shifted: p = {min(found):.3g}, and fail_on_shift={limit:g} is set; the "
+            "result is written"
+        )
+
+
+def _ids(path: str) -> list[str]:
+    """Read one group a row from a .npy file."""
+    try:
+        return [str(each) for each in np.load(path, allow_pickle=False).reshape(-1)]
+    except (OSError, ValueError) as error:
+        raise InputError(f"groups: cannot read {path} as .npy ({error})") from error

@@ -1,0 +1,262 @@
+"""The result of a mixture: `Mixture`, with the rows to train on.
+
+`mixing.mixture` makes it; `commands.mix` writes `to_dict` as mixture.json, prints `sentences` and
+writes `dataset`; `report.mixture` draws it. Keys of `to_dict` must stay, because users read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from otdd_flash.arguments import Count, Seed, takes
+from otdd_flash.errors import InputError
+from otdd_flash.files.atomic import json_content
+from otdd_flash.labels.numbers import targets_of
+from otdd_flash.mixing.weights import StoppedBy
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import bounded, display, listing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Weights below it are not named in sentences.
+NAMED = 5e-4
+
+
+class OtherWeights(NamedTuple):
+    """Other weights, and how far their mixture is from the target.
+
+    Attributes:
+        name: `uniform`, `proportional to size`, or `NAME alone`, the best single source.
+        weights: (K,) of the sources; limits do not hold for them.
+        value: of the transport, without a penalty: an upper bound, as that of the mixture.
+        lower: its lower solver bound.
+        upper: its upper solver bound.
+    """
+
+    name: str
+    weights: tuple[float, ...]
+    value: float
+    lower: float
+    upper: float
+
+
+class WeightInterval(NamedTuple):
+    """A confidence interval of a weight: what another sample of the same sizes would give."""
+
+    lower: float
+    upper: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Mixture:
+    """Weights of sources whose mixture is nearest to a target, and how sure they are.
+
+    Attributes:
+        weights: by source; they sum to 1.
+        value: upper bound of the objective at these weights: the transport cost, and the penalty.
+            With `debias` the solver's value.
+        bounds: (lower, upper): the least objective over all allowed weights is between them, and
+            so is that of `weights`. With `debias` solver bounds at these weights, which say nothing
+            of others.
+        transport: the value without the penalty.
+        marginal_costs: by source, price less the mean price under the weights, per unit of weight:
+            about 0 where a source is in use, positive where it is not, negative only at a limit.
+        undetermined: changes of weights by source, of 0.05 or more, in each of which the objective
+            rises by less than `bound_width` of the value.
+        others: other weights beside these.
+        intervals: by source, from subsamples; None if they were not asked for.
+        limits: by source the largest weight that was allowed.
+        sizes: rows of each source that have mass.
+        converged: whether `bound_width` was reached.
+        stopped_by: why the search ended.
+        debias: whether self terms were subtracted: a stationary point, unproven.
+        solves: transport problems solved for the weights.
+        target: name of the target.
+        details: epsilon, mean cost, settings, versions, seconds.
+        sources: the sources, to draw from.
+    """
+
+    weights: Mapping[str, float]
+    value: float
+    bounds: tuple[float, float]
+    transport: float
+    marginal_costs: Mapping[str, float]
+    undetermined: tuple[Mapping[str, float], ...]
+    others: tuple[OtherWeights, ...]
+    intervals: Mapping[str, WeightInterval] | None
+    limits: Mapping[str, float]
+    sizes: Mapping[str, int]
+    converged: bool
+    stopped_by: StoppedBy
+    debias: bool
+    solves: int
+    target: str
+    details: Mapping[str, Any] = field(kw_only=True)
+    sources: tuple[LabeledSamples, ...] = field(kw_only=True)
+
+    @property
+    def bound_width(self) -> float:
+        """(upper - lower) / |value|."""
+        width = self.bounds[1] - self.bounds[0]
+        return 0.0 if width == 0 else width / abs(self.value) if self.value else np.inf
+
+    def __repr__(self) -> str:
+        used = [f"{display(name)} {w:.3f}" for name, w in self._ordered() if w >= NAMED]
+        return f"Mixture({display(self.target)}: {listing(used, 8)}; {self._proof()})"
+
+    def __str__(self) -> str:
+        lines = [f"{w:.4f}  {display(name)}" for name, w in self._ordered()]
+        return "\n".join([*lines, *self.sentences()])
+
+    def _ordered(self) -> list[tuple[str, float]]:
+        return sorted(self.weights.items(), key=lambda item: -item[1])
+
+    def _proof(self) -> str:
+        if self.debias:
+            return f"value {bounded(self.value, *self.bounds)}, a stationary point, unproven"
+        return f"value {bounded(self.value, *self.bounds)} of all allowed weights"
+
+    def sentences(self) -> list[str]:
+        """Say what is proven, what is undetermined, and how other weights compare."""
+        said = [self._proof()]
+        if not self.converged:
+            said.append(
+                f"the search stopped by {self.stopped_by} before its bounds were "
+                f"{self.details['bound_width']:g} of the value wide"
+            )
+        if self.debias:
+            said.append(
+                "with debias=true the value need not be convex in the weights, so that no lower "
+                "bound over other weights is known"
+            )
+        else:
+            said.append(
+                "without debiasing weights are drawn to sources that are narrower than the target, "
+                "the more the larger epsilon is; debias=true has no such pull, and no proof"
+            )
+        for moves in self.undetermined:
+            given = [f"{display(k)} {v:+.2f}" for k, v in moves.items()]
+            said.append(f"undetermined: {listing(given, 8)} changes the value by less than the gap")
+        for other in self.others:
+            more = other.value - self.transport
+            said.append(f"{display(other.name)}: {other.value:.6g}, {more:+.2g} to the mixture")
+        if self.intervals is None:
+            said.append(
+                "sampling error of the weights was not measured: subsample=K gives intervals"
+            )
+        return said
+
+    @takes()
+    def rows(self, count: Count, seed: Seed = 0) -> dict[str, Tensor]:
+        """Draw rows without replacement: so many of each source as its weight says.
+
+        Args:
+            count: rows in all.
+            seed: of the draw.
+
+        Returns:
+            Ascending row numbers of each source, as it was compared: without classes that
+            `min_class_size` dropped.
+
+        Raises:
+            InputError: a source has fewer rows than its share; `max_rows` keeps weights within.
+        """
+        w = np.array(list(self.weights.values()))
+        shares = _whole(w * count, count)
+        most = np.array(list(self.sizes.values()))
+        if (shares > most).any():
+            place = int(np.argmax(shares - most))
+            name, reach = list(self.weights)[place], int((most[w > 0] / w[w > 0]).min())
+            raise InputError(
+                f"{count} rows take {shares[place]} of {display(name)}, which has {most[place]}; "
+                f"draw {reach} or fewer, or ask for the mixture with max_rows={count}"
+            )
+        generator, found = np.random.default_rng(seed), {}
+        for name, size, source in zip(self.weights, shares, self.sources, strict=True):
+            masses = source.masses.cpu().numpy()
+            drawn = generator.choice(len(source), int(size), replace=False, p=masses / masses.sum())
+            found[name] = torch.from_numpy(np.sort(drawn))
+        return found
+
+    @takes()
+    def dataset(self, rows: Count, seed: Seed = 0) -> LabeledSamples:
+        """Draw a dataset to train on, see `rows`.
+
+        Classes of equal names are one class, as a network has one output for both. In the mixture
+        that was compared they stayed apart: `dataset_distance` of this dataset is another number.
+
+        Raises:
+            InputError: as for `rows`, or some sources have labels and others none.
+        """
+        drawn = self.rows(rows, seed)
+        parts = [
+            source.take(places)
+            for source, places in zip(self.sources, drawn.values(), strict=True)
+            if len(places)
+        ]
+        features = torch.cat([part.features for part in parts])
+        labelled = [part.labels is not None for part in parts]
+        labels, names, targets = None, tuple[str, ...](), None
+        if all(labelled):
+            names = tuple(dict.fromkeys(name for part in parts for name in part.class_names))
+            labels = torch.cat([_renamed(part, names) for part in parts])
+        elif all(part.targets is not None for part in parts):
+            targets = torch.cat([targets_of(part) for part in parts])
+        elif any(labelled):
+            raise InputError("some sources have labels and others none; rows(...) draws from each")
+        return LabeledSamples(features, labels, names, name="mixture", targets=targets)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of mixture.json, in JSON's own types."""
+        intervals = self.intervals
+        content = {
+            "target": self.target,
+            "weights": dict(self.weights),
+            "value": self.value,
+            "bounds": list(self.bounds),
+            "transport": self.transport,
+            "marginal_costs": dict(self.marginal_costs),
+            "undetermined": [dict(moves) for moves in self.undetermined],
+            "others": [other._asdict() for other in self.others],
+            "intervals": None
+            if intervals is None
+            else {name: list(ends) for name, ends in intervals.items()},
+            "limits": dict(self.limits),
+            "sizes": dict(self.sizes),
+            "converged": self.converged,
+            "stopped_by": self.stopped_by,
+            "debias": self.debias,
+            "solves": self.solves,
+            "sentences": self.sentences(),
+            **self.details,
+        }
+        return json_content(content)
+
+    def plot(self) -> Figure:
+        """Draw weights and marginal costs as bars, the report's mixture.png."""
+        from otdd_flash.report.mixture import plot_mixture
+
+        return plot_mixture(self)
+
+
+def _renamed(part: LabeledSamples, names: tuple[str, ...]) -> Tensor:
+    """Return the labels (n,) of samples as places in other names."""
+    assert part.labels is not None
+    places = torch.tensor([names.index(name) for name in part.class_names])
+    return places[part.labels.cpu()].to(part.labels.device)
+
+
+def _whole(shares: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    """Round shares (K,) to whole numbers that sum to `count`, the largest remainders up."""
+    found = np.floor(shares + 1e-9).astype(np.int64)
+    remainders = np.argsort(found - shares, kind="stable")
+    found[remainders[: count - int(found.sum())]] += 1
+    return found

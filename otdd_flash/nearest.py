@@ -1,0 +1,62 @@
+"""The command `python -m otdd_flash.nearest`: which datasets of a library are nearest to one.
+
+pyproject.toml names `script` as the console command `otdd-nearest`. `run_hydra` reads
+conf/nearest.yaml and the arguments and calls `job`; `run_work` then imports `commands.nearest`,
+which does the work. Imports at the top must stay light, so that help is shown without importing
+torch.
+
+`run_script` (console command) and `run_command` (`python -m`) call `main`, `main` calls
+`run_hydra`, that calls `job`, and that `run_work`.
+
+The function `otdd.nearest` has the name of this module. Where both are in one process, importing
+the module would hide the function: so the module can be called in its place.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from otdd_flash.commands.start import run_command, run_hydra, run_script, run_work
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+class _Module(ModuleType):
+    """This module, which is `otdd.nearest` too."""
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        from otdd_flash.ranking.race import nearest
+
+        return nearest(*args, **given)
+
+
+sys.modules[__name__].__class__ = _Module
+
+
+def job(config: DictConfig) -> int:
+    """Run one job (a multirun has several) and return its exit code.
+
+    `run_job` has noted the code, too, and the process exits with the highest that was noted.
+    """
+    return run_work("nearest", config)
+
+
+def main() -> None:
+    """Run the command through Hydra, with the configuration conf/nearest.yaml."""
+    run_hydra(job, "nearest")
+
+
+def script() -> None:
+    """Run the console command `otdd-nearest`.
+
+    Functions that the user names are also looked for in the working directory, as `python -m` does
+    by itself.
+    """
+    run_script(main)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,197 @@
+"""The report of a mixture: a table, mixture.csv, mixture.html, mixture.png and rows to train on.
+
+`commands.mix` and users call `write_mixture_report`; `Mixture.plot` calls `plot_mixture`. The page
+is one file that needs no network and no scripts. Every name goes through `html_text` or `display`,
+because it may contain markup. The columns of mixture.csv are read by users' scripts, so their names
+must stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from otdd_flash.arguments import takes
+from otdd_flash.data.writing import write_hugging_face, write_npz
+from otdd_flash.errors import choose
+from otdd_flash.files.atomic import write_text
+from otdd_flash.report.figures.page import (
+    CONTENTS,
+    SOURCE_COLOR,
+    TARGET_COLOR,
+    TICK_POINTS,
+    Report,
+    Writers,
+    figure_of,
+    fit_title,
+    new_figure,
+    own_style,
+    save_picture,
+    write_each,
+)
+from otdd_flash.report.tables import write_table_csv
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import display, html_text, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+    from otdd_flash.data.writing import ImageShape
+    from otdd_flash.mixing.result import Mixture
+
+COLUMNS = ("source", "weight", "lower", "upper", "marginal_cost", "limit", "rows")
+# Sources that are drawn, the heaviest, and the size of a picture.
+MOST_BARS, WIDTH, HEIGHT, LONGEST = 40, 7.6, 0.28, 32
+
+STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 1rem auto;
+       padding: 0 1rem; overflow-wrap: anywhere }
+h1 { font-size: 1.4rem } table { border-collapse: collapse; width: 100% }
+th, td { padding: .15rem .6rem; border-bottom: 1px solid #ddd; text-align: right }
+td.name, th.name { text-align: left }
+td.bars { width: 40%; min-width: 8rem } svg { display: block; width: 100%; height: 1rem }
+"""
+
+
+@takes()
+def write_mixture_report(
+    mixture: Mixture,
+    directory: str | Path,
+    *,
+    content: str = "full",
+    drawn: LabeledSamples | None = None,
+    image_shape: ImageShape | None = None,
+) -> Report:
+    """Write mixture.csv and mixture.html, mixture.png, and the rows that were drawn.
+
+    Args:
+        mixture: the result of `otdd.mixture`.
+        directory: created if it does not exist.
+        content: `none` writes no table or picture, `table` no picture.
+        drawn: `mixture.dataset(...)`, written as mixture.npz and the folder mixture.
+        image_shape: (c, h, w) if features are the pixels of images.
+
+    Returns:
+        The files written and the files that could not be written.
+
+    Raises:
+        InputError: `content` is not one of the choices.
+
+    Warns:
+        MissingFileNotice: a file could not be written; the others are written.
+    """
+    choose("content", content, CONTENTS)
+    directory = Path(directory)
+    writers: Writers = {}
+    if drawn is not None:
+        writers |= {
+            directory / "mixture.npz": lambda path: write_npz(drawn, path),
+            directory / "mixture": lambda path: write_hugging_face(drawn, path, image_shape),
+        }
+    if content != "none":
+        writers |= {
+            directory / "mixture.csv": lambda path: write_table_csv(path, COLUMNS, _rows(mixture)),
+            directory / "mixture.html": lambda path: write_text(path, _page(mixture)),
+            directory / "mixture.png": lambda path: _draw(mixture, path),
+        }
+    return write_each(writers, list(mixture.weights), pictures=content == "full")
+
+
+def mixture_table(mixture: Mixture, other: Mixture | None = None) -> Table:
+    """Make the terminal's table, with the weights of another mixture of the same sources beside."""
+    from rich.table import Table
+    from rich.text import Text
+
+    title = Text(f"Mixture for {display(mixture.target)}", style="table.title")
+    table = Table(title=title, title_justify="left")
+    heads = ["source", _head(mixture), *([] if other is None else [_head(other)])]
+    if mixture.intervals is not None:
+        heads.append("95% interval")
+    for name in (*heads, "marginal cost", "rows"):
+        table.add_column(name, justify="left" if name == "source" else "right")
+    for name, weight in sorted(mixture.weights.items(), key=lambda item: -item[1]):
+        cells = [f"{weight:.4f}", *([] if other is None else [f"{other.weights[name]:.4f}"])]
+        if mixture.intervals is not None:
+            cells.append("[{:.3f}, {:.3f}]".format(*mixture.intervals[name]))
+        cells += [f"{mixture.marginal_costs[name]:+.3g}", str(mixture.sizes[name])]
+        table.add_row(Text(display(name)), *cells)
+    return table
+
+
+def plot_mixture(mixture: Mixture) -> Figure:
+    """Draw weights and marginal costs as bars."""
+    return figure_of(lambda: _draw(mixture, None), list(mixture.weights))
+
+
+def _head(mixture: Mixture) -> str:
+    return "debiased weight" if mixture.debias else "weight"
+
+
+def _rows(mixture: Mixture) -> list[tuple[object, ...]]:
+    """Return the rows of mixture.csv, in the order of the sources."""
+    ends = mixture.intervals or {}
+    return [
+        (
+            *(name, weight, *ends.get(name, (None, None)), mixture.marginal_costs[name]),
+            *(mixture.limits[name], mixture.sizes[name]),
+        )
+        for name, weight in mixture.weights.items()
+    ]
+
+
+def _page(mixture: Mixture) -> str:
+    """Return the page: sentences, a table with bars, and other weights."""
+    title = html_text(f"Mixture for {mixture.target}")
+    lines = []
+    for name, weight in sorted(mixture.weights.items(), key=lambda item: -item[1]):
+        bar = (
+            f'<svg><rect x="0" y="25%" height="50%" width="{100 * weight:.2f}%" '
+            f'fill="{SOURCE_COLOR}"/></svg>'
+        )
+        cost = f"{mixture.marginal_costs[name]:+.3g}"
+        lines.append(
+            f'<tr><td class="name">{html_text(name)}</td><td>{weight:.4f}</td><td>{cost}</td>'
+            f'<td>{mixture.sizes[name]}</td><td class="bars">{bar}</td></tr>'
+        )
+    said = "".join(f"<li>{html_text(one, None)}</li>" for one in mixture.sentences())
+    heads = "".join(f"<th>{one}</th>" for one in ("weight", "marginal cost", "rows", ""))
+    return (
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{STYLE}</style></head><body><h1>{title}</h1><ul>{said}</ul>"
+        f'<table><thead><tr><th class="name">source</th>{heads}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></body></html>\n"
+    )
+
+
+def _draw(mixture: Mixture, path: Path | None) -> Figure:
+    heaviest = sorted(mixture.weights.items(), key=lambda item: -item[1])[:MOST_BARS]
+    names = [name for name, _ in heaviest]
+    with own_style(names):
+        figure = new_figure(WIDTH, 1.2 + HEIGHT * len(names))
+        left, right = figure.subplots(1, 2, sharey=True)
+        places = range(len(names))
+        left.barh(places, [weight for _, weight in heaviest], color=SOURCE_COLOR)
+        if mixture.intervals is not None:
+            for place, name in enumerate(names):
+                left.plot(mixture.intervals[name], [place, place], color="0.2", linewidth=1)
+        right.barh(places, _costs(mixture, names), color=TARGET_COLOR)
+        left.set_yticks(places, [shorten(name, LONGEST) for name in names])
+        left.invert_yaxis()
+        left.set_xlabel("weight")
+        right.set_xlabel("marginal cost a unit of weight")
+        # Small numbers are long.
+        right.locator_params(axis="x", nbins=4)
+        for axes in (left, right):
+            axes.tick_params(labelsize=TICK_POINTS)
+            axes.grid(axis="x")
+        title = f"Mixture for {display(mixture.target)}"
+        figure.suptitle(fit_title(figure, title, WIDTH - 1.0))
+        figure.set_layout_engine("constrained")
+        save_picture(figure, path)
+    return figure
+
+
+def _costs(mixture: Mixture, names: Sequence[str]) -> list[float]:
+    return [mixture.marginal_costs[name] for name in names]

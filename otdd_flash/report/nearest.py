@@ -1,0 +1,186 @@
+"""The report of a ranking: a table in the terminal, ranking.csv, ranking.html and ranking.png.
+
+`commands.nearest` and users call `write_ranking_report`; `Ranking.plot` calls `plot_ranking`. The
+page is one file that needs no network and no scripts: intervals are bars of its own table. Every
+name goes through `html_text` or `display`, because it may contain markup. The columns of
+ranking.csv are read by users' scripts, so their names must stay.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from otdd_flash.arguments import takes
+from otdd_flash.errors import choose
+from otdd_flash.files.atomic import write_text
+from otdd_flash.report.figures.page import (
+    CONTENTS,
+    SOURCE_COLOR,
+    TARGET_COLOR,
+    TICK_POINTS,
+    Report,
+    figure_of,
+    fit_title,
+    new_figure,
+    own_style,
+    save_picture,
+    write_each,
+)
+from otdd_flash.report.tables import write_table_csv
+from otdd_flash.shown import display, html_text, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+    from otdd_flash.ranking.race import Ranked, Ranking
+
+# Members beyond the first k that bars are drawn of.
+MORE = 10
+WIDTH, HEIGHT, LONGEST = 7.6, 0.28, 32
+
+STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 1rem auto;
+       padding: 0 1rem; overflow-wrap: anywhere }
+h1 { font-size: 1.4rem } table { border-collapse: collapse; width: 100% }
+th, td { padding: .15rem .6rem; border-bottom: 1px solid #ddd; text-align: right }
+td.name, th.name { text-align: left } tr.other { color: #666 }
+td.bars { width: 40%; min-width: 8rem } svg { display: block; width: 100%; height: 1rem }
+"""
+
+
+@takes()
+def write_ranking_report(
+    ranking: Ranking, directory: str | Path, *, content: str = "full"
+) -> Report:
+    """Write ranking.csv and ranking.html with all members, and ranking.png with the first ones.
+
+    Args:
+        ranking: the result of `otdd.nearest`.
+        directory: created if it does not exist.
+        content: `none` writes nothing, `table` no picture.
+
+    Returns:
+        The files written and the files that could not be written.
+
+    Raises:
+        InputError: `content` is not one of the choices.
+
+    Warns:
+        MissingFileNotice: a file could not be written; the others are written.
+    """
+    choose("content", content, CONTENTS)
+    if content == "none":
+        return Report()
+    directory, rows = Path(directory), [*ranking.rows, *ranking.others]
+    columns = ("place", *type(rows[0])._fields)
+    places = [*range(1, len(ranking.rows) + 1), *[None] * len(ranking.others)]
+    lines = [(place, *map(_finite, row)) for place, row in zip(places, rows, strict=True)]
+    return write_each(
+        {
+            directory / "ranking.csv": lambda path: write_table_csv(path, columns, lines),
+            directory / "ranking.html": lambda path: write_text(path, _page(ranking)),
+            directory / "ranking.png": lambda path: _draw(ranking, path),
+        },
+        [row.name for row in _shown(ranking)],
+        pictures=content == "full",
+    )
+
+
+def ranking_table(ranking: Ranking) -> Table:
+    """Make the terminal's table of the first k."""
+    from rich.table import Table
+    from rich.text import Text
+
+    title = Text(f"Nearest to {display(ranking.query)}", style="table.title")
+    table = Table(title=title, title_justify="left")
+    for name in ("place", "name", "value", "lower", "upper", "proven"):
+        table.add_column(name, justify="left" if name == "name" else "right")
+    for place, row in enumerate(ranking.rows, 1):
+        numbers = (_text(number) for number in (row.value, row.lower, row.upper))
+        proven = "yes" if row.proven else "no"
+        table.add_row(str(place), Text(display(row.name)), *numbers, proven)
+    return table
+
+
+def plot_ranking(ranking: Ranking) -> Figure:
+    """Draw the intervals of the first members as bars."""
+    return figure_of(lambda: _draw(ranking, None), [row.name for row in _shown(ranking)])
+
+
+def _shown(ranking: Ranking) -> list[Ranked]:
+    return [*ranking.rows, *ranking.others[:MORE]]
+
+
+def _finite(number: object) -> object:
+    return None if isinstance(number, float) and not math.isfinite(number) else number
+
+
+def _text(number: float) -> str:
+    return f"{number:.6g}" if math.isfinite(number) else "?"
+
+
+def _ends(rows: list[Ranked]) -> tuple[float, float]:
+    """Return the range of all finite ends, of which unbounded intervals reach the edges."""
+    ends = [end for row in rows for end in (row.lower, row.upper) if math.isfinite(end)]
+    low, high = min(ends, default=0.0), max(ends, default=1.0)
+    margin = 0.03 * (high - low) or 1.0
+    return low - margin, high + margin
+
+
+def _page(ranking: Ranking) -> str:
+    """Return the page: sentences, and a table with a bar for each interval."""
+    rows = [*ranking.rows, *ranking.others]
+    title = html_text(f"Nearest to {ranking.query}")
+    low, high = _ends(rows)
+    lines = []
+    for place, row in enumerate(rows, 1):
+        first = place <= len(ranking.rows)
+        left, right = (
+            100 * (min(max(end, low), high) - low) / (high - low) for end in (row.lower, row.upper)
+        )
+        color = SOURCE_COLOR if row.proven else TARGET_COLOR if first else "#aaa"
+        bar = (
+            f'<svg><rect x="{left:.2f}%" y="25%" height="50%" '
+            f'width="{max(right - left, 0.4):.2f}%" fill="{color}"/></svg>'
+        )
+        proven = ("yes" if row.proven else "no") if first else ""
+        numbers = "".join(f"<td>{_text(one)}</td>" for one in (row.value, row.lower, row.upper))
+        lines.append(
+            f"<tr{'' if first else ' class=other'}><td>{place if first else ''}</td>"
+            f'<td class="name">{html_text(row.name)}</td>{numbers}<td>{proven}</td>'
+            f'<td class="bars">{bar}</td></tr>'
+        )
+    said = "".join(f"<li>{html_text(one, None)}</li>" for one in ranking.sentences())
+    heads = "".join(f"<th>{one}</th>" for one in ("value", "lower", "upper", "proven"))
+    return (
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{STYLE}</style></head><body><h1>{title}</h1><ul>{said}</ul>"
+        f'<table><thead><tr><th>place</th><th class="name">name</th>{heads}<th>interval</th></tr>'
+        f"</thead><tbody>{''.join(lines)}</tbody></table></body></html>\n"
+    )
+
+
+def _draw(ranking: Ranking, path: Path | None) -> Figure:
+    rows = _shown(ranking)
+    low, high = _ends(rows)
+    with own_style([row.name for row in rows]):
+        figure = new_figure(WIDTH, 1.2 + HEIGHT * len(rows))
+        axes = figure.subplots()
+        for place, row in enumerate(rows):
+            first = place < len(ranking.rows)
+            color = SOURCE_COLOR if row.proven else TARGET_COLOR if first else "0.7"
+            left, right = max(row.lower, low), min(row.upper, high)
+            axes.barh(place, max(right - left, (high - low) / 400), left=left, color=color)
+        axes.set_yticks(range(len(rows)), [shorten(row.name, LONGEST) for row in rows])
+        axes.tick_params(labelsize=TICK_POINTS)
+        axes.set_xlim(low, high)
+        axes.invert_yaxis()
+        axes.set_xlabel("solver bounds of the distance, in units of the cost")
+        axes.grid(axis="x")
+        axes.set_title(fit_title(figure, f"Nearest to {display(ranking.query)}", WIDTH - 1.0))
+        figure.set_layout_engine("constrained")
+        save_picture(figure, path)
+    return figure

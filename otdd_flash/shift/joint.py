@@ -1,0 +1,171 @@
+"""The joint test of features and labels: `shift_test`.
+
+Under the null hypothesis units (rows, or groups) of both sides are exchangeable. The statistic is
+the debiased dataset distance, at class distances W measured once on the pooled classes and an
+epsilon that is a multiple of the mean cost of all rows: both are symmetric in all rows, so that
+every permutation is a draw from the same law as the rows as they are.
+
+Epsilon is 0.1 of the mean cost by default, not 0.01 as for a distance: a test asks whether laws
+differ, not by how much, and a smoother statistic fluctuates less and takes fewer iterations.
+
+`otdd_flash` exports `shift_test`; `commands.shift`, `shift.windows` and `integrations.detector`
+call it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, Seed, Share, takes
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.data.given import Samples, as_samples
+from otdd_flash.devices import resolve_device
+from otdd_flash.eager import computes
+from otdd_flash.errors import DataNotice, InputError, warn
+from otdd_flash.labels import Labels, metric_of
+from otdd_flash.shift.effect import measure_effect
+from otdd_flash.shift.parts import MOST_PERMUTATIONS, class_permutations, shift_parts
+from otdd_flash.shift.permutation import permutation_test
+from otdd_flash.shift.pooled import PooledCost
+from otdd_flash.shift.result import ShiftReport
+from otdd_flash.shift.rows import PooledRows
+from otdd_flash.solver.term import refuse_both
+
+DEFAULT_RELATIVE = 0.1
+FEWEST_PERMUTATIONS = 19
+
+
+# `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes, such
+# as the default device, out.
+@computes
+@takes()
+def shift_test(
+    reference: Samples,
+    sample: Samples,
+    *,
+    permutations: Count = 999,
+    stop_after: Count | None = None,
+    alpha: Share = 0.05,
+    groups: Sequence[Any] | None = None,
+    labels: Labels = "gaussian",
+    parts: bool = True,
+    min_effect: Positive | None = None,
+    epsilon: Positive | None = None,
+    epsilon_relative: Positive | None = None,
+    lambda_x: NotNegative = 0.5,
+    lambda_y: NotNegative = 0.5,
+    ground: Ground = "sqeuclidean",
+    compute: Compute | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    seed: Seed = 0,
+    progress: Progress | None = None,
+) -> ShiftReport:
+    """Test whether two labelled samples come from one law, by permutations of the dataset distance.
+
+    The p-value is valid at any number of rows if rows are independent, or groups are. It computes
+    in float64 throughout.
+
+    Args:
+        reference: n labelled rows, as samples, arrays or any dataset of vectors; without labels
+            only `labels="none"` applies. Weights belong to rows, and are on one scale for both.
+        sample: m rows of the same features; classes of both sides are united by name.
+        permutations: B, at least 19 and 1 / alpha - 1; p cannot be below 1 / (1 + B).
+        stop_after: h, permutations with a T as large after which no more are drawn: p is then h
+            over the permutations drawn (Besag & Clifford 1991). None: all are drawn.
+        alpha: the level of `.shifted`, of classes as a family, and of when an effect has an
+            interval.
+        groups: two sequences, the group of every row of reference and of sample, such as patients,
+            documents or days; groups are then exchanged as a whole. None: rows are independent.
+        labels: how labels are compared, as in `dataset_distance`. A table that is given is one
+            between the classes of both sides, the reference's first and then those that only the
+            sample has: xx, xy and yy are equal.
+        parts: whether to test and describe where the shift is.
+        min_effect: an effect, in units of the mean cost, that `.exceeds` compares with.
+        epsilon: entropic regularisation, in units of the cost.
+        epsilon_relative: the same as a multiple of the mean cost of all rows; 0.1 by default.
+        lambda_x: weight of the squared distance between features, or of the `ground` cost.
+        lambda_y: weight of the squared distance between classes.
+        ground: the cost between features, as in `dataset_distance`.
+        compute: the device, or options of which only that counts.
+        cache_dir: folder of a database of measured class distances. None: no cache.
+        seed: seed of all draws.
+        progress: called as progress(permutations done, their total).
+
+    Returns:
+        p-value, effect and parts, and `sentences()` that say them.
+
+    Raises:
+        InputError: the request cannot be met; the message says what to change.
+
+    Warns:
+        DataNotice: there are so few units that hardly any p-value can reach `alpha`.
+    """
+    started = time.perf_counter()
+    check_permutations(permutations, alpha)
+    refuse_both(epsilon, epsilon_relative)
+    options, metric = ComputeOptions.of(compute), metric_of(labels)
+    cost = GroundCost(lambda_x, lambda_y, ground)
+    if options.group is not None:
+        raise InputError("a shift test runs in one process; leave compute.group out")
+    cost.check_labels(metric.name)
+    reference, sample = as_samples(reference, "reference"), as_samples(sample, "sample")
+    rows = PooledRows.of(reference, sample, metric, groups)
+    tested = class_permutations(rows, alpha, permutations) if parts else None
+    if rows.least_p > alpha:
+        warn(
+            f"{rows.sizes[0]} and {rows.sizes[1]} {'rows' if groups is None else 'groups'} can be "
+            f"exchanged in so few ways that a share of {rows.least_p:.2g} of them gives the same "
+            f"distance, and alpha is {alpha:g}; take more of them",
+            DataNotice,
+        )
+    if epsilon is None and epsilon_relative is None:
+        epsilon_relative = DEFAULT_RELATIVE
+    device = resolve_device(options.device)
+    matrix = rows.cost(cost, metric, device, cache_dir)
+    pooled = PooledCost(matrix, rows.samples.masses, epsilon, epsilon_relative)
+    test = permutation_test(
+        pooled, rows, permutations, seed, stop_after=stop_after, progress=progress
+    )
+    effect = measure_effect(pooled, rows, test, alpha=alpha, seed=seed)
+    found = None
+    if tested is not None:
+        found = shift_parts(pooled, rows, cost, *tested, permutations, seed, stop_after=stop_after)
+    ours = int(rows.in_reference.sum())
+    return ShiftReport(
+        test.p_value,
+        test.statistic,
+        test.bounds,
+        test.null,
+        test.hits,
+        permutations,
+        alpha,
+        effect,
+        found,
+        min_effect,
+        pooled.epsilon,
+        pooled.mean,
+        metric.name,
+        (ours, len(rows) - ours),
+        None if groups is None else rows.sizes,
+        (reference.name, sample.name),
+        time.perf_counter() - started,
+    )
+
+
+def check_permutations(permutations: int, level: float | None = None) -> None:
+    """Refuse a number of permutations that is too large, or too small for a level or for any."""
+    if not FEWEST_PERMUTATIONS <= permutations <= MOST_PERMUTATIONS:
+        raise InputError(
+            f"permutations must lie in [{FEWEST_PERMUTATIONS}, {MOST_PERMUTATIONS}], got "
+            f"{permutations}; fewer allow no p-value of 0.05, and more add nothing"
+        )
+    if level is not None and 1 / (1 + permutations) > level:
+        raise InputError(
+            f"permutations={permutations} allow no p-value as small as {level:g}; set "
+            f"permutations={math.ceil(1 / level - 1e-9) - 1}"
+        )

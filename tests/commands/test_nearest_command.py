@@ -1,0 +1,133 @@
+"""`python -m otdd_flash.nearest`: files, an index in a folder, refusals and exit codes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import otdd_flash as otdd
+from otdd_flash.nearest import main
+
+BLOBS = "name: blobs, samples: 60, num_classes: 3"
+LIBRARY = ", ".join(f"{{{BLOBS}, seed: {k}, as: b{k}}}" for k in range(4))
+QUERY = f"query={{{BLOBS}, seed: 2, spread: 1.5}}"
+COMMON = ("extractor=identity", "cache_dir=null", "hydra.run.dir=run", "overwrite=true", "k=2")
+
+
+@pytest.fixture
+def nearest(ended: Callable) -> Callable:
+    """`nearest(*arguments)` runs the command on small datasets."""
+    return lambda *arguments: ended(main, QUERY, *COMMON, *arguments)
+
+
+def read(name: str = "ranking.json") -> dict:
+    return json.loads(Path("run", name).read_text(encoding="utf-8"))
+
+
+def test_the_files_of_a_run(nearest):
+    said = nearest(f"library=[{LIBRARY}]")
+    assert said.code == 0, said.err
+    assert {"ranking.json", "ranking.csv", "ranking.html", "ranking.png"} <= {
+        path.name for path in Path("run").iterdir()
+    }
+    content = read()
+    assert content["rows"][0]["name"] == "b2"
+    assert content["certified"] is True
+    assert content["config"]["k"] == 2
+    assert set(content["seconds"]) >= {"load", "extract", "index", "race"}
+    with Path("run/ranking.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["place", "name", "value", "lower", "upper", "proven", "tied"]
+    assert [row["place"] for row in rows] == ["1", "2", "", ""]
+    assert float(rows[0]["value"]) == content["rows"][0]["value"]
+    page = Path("run/ranking.html").read_text(encoding="utf-8")
+    assert page.count("<rect") == 4
+    assert "all 2 places are proven" in page
+    assert "all 2 places are proven" in said.out
+    assert "b2" in said.out
+
+
+def test_an_index_in_a_folder_is_asked_again(nearest):
+    assert nearest(f"library=[{LIBRARY}]", "index=lib").code == 0
+    before = read()["rows"]
+    said = nearest("library=lib", "report=none")
+    assert said.code == 0, said.err
+    assert read()["rows"] == before
+    assert said.out.split() == [row["name"] for row in before]
+    more = f"library=[{{{BLOBS}, seed: 9, as: b9}}]"
+    assert nearest(more, "index=lib", "report=table", "k=5").code == 0
+    content = read()
+    assert {row["name"] for row in content["rows"]} == {"b0", "b1", "b2", "b3", "b9"}
+    assert otdd.Index.load("lib").names == ("b0", "b1", "b2", "b3", "b9")
+    # Features by another map do not compare.
+    said = nearest("library=lib", "extractor=callable", "extractor.path=features:embed")
+    assert said.code == 2
+    assert "the index in lib was built with extractor." in said.error
+    for other in ("labels=means", "lambda_y=2", "epsilon=0.5"):
+        said = nearest("library=lib", other)
+        assert said.code == 2
+        assert "the index was built with" in said.error
+    said = nearest(more, "index=lib", "epsilon=3")
+    assert said.code == 2
+    assert "rebuild=true" in said.error
+    assert nearest(more, "index=lib", "epsilon=3", "rebuild=true").code == 0
+    assert read()["epsilon"] == 3
+
+
+REFUSED = {
+    "library=3": "library must be a list of datasets",
+    "library=nowhere": "library=nowhere is no index; build one with",
+    "library=[{samples: 3}]": "library[0] must be a dataset's name, or its keys",
+    f"library=[{{{BLOBS}}}, {{{BLOBS}}}]": "two datasets of the library are called blobs",
+    "query=no_such": "no_such",
+    "library=[]": "the library is empty",
+    "k=0": "k must be",
+    "tie=-1": "tie must",
+    "extractor.standardize=true": "an index has to take queries to come",
+    "labels=given labels.path=W.npz": "cannot be stored for that",
+    "labels.full=true": "no meaning in a ranking",
+    "epsilon=1 epsilon_relative=1": "one of them",
+    "unbalanced=1 epsilon=0": "takes exact marginals",
+    "solver=exact": "solver",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_refusals(given, nearest):
+    arguments = [given] if "[" in given else given.split()
+    if not any(one.startswith("library=") for one in arguments):
+        arguments.append(f"library=[{LIBRARY}]")
+    said = nearest(*arguments)
+    assert said.code == 2, said.out
+    assert REFUSED[given] in said.err
+    assert not Path("run/ranking.json").exists()
+
+
+def test_places_that_are_not_proven_are_told(nearest):
+    said = nearest(f"library=[{LIBRARY}]", "max_seconds=1e-9")
+    assert said.code == 0
+    assert "0 of 2 places are proven, the solve stopped by max_seconds" in said.out
+    content = read()
+    assert content["rows"][0]["value"] is None
+    assert content["rows"][0]["upper"] is None
+
+
+def test_hostile_names_stay_text(nearest):
+    name = "<script>alert(1)</script>=cmd()"
+    node = f"{{{BLOBS}, seed: 5, as: '{name}'}}"
+    assert nearest(f"library=[{node}, {{{BLOBS}}}]").code == 0
+    assert "<script>" not in Path("run/ranking.html").read_text(encoding="utf-8")
+
+
+def test_the_module_is_the_function_too():
+    """Importing the command leaves `otdd.nearest` callable."""
+    import otdd_flash.nearest as command
+
+    samples = otdd.LabeledSamples([[0.0], [1.0], [2.0], [3.0]], [0, 0, 1, 1], ("a", "b"))
+    other = otdd.LabeledSamples([[0.5], [1.0], [2.0], [3.0]], [0, 0, 1, 1], ("a", "b"))
+    assert command(samples, {"same": samples, "other": other}, 1).rows[0].name == "same"
+    assert otdd.nearest(samples, {"same": samples, "other": other}, 1).certified

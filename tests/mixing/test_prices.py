@@ -1,0 +1,118 @@
+"""Prices: a cut by any potentials is below the value of any mixture, in floating point too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from otdd_flash.mixing.prices import MixtureOracle, priced
+from otdd_flash.mixing.sources import at_weights
+from tests.mixing.dense import prepared, problem, value
+
+
+def simplex(count: int, draw: np.random.Generator) -> np.ndarray:
+    """Weights, of which some are 0."""
+    w = draw.exponential(size=count) * (draw.random(count) < 0.7)
+    w[draw.integers(count)] += 0.1
+    return w / w.sum()
+
+
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("precision", ["fast", "double"])
+@pytest.mark.parametrize("seed", range(20))
+def test_cuts_are_below_all_mixtures(seed, precision):
+    target, each = problem(seed)
+    epsilon = float(np.random.default_rng(seed).choice([0.02, 0.2, 2.0]))
+    sources, comparison = prepared(target, each, epsilon, precision)
+    operator = comparison.operator("xy", keep_scores=False).refined
+    draw = np.random.default_rng(seed)
+    others = [simplex(len(each), draw) for _ in range(3)]
+    truths = [value(target, each, w, epsilon) for w in others]
+    scale = max(map(abs, truths))
+    for spread in (0.0, 0.3, 3.0):
+        # Potentials that are nothing of the kind, and their softmins.
+        g = torch.from_numpy(draw.normal(size=len(target)) * spread)
+        softmins = operator.softmin_rows(g.to(operator.costs.dtype), epsilon).double()
+        noise = torch.from_numpy(draw.normal(size=len(sources.own)) * spread * epsilon)
+        for f in (softmins, softmins + noise, noise):
+            found = priced(operator, sources, f, g, epsilon)
+            for w, truth in zip(others, truths, strict=True):
+                assert float(w @ found.cut) <= truth + 1e-9 * scale
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cuts_of_solves_are_tight(seed):
+    """A bound that is too high by more than rounding is no bound here."""
+    target, each = problem(seed)
+    sources, comparison = prepared(target, each, 0.3)
+    w = simplex(len(each), np.random.default_rng(seed))
+    truth = value(target, each, w, 0.3)
+    answer = MixtureOracle(comparison, sources).at(w, 1e-6)
+    size = max(abs(truth), 1.0)
+    assert truth - 1e-4 * size <= float(w @ answer.cut) <= truth + 1e-9 * size
+    assert answer.bounds[0] <= truth + 1e-9 * size
+    assert truth <= answer.upper + 1e-9 * size
+
+
+def test_the_mean_potential_alone_is_no_bound():
+    """What `epsilon (1 - r)` is there for."""
+    target, each = problem(3)
+    sources, comparison = prepared(target, each, 0.2)
+    operator = comparison.operator("xy", keep_scores=False).refined
+    w = np.full(len(each), 1 / len(each))
+    truth = value(target, each, w, 0.2)
+    g = torch.zeros(len(target), dtype=torch.float64)
+    f = torch.full((len(sources.own),), 2.0, dtype=torch.float64)
+    assert float(w @ sources.sums(f)) > truth
+    assert float(w @ priced(operator, sources, f, g, 0.2).cut) <= truth
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_prices_are_the_gradient(seed):
+    target, each = problem(seed)
+    sources, comparison = prepared(target, each, 0.3, "double")
+    oracle, count = MixtureOracle(comparison, sources), len(each)
+    w = np.full(count, 1 / count)
+    slope = oracle.at(w, 1e-9).slope
+    for k in range(1, count):
+        step = np.zeros(count)
+        step[[0, k]] = -1e-4, 1e-4
+        ends = [value(target, each, w + sign * step, 0.3) for sign in (1, -1)]
+        assert (ends[0] - ends[1]) / 2e-4 == pytest.approx(slope[k] - slope[0], abs=1e-4)
+
+
+def test_a_source_without_weight_has_the_price_of_its_softmins():
+    target, each = problem(5)
+    sources, comparison = prepared(target, each, 0.3, "double")
+    w = np.eye(len(each))[0]
+    answer = MixtureOracle(comparison, sources).at(w, 1e-9)
+    at = value(target, each, w, 0.3)
+    for k in range(1, len(each)):
+        moved = (1 - 1e-5) * w + 1e-5 * np.eye(len(each))[k]
+        slope = (value(target, each, moved, 0.3) - at) / 1e-5
+        assert slope == pytest.approx(answer.slope[k] - answer.slope[0], rel=0.02, abs=0.02)
+
+
+def test_curvature_is_at_most_the_hessian():
+    target, each = problem(2)
+    sources, comparison = prepared(target, each, 0.5, "double")
+    oracle, count = MixtureOracle(comparison, sources), len(each)
+    w = np.full(count, 1 / count)
+    found = oracle.curvature(oracle.at(w, 1e-10))
+    assert np.linalg.eigvalsh(found).min() > -1e-12
+    for k in range(1, count):
+        step = np.zeros(count)
+        step[[0, k]] = -1.0, 1.0
+        ends = [value(target, each, w + length * step, 0.5) for length in (-1e-2, 0.0, 1e-2)]
+        second = (ends[0] - 2 * ends[1] + ends[2]) / 1e-4
+        assert 0 < step @ found @ step <= second * 1.01
+
+
+def test_masses_are_the_weights_times_own_masses():
+    target, each = problem(9)
+    sources, comparison = prepared(target, each, 0.3)
+    w = simplex(len(each), np.random.default_rng(0))
+    masses = at_weights(comparison, sources, w).transformed[0].masses
+    expected = torch.cat([wk * one.masses for wk, one in zip(w, each, strict=True)])
+    assert torch.allclose(masses, expected, rtol=0, atol=1e-15)
