@@ -60,7 +60,9 @@ def gromov_options(
     if unbalanced is not None:
         raise InputError("ground=gromov takes exact marginals; leave out unbalanced")
     if compute.group is not None:
-        raise InputError("ground=gromov runs in one process; leave out compute.group")
+        raise InputError(
+            "ground=gromov runs in one process; leave out compute.group, or start without torchrun"
+        )
     if not isinstance(options, Converged | Exact):
         raise InputError(f"ground=gromov takes solver=converged or exact, got {options.name}")
     if isinstance(options, Converged) and options.bound_width is not None:

@@ -98,7 +98,7 @@ class Energy:
 
     @property
     def independent(self) -> float:
-        """E(a b^T), the largest of all plans that are worth a look, and the unit of epsilon."""
+        """E(a b^T), the unit of `epsilon_relative`."""
         return self.x.spread + self.y.spread - 8 * self.x.mean_norm * self.y.mean_norm
 
     @property

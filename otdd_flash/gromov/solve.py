@@ -51,7 +51,6 @@ MOST_STEPS = 1000
 # The seconds of a solve whose time is over: it then gets its one iteration.
 NO_TIME = 1e-9
 
-
 # P V for V (m, k), or if True P^T U for U (n, k).
 Product = Callable[[Tensor, bool], Applied]
 
@@ -334,7 +333,8 @@ def descend(
         else:
             assert best is not None
             matrix, stretch = best.following, 0.0
-        ended = fall <= least and not (stretched and fall <= 0)
+        # A NaN ends, too.
+        ended = not fall > least and not (stretched and not fall > 0)
         late = not ended and time.perf_counter() >= end
         if ended or late or len(accepted) == MOST_STEPS:
             reason: StoppedBy = "max_seconds" if late else "max_iterations"
@@ -343,8 +343,6 @@ def descend(
                 term = replace(term, converged=False, stopped_by=reason)
             solved = replace(best.solved, xy=term, passes=passes)
             return Local(best._replace(solved=solved), accepted)
-        if isinstance(options, Exact):
-            potential = None
 
 
 def _seconds_left(end: float) -> float | None:
