@@ -408,6 +408,7 @@ ACCEPTED: dict[str, Check] = {
     "Potentials": mapping("be potentials by term, {'xy': g}"),
     "Progress": function,
     "SolverProgress": function,
+    "MixtureProgress": function,
     "Stop": function,
     "Mapping[str, Any]": mapping("be a mapping such as {name: value}"),
     "Sequence[str]": names,

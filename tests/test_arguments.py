@@ -44,6 +44,8 @@ GOOD: dict[str, Any] = {
     **{"measures": ["otdd"], "transfer": None, "max_iterations": 9, "value": 1.0, "count": 1},
     **{"n": 12, "m": 3, "block": lambda rows, columns: X[rows, columns], "work": lambda ranks: 0},
     **{"flow": otdd.Flow(1), "gradient": "none", "iterations": 2, "batch_size": 4, "k": 2},
+    **{"reference": ONE, "sample": TWO, "permutations": 19, "window": 6, "query": ONE},
+    **{"library": {"one": ONE, "two": TWO}, "sources": {"one": ONE, "two": TWO}},
     **{"source_epochs": 1, "target_epochs": 1, "min_target_steps": 1, "seeds": 1, "seed": 0},
 }
 LOAD = {"root": None, "split": "train", "max_samples": 20, "classes": None, "seed": 0}
@@ -64,6 +66,7 @@ RESULTS = {
     *(otdd.FlowResult, otdd.DistanceResult, otdd.PairwiseResult, otdd.SlicedResult),
     *(otdd.NoiseFloor, otdd.SubsampleInterval, otdd.JointClassDistances, otdd.StudyResult),
     *(otdd.SinkhornHessian, otdd.HessianProduct, otdd.SmallPlans, otdd.MatrixTransport),
+    *(otdd.Index, otdd.Ranking, otdd.ShiftReport, otdd.Mixture),
 }
 # Every public callable, and arguments of its own.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {

@@ -20,26 +20,14 @@ from otdd_flash.commands.messages import Terminal
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.results import track_mixture
 from otdd_flash.commands.settings import (
-    LabelSettings,
+    EmbeddingSettings,
     ReportSettings,
-    RuntimeSettings,
     parse,
     recorded,
 )
-from otdd_flash.commands.sides import (
-    blamed,
-    build,
-    clustered,
-    embed_side,
-    image_shape_of,
-    named,
-    without_clustering,
-)
-from otdd_flash.data.registry import load
+from otdd_flash.commands.sides import build, image_shape_of, listed_side
 from otdd_flash.errors import InputError
-from otdd_flash.extractors.network import Extractor
 from otdd_flash.files.atomic import write_json
-from otdd_flash.labels import class_distances
 from otdd_flash.mixing.mixture import mixture
 from otdd_flash.mixing.result import Mixture
 from otdd_flash.report.mixture import mixture_table, write_mixture_report
@@ -57,7 +45,7 @@ OF_A_MIXTURE = (
 
 
 @dataclass
-class MixSettings(RuntimeSettings):
+class MixSettings(EmbeddingSettings):
     """The settings of conf/mix.yaml."""
 
     target: dict[str, Any]
@@ -72,14 +60,12 @@ class MixSettings(RuntimeSettings):
     max_seconds: Positive | None
     subsample: Count | None
     rows: Count | None
-    labels: LabelSettings
     lambda_x: NotNegative
     lambda_y: NotNegative
     ground: str
     epsilon: Positive | None
     epsilon_relative: Positive | None
     min_class_size: Count | None
-    extractor: dict[str, Any]
     report: ReportSettings
 
 
@@ -103,9 +89,6 @@ def mix(config: DictConfig, directory: Path) -> None:
         found = _found(settings, sources, target, options, phases)
     content = settings.report.content
     first, console = found[0], Terminal()
-    drawn, count = None, settings.rows or settings.max_rows
-    if count is not None:
-        drawn = first.dataset(count, settings.seed)
     parts = {name: spent for name, spent in phases.seconds.items() if name == "mix"}
     more = {"seconds": phases.all_seconds(parts), "seed": settings.seed, "config": kept}
     other = {"other": found[1].to_dict()} if len(found) > 1 else {}
@@ -120,7 +103,17 @@ def mix(config: DictConfig, directory: Path) -> None:
             console.print(mixture_table(*found))
             for sentence in first.sentences():
                 console.print(sentence, soft_wrap=True, markup=False)
-    report = write_mixture_report(first, directory, content=content, drawn=drawn, image_shape=shape)
+    # Weights are written by then, because a source may have too few rows.
+    count = settings.rows or settings.max_rows
+    drawn = None if count is None else first.dataset(count, settings.seed)
+    report = write_mixture_report(
+        first,
+        directory,
+        other=found[1] if len(found) > 1 else None,
+        content=content,
+        drawn=drawn,
+        image_shape=shape,
+    )
     if content != "none":
         console.print(f"written to {directory}", soft_wrap=True)
     report += track_mixture(first, settings.log, kept, directory)
@@ -141,23 +134,12 @@ def _found(
     options: dict[str, Any],
     phases: Phases,
 ) -> list[Mixture]:
-    """Return the mixture, and with `both` that of the other value, at the same class distances."""
-    methods = "none", "continuous"
-    if settings.both and settings.labels.method not in methods:
-        with phases.phase("mix", "class distances") as counted:
-            keys = ("ground", "min_class_size", "cache_dir")
-            options["class_distances"] = class_distances(
-                [*sources.values(), target],
-                options["labels"],
-                progress=counted,
-                **{key: options[key] for key in keys},
-            )
+    """Return the mixture, and with `both` that of the other value, at the same epsilon."""
     found: list[Mixture] = []
     for debias in (settings.debias, not settings.debias)[: 1 + settings.both]:
         with phases.phase("mix", "debiased weights" if debias else "weights"):
             subsample = None if found else settings.subsample
             found.append(mixture(target, sources, debias=debias, subsample=subsample, **options))
-        options["epsilon"], options["epsilon_relative"] = found[0].details["epsilon"], None
     return found
 
 
@@ -183,27 +165,8 @@ def _datasets(
         name = hidden(str(node.pop("as", None) or node["name"]))
         if name in sources:
             raise InputError(f"two sources are called {name}; give one as: NAME")
-        samples, shape = _embedded(name, node, extractor, settings, phases)
+        samples, dataset = listed_side(name, node, extractor, settings, phases)
+        shape = image_shape_of(extractor, dataset)
         sources[name] = replace(samples, name=name)
-    target, _ = _embedded("target", settings.target, extractor, settings, phases)
+    target, _ = listed_side("target", settings.target, extractor, settings, phases)
     return sources, target, shape
-
-
-def _embedded(
-    side: str, node: dict[str, Any], extractor: Extractor, settings: MixSettings, phases: Phases
-) -> tuple[LabeledSamples, tuple[int, int, int] | None]:
-    """Load and embed one dataset."""
-    shared = {
-        "max_samples": settings.max_samples,
-        "seed": settings.seed,
-        "root": settings.data_root,
-        "download": settings.download,
-    }
-    node = {**shared, **node}
-    with phases.phase("load", f"loading {side}: {named(node, side)}"), blamed(side):
-        dataset = load(**without_clustering(node))
-        dataset = replace(dataset, name=hidden(dataset.name))
-    samples = embed_side(side, dataset, extractor, settings.extractor, settings, phases)
-    with blamed(side):
-        (found,) = clustered([samples], node, node.get("k"), int(node["seed"]))
-    return found, image_shape_of(extractor, dataset)

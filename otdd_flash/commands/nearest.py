@@ -21,16 +21,15 @@ from otdd_flash.commands.messages import Terminal
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.results import track_ranking
 from otdd_flash.commands.settings import (
-    LabelSettings,
+    EmbeddingSettings,
     ReportSettings,
-    RuntimeSettings,
     parse,
     recorded,
 )
-from otdd_flash.commands.sides import blamed, build, clustered, embed_side, load_side
+from otdd_flash.commands.sides import build, listed_side
 from otdd_flash.errors import InputError
+from otdd_flash.extractors.network import Extractor
 from otdd_flash.files.atomic import write_json
-from otdd_flash.labels import Continuous
 from otdd_flash.ranking import race
 from otdd_flash.ranking.index import INDEX_FILE, Index, index
 from otdd_flash.report.nearest import ranking_table, write_ranking_report
@@ -48,7 +47,7 @@ RANKING_FILE, EXTRACTOR_FILE = "ranking.json", "extractor.json"
 
 
 @dataclass
-class NearestSettings(RuntimeSettings):
+class NearestSettings(EmbeddingSettings):
     """The settings of conf/nearest.yaml."""
 
     query: Any
@@ -61,7 +60,6 @@ class NearestSettings(RuntimeSettings):
     subsample: Count | None
     rebuild: bool
     skip: bool
-    labels: LabelSettings
     lambda_x: float
     lambda_y: float
     ground: str
@@ -70,7 +68,6 @@ class NearestSettings(RuntimeSettings):
     unbalanced: Positive | None
     unbalanced_relative: Positive | None
     min_class_size: Count | None
-    extractor: dict[str, Any]
     report: ReportSettings
 
 
@@ -90,9 +87,13 @@ def nearest(config: DictConfig, directory: Path) -> None:
         )
     settings.labels.metric(Converged().asked_tolerance, settings.epsilon)
     query = _node(settings.query, "query")
+    folder = settings.library if isinstance(settings.library, str) else settings.index
+    if folder is not None and (Path(folder) / INDEX_FILE).exists():
+        _check_extractor(Path(folder), settings.extractor)
     with Phases() as phases:
-        known = _indexed(settings, phases)
-        given = _embedded("query", query, settings, phases)
+        extractor, _ = build(settings.extractor, phases)
+        known = _indexed(settings, extractor, phases)
+        given, _ = listed_side("query", query, extractor, settings, phases)
         with phases.phase("race", "ranking") as progress:
             options = {name: getattr(settings, name) for name in OF_A_QUERY}
             found = race.nearest(given, known, progress=progress, **options)
@@ -117,7 +118,7 @@ def nearest(config: DictConfig, directory: Path) -> None:
     report.require_complete()
 
 
-def _indexed(settings: NearestSettings, phases: Phases) -> Index:
+def _indexed(settings: NearestSettings, extractor: Extractor, phases: Phases) -> Index:
     """Return the index in a folder, or that of datasets, which is stored if `index` names one."""
     if isinstance(settings.library, str):
         folder = Path(settings.library)
@@ -139,7 +140,8 @@ def _indexed(settings: NearestSettings, phases: Phases) -> Index:
         name = hidden(str(node.pop("as", None) or node["name"]))
         if name in library:
             raise InputError(f"two datasets of the library are called {name}; set as: NAME for one")
-        library[name] = replace(_embedded(name, node, settings, phases), name=name)
+        samples, _ = listed_side(name, node, extractor, settings, phases)
+        library[name] = replace(samples, name=name)
     return _built(
         library, None if settings.index is None else Path(settings.index), settings, phases
     )
@@ -152,8 +154,6 @@ def _built(
     phases: Phases,
 ) -> Index:
     """Build or read an index; other settings than it was built with are refused."""
-    if folder is not None and (folder / INDEX_FILE).exists():
-        _check_extractor(folder, settings.extractor)
     with phases.phase("index", "self terms") as progress:
         options = {name: getattr(settings, name) for name in OF_AN_INDEX}
         metric = settings.labels.metric(Converged().asked_tolerance, settings.epsilon)
@@ -189,23 +189,3 @@ def _node(given: Any, key: str) -> dict[str, Any]:
             f"{shown(given)}"
         )
     return dict(given)
-
-
-def _embedded(
-    name: str, node: dict[str, Any], settings: NearestSettings, phases: Phases
-) -> LabeledSamples:
-    """Load and embed one dataset."""
-    shared = {
-        "max_samples": settings.max_samples,
-        "seed": settings.seed,
-        "root": settings.data_root,
-        "download": settings.download,
-    }
-    extractor, _ = build(settings.extractor, phases)
-    numbers = settings.labels.method == Continuous.name
-    dataset = load_side(name, {**shared, **node}, phases, numbers)
-    samples = embed_side(name, dataset, extractor, settings.extractor, settings, phases)
-    seed = int(node.get("seed", settings.seed))
-    with blamed(name):
-        (found,) = clustered([samples], node, node.get("k"), seed)
-    return found

@@ -3,10 +3,8 @@
 The dataclasses here have the keys of the files in `conf`; each command has a dataclass of its own,
 in its module, that extends or holds some of them. `parse` checks a configuration and builds the
 dataclass, `DatasetPairSettings.arguments` makes the arguments of a solve, and `recorded` returns
-the settings as results store them. `commands.compare`, `commands.adapt`, `commands.study`,
-`commands.nearest` and `commands.shift`, the work of the five commands, and `commands.sides` and
-`commands.results` use
-this module.
+the settings as results store them. The work of the six commands (`commands.compare`, `adapt`,
+`study`, `nearest`, `mix` and `shift`), `commands.sides` and `commands.results` use this module.
 
 A key of `conf` needs a field of the same name here, because `parse` refuses unknown keys. Values
 from environment variables may be secret: `recorded` must replace them by their names before

@@ -160,6 +160,23 @@ def load_side(side: str, node: dict[str, Any], phases: Phases, numbers: bool) ->
     return dataset
 
 
+def listed_side(
+    name: str,
+    node: dict[str, Any],
+    extractor: Extractor,
+    settings: EmbeddingSettings,
+    phases: Phases,
+) -> tuple[LabeledSamples, LabeledDataset]:
+    """Load and embed one dataset of a list, whose keys have the settings as defaults."""
+    shared = ("max_samples", "seed", "download")
+    node = {key: getattr(settings, key) for key in shared} | {"root": settings.data_root} | node
+    dataset = load_side(name, node, phases, settings.labels.method == Continuous.name)
+    samples = embed_side(name, dataset, extractor, settings.extractor, settings, phases)
+    with blamed(name):
+        (found,) = clustered([samples], node, node.get("k"), int(node["seed"]))
+    return found, dataset
+
+
 def _whole(side: str, node: dict[str, Any], phases: Phases, numbers: bool) -> LabeledDataset:
     """Return all rows of a side, without repeating the notices about them."""
     with warnings.catch_warnings():

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Seed, takes
 from otdd_flash.checks import mapping, number, optional
@@ -26,12 +28,18 @@ from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
-from otdd_flash.errors import InputError, NotConvergedWarning, warn
-from otdd_flash.labels import JointClassDistances, Labels, drop_small_classes, metric_of
+from otdd_flash.errors import EpsilonOutOfRange, InputError, NotConvergedWarning, warn
+from otdd_flash.labels import (
+    JointClassDistances,
+    Labels,
+    drop_small_classes,
+    metric_of,
+    settled_metric,
+)
 from otdd_flash.mixing.prices import MixtureOracle
 from otdd_flash.mixing.result import Mixture, OtherWeights
 from otdd_flash.mixing.sources import Sources, at_weights, compared, named_sources
-from otdd_flash.mixing.weights import NO_TIME, Allowed, Found, Vector, minimise
+from otdd_flash.mixing.weights import NO_TIME, NO_WEIGHT, Allowed, Found, Vector, minimise
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.result import versions
 from otdd_flash.shown import listing
@@ -93,7 +101,7 @@ def mixture(
             Without, epsilon draws weights to sources that are narrower than the target.
         bound_width: (upper - lower) / value to reach.
         max_seconds: wall time after which the search ends, with what is proven then; comparisons
-            with other weights are left out.
+            with other weights are left out. Subsamples take their own time.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost at equal weights, instead of
             `epsilon`. Neither given means 0.01 of that mean.
@@ -131,7 +139,7 @@ def mixture(
     sizes = [int((one.masses > 0).sum()) for one in given[:-1]]
     limits = _limits(names, sizes, max_weights, max_rows)
     allowed = Allowed(limits, penalty or 0.0, _towards(names, towards, penalty))
-    check_room(allowed, max_rows)
+    check_room(allowed, _limits(names, sizes, max_weights, None), sizes, max_rows)
     metric, cost = metric_of(labels), GroundCost(lambda_x, lambda_y, ground)
     compare = partial(
         compared,
@@ -147,29 +155,36 @@ def mixture(
     with comparison.within_memory():
         found, oracle = searched(comparison, pool, allowed, bound_width, left, progress)
         in_time = left() != NO_TIME
+        # A debiased search lifts weights of 0 a little; what is told is of the weights themselves.
         last = oracle.at(found.w, bound_width) if debias else found.answer
-        others = other_weights(comparison, pool, found, bound_width) if in_time else ()
+        there = oracle.solve(found.w, bound_width) if debias else last.divergence
+        others = other_weights(comparison, pool, found, bound_width, left) if in_time else ()
         moves = undetermined(found, oracle, allowed, bound_width) if in_time else ()
     intervals = None
     if subsample is not None:
         from otdd_flash.mixing.intervals import weight_intervals
 
-        again = partial(compare, epsilon=comparison.epsilon)
+        # As the whole: also the epsilon between classes, and nothing of a subsample is cached.
+        settled = settled_metric(metric, epsilon, comparison.transformed, comparison.streaming)
+        again = partial(compare, epsilon=comparison.epsilon, metric=settled, cache_dir=None)
         drawn = weight_intervals(again, given, allowed, bound_width, found.w, subsample, seed)
         intervals = dict(zip(names, drawn, strict=True))
     if found.stopped_by != "bound_width":
         warn(_shortfall(found, oracle, bound_width), NotConvergedWarning)
     charged = allowed.charge(found.w)
+    # Prices of a single solve are not unique at a kink; those of the cut that proves the bound are
+    # within the gap of a minimum at w.
+    prices = last.prices if debias else found.cut
     # With debiasing nothing is known of other weights.
-    bounds = last.bounds if debias else (found.lower - charged, found.upper - charged)
-    value = last.divergence.value if debias else last.upper
+    bounds = there.bounds if debias else (found.lower - charged, found.upper - charged)
+    value = there.value if debias else last.upper
     towards_all = allowed.towards.tolist() if penalty else None
     return Mixture(
         dict(zip(names, found.w.tolist(), strict=True)),
         value + charged,
         (bounds[0] + charged, bounds[1] + charged),
         value,
-        dict(zip(names, _marginal_costs(last.prices, found.w, allowed).tolist(), strict=True)),
+        dict(zip(names, _marginal_costs(prices, found.w, allowed).tolist(), strict=True)),
         moves,
         others,
         intervals,
@@ -188,8 +203,8 @@ def mixture(
             "towards": towards_all and dict(zip(names, towards_all, strict=True)),
             "labels": metric.name if class_distances is None else "given",
             **cost.to_dict(),
-            "device": last.divergence.device,
-            "backend": last.divergence.backend,
+            "device": there.device,
+            "backend": there.backend,
             "versions": versions(),
             "seconds": time.monotonic() - started,
         },
@@ -230,8 +245,8 @@ def _limits(
 ) -> Vector:
     """Return the largest weights (K,)."""
     most = np.ones(len(names))
-    for name, limit in _by_name("max_weights", names, max_weights).items():
-        most[names.index(name)] = min(limit, 1.0)
+    for name, limit in _by_name("max_weights", names, max_weights, 1.0).items():
+        most[names.index(name)] = limit
     if max_rows is not None:
         most = np.minimum(most, np.array(sizes) / max_rows)
     return most
@@ -254,49 +269,83 @@ def _towards(
 
 
 def _by_name(
-    argument: str, names: Sequence[str], given: Mapping[str, float] | None
+    argument: str, names: Sequence[str], given: Mapping[str, float] | None, most: float = np.inf
 ) -> dict[str, float]:
-    check = number("be a weight, 0 or more", lambda value: 0 <= value < np.inf)
-    for name in given or {}:
+    said = "be a weight, 0 or more" if most == np.inf else "be a weight, 0 to 1"
+    check = number(said, lambda value: 0 <= value < np.inf and value <= most)
+    # Keys of sources are text, too.
+    named = {str(name): one for name, one in (given or {}).items()}
+    for name in named:
         if name not in names:
             raise InputError(f"{argument} names {name!r}, and the sources are {listing(names, 12)}")
-    return {name: float(check(f"{argument}[{name!r}]", one)) for name, one in (given or {}).items()}
+    return {name: float(check(f"{argument}[{name!r}]", one)) for name, one in named.items()}
 
 
-def check_room(allowed: Allowed, max_rows: int | None) -> None:
-    """Refuse limits that leave no weights.
+def check_room(allowed: Allowed, own: Vector, sizes: Sequence[int], max_rows: int | None) -> None:
+    """Refuse limits that leave no weights, and say what would leave some.
+
+    Args:
+        allowed: the weights, with all limits.
+        own: (K,) the limits of `max_weights` alone.
+        sizes: rows of the sources.
+        max_rows: rows to be drawn.
 
     Raises:
-        InputError: they sum to less than 1.
+        InputError: the limits sum to less than 1.
     """
-    room = float(allowed.most[allowed.usable].sum())
-    if room < 1 - 1e-9:
-        way = "" if max_rows is None else f"; {int(room * max_rows)} rows are the most they allow"
-        raise InputError(
-            f"the largest weights sum to {room:.4g}, and weights to 1: raise max_weights, or lower "
-            f"max_rows{way}"
-        )
+    usable, count = allowed.usable, np.array(sizes)
+
+    def enough(limits: Vector, rows: int | None, held: NDArray[np.bool_] = usable) -> bool:
+        most = limits if rows is None else np.minimum(limits, count / rows)
+        return float(most[held].sum()) >= 1 - 1e-9
+
+    if enough(own, max_rows):
+        return
+    ways = list[str]()
+    if (own < 1).any() and enough(np.ones_like(own), max_rows):
+        ways.append("raise max_weights")
+    if max_rows is not None and enough(own, 1):
+        most = bisect_left(range(1, max_rows), True, key=lambda rows: not enough(own, rows))
+        ways.append(f"lower max_rows to {most}")
+    if enough(own, max_rows, allowed.most > 0):
+        ways.append("give more sources a weight in towards")
+    way = " or ".join(ways) or "allow more by max_weights, max_rows and towards together"
+    total = float(allowed.most[usable].sum())
+    raise InputError(f"the largest weights sum to {total:.4g}, and weights to 1: {way}")
 
 
 def _marginal_costs(slope: Vector, w: Vector, allowed: Allowed) -> Vector:
     """Return prices, with those of the penalty, less their mean under w (K,)."""
     prices = slope
     if allowed.penalty:
-        held = np.maximum(w, 1e-300) / np.maximum(allowed.towards, 1e-300)
+        # Weights below NO_WEIGHT are 0 here, and the slope of the penalty is infinite at 0.
+        held = np.maximum(w, NO_WEIGHT) / np.maximum(allowed.towards, 1e-300)
         prices = slope + allowed.penalty * np.log(held)
     found: Vector = prices - float(w @ prices)
     return found
 
 
 def other_weights(
-    comparison: Comparison, sources: Sources, found: Found, width: float
+    comparison: Comparison,
+    sources: Sources,
+    found: Found,
+    width: float,
+    left: Callable[[], float | None],
 ) -> tuple[OtherWeights, ...]:
-    """Solve the best single source, uniform weights, and those in proportion to sizes."""
-    count, options = len(sources.names), Converged(bound_width=None if comparison.debias else width)
+    """Solve the best single source, uniform weights, and those in proportion to sizes.
+
+    Those whose costs are too large for epsilon and the precision are left out: they are far. All
+    are, if the time is over before.
+    """
+    count, asked = len(sources.names), None if comparison.debias else width
     start = {"xy": found.answer.divergence.xy.g}
 
-    def solved(name: str, w: Vector, part: Comparison) -> OtherWeights:
-        divergence = solve(part, options, start=start)
+    def solved(name: str, w: Vector, part: Comparison) -> OtherWeights | None:
+        options = Converged(bound_width=asked, max_seconds=left())
+        try:
+            divergence = solve(part, options, start=start)
+        except EpsilonOutOfRange:
+            return None
         # As the value of a mixture.
         value = divergence.value if comparison.debias else divergence.bounds[1]
         return OtherWeights(name, tuple(w.tolist()), value, *divergence.bounds)
@@ -312,14 +361,14 @@ def other_weights(
         alone = replace(source.take(rows.to(source.features.device)), weights=sources.own[rows])
         part = replace(comparison, given=(alone, target), transformed=(alone, target))
         one = solved(f"{sources.names[k]} alone", np.eye(count)[k], part)
-        best = one if best is None or one.value < best.value else best
-    assert best is not None
-    sizes = np.array([float(len(one)) for one in sources.each])
+        if one is not None and (best is None or one.value < best.value):
+            best = one
+    sizes = np.array([float((one.masses > 0).sum()) for one in sources.each])
     weights = {"uniform": np.full(count, 1 / count), "proportional to size": sizes / sizes.sum()}
-    return (
-        best,
-        *(solved(n, w, at_weights(comparison, sources, w)) for n, w in weights.items()),
-    )
+    several = [solved(n, w, at_weights(comparison, sources, w)) for n, w in weights.items()]
+    if left() == NO_TIME:
+        return ()
+    return tuple(one for one in (best, *several) if one is not None)
 
 
 def undetermined(
@@ -367,6 +416,7 @@ def _followed(
     """Return the move along a direction by which the value rises by half a gap, or to a limit."""
     along = max(float(slope @ direction), 0.0)
     length = gap / (along + np.sqrt(along**2 + max(curvature, 0.0) * gap) + 1e-300)
-    room = np.where(direction < 0, w, allowed.most - w) / np.maximum(np.abs(direction), 1e-300)
+    moves = np.abs(direction) > 1e-9
+    room = np.where(direction < 0, w, allowed.most - w)[moves] / np.abs(direction[moves])
     move: Vector = min(length, float(room.min())) * direction
     return np.where(np.abs(move) < 1e-9, 0.0, move)

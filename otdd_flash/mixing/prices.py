@@ -51,8 +51,8 @@ from otdd_flash.solver.term import UnreachableTolerance
 FIRST_LEVEL, LEVELS, PER_LEVEL = 0.1, 4.0, 6
 PER_CENTRE, LEAST_CENTRE = 3, 1e-6
 SLOW, STEADY, MOST_TAKEN = 10, 5e-4, 300
-# With debiasing the share of equal weights in all mixtures that are solved: at weight 0 slopes of
-# self terms are infinite, or as good as that.
+# With debiasing the share of all sources in the mixtures that are searched, less of those that are
+# farther than the nearest: at weight 0 slopes of self terms are infinite, or as good as that.
 LIFTED = 1e-5
 # The marginal error of debiased solves over the width of bounds that is asked for, and the largest.
 OF_SLOPES, MOST_OF_SLOPES = 0.1, 1e-4
@@ -76,7 +76,7 @@ def priced(
     """Compute prices and a cut at potentials f (n,) and g (m,), in one pass.
 
     Args:
-        operator: the cost with masses of which none is 0 that is not so within its source.
+        operator: the cost, with masses of equal weights, so that rows have mass as in their source.
         sources: of the rows.
         f: potential of rows, any.
         g: potential of columns, any.
@@ -105,12 +105,12 @@ class Solved(NamedTuple):
     """A mixture that was solved.
 
     Attributes:
-        upper: an upper bound of its value; with debiasing its value less an entropy.
+        upper: an upper bound of its value; with debiasing its value less an entropy, at weights of
+            which none is 0.
         cut: (K,), see `Priced`; with debiasing the tangent of its value.
         slope: (K,) the gradient of `upper` by weights, up to a constant.
         prices: (K,) the gradient of the value itself; see `MixtureOracle.entropy`.
-        bounds: solver bounds of the value at these weights.
-        divergence: the solve.
+        divergence: the solve, with solver bounds.
         potentials: f (n,) and g (m,) of the cross term; rows without mass have softmins.
     """
 
@@ -118,7 +118,6 @@ class Solved(NamedTuple):
     cut: Vector
     slope: Vector
     prices: Vector
-    bounds: tuple[float, float]
     divergence: Divergence
     potentials: tuple[Tensor, Tensor]
 
@@ -147,6 +146,11 @@ class MixtureOracle:
         self._known: dict[str, Any] = {}
         # Its passes are few: scores are not stored.
         self._equal = comparison.operator("xy", keep_scores=False).refined
+        self._lift = np.zeros(len(sources.names))
+        if comparison.debias:
+            far = sources.sums(self._equal.expected_costs(self._equal.b))
+            near = max(float(far.min()), comparison.epsilon)
+            self._lift = LIFTED / len(far) * near / np.maximum(far, near)
 
     @property
     def convex(self) -> bool:
@@ -197,43 +201,47 @@ class MixtureOracle:
 
     def at(self, w: Vector, width: float) -> Solved:
         """Solve the mixture of weights w (K,), to bounds `width` times the value wide."""
-        given = w
-        if self.comparison.debias:
-            w = (1 - LIFTED) * w + LIFTED / len(w)
-        comparison, epsilon = at_weights(self.comparison, self.sources, w), self.comparison.epsilon
+        given, held, epsilon = w, 1 - float(self._lift.sum()), self.comparison.epsilon
+        w = held * w + self._lift
         own: dict[str, Tensor] = {}
 
         def solved(name: str, operator: Operator, term: Any) -> None:
             if name == "xx":
                 own[name] = operator.softmin_self(term.f, epsilon)
 
-        def solve_by(options: Converged) -> Divergence:
-            options = replace(options, max_seconds=self._left())
-            return solve(comparison, options, start=self._start, known=self._known, solved=solved)
-
-        if not comparison.debias:
-            divergence = solve_by(Converged(bound_width=width))
-        else:
-            # A debiased value may be 0, and slopes are as exact as marginals.
-            tolerance = min(OF_SLOPES * width, MOST_OF_SLOPES)
-            try:
-                divergence = solve_by(Converged(tolerance))
-            except UnreachableTolerance:
-                divergence = solve_by(Converged())
+        divergence = self.solve(w, width, solved)
         xy = divergence.xy
         self._start = {name: term.g for name, term in divergence.terms.items()}
         if divergence.yy is not None and not divergence.identical:
             self._known = {"yy": divergence.yy}
         self.scale = max(abs(xy.value), 1e-12 * abs(self._equal.costs.mean), 1e-300)
         f, g = self._extended(w, xy.f, xy.g)
-        found = priced(self._equal, self.sources, f, g, epsilon, comparison.cost_error)
-        told = divergence.bounds, divergence, (f, g)
-        if not comparison.debias:
+        found = priced(self._equal, self.sources, f, g, epsilon, self.comparison.cost_error)
+        told = divergence, (f, g)
+        if not self.comparison.debias:
             return Solved(divergence.bounds[1], found.cut, found.prices, found.prices, *told)
         prices = found.prices - self.sources.sums(own["xx"].double())
         entropy = self.entropy * np.log(w * len(w))
-        slope, value = (1 - LIFTED) * (prices - entropy), divergence.value - float(w @ entropy)
+        slope, value = held * (prices - entropy), divergence.value - float(w @ entropy)
         return Solved(value, value + slope - float(given @ slope), slope, prices, *told)
+
+    def solve(
+        self, w: Vector, width: float, solved: Callable[[str, Operator, Any], None] | None = None
+    ) -> Divergence:
+        """Solve the mixture of just these weights w (K,); see `solver.divergence` for `solved`."""
+        comparison = at_weights(self.comparison, self.sources, w)
+
+        def by(options: Converged) -> Divergence:
+            options = replace(options, max_seconds=self._left())
+            return solve(comparison, options, start=self._start, known=self._known, solved=solved)
+
+        if not comparison.debias:
+            return by(Converged(bound_width=width))
+        # A debiased value may be 0, and slopes are as exact as marginals.
+        try:
+            return by(Converged(min(OF_SLOPES * width, MOST_OF_SLOPES)))
+        except UnreachableTolerance:
+            return by(Converged())
 
     @property
     def entropy(self) -> float:

@@ -70,7 +70,7 @@ class Mixture:
         marginal_costs: by source, price less the mean price under the weights, per unit of weight:
             about 0 where a source is in use, positive where it is not, negative only at a limit.
         undetermined: changes of weights by source, of 0.05 or more, in each of which the objective
-            rises by less than `bound_width` of the value.
+            rises by less than `bound_width` of the value; with `debias` none are looked for.
         others: other weights beside these.
         intervals: by source, from subsamples; None if they were not asked for.
         limits: by source the largest weight that was allowed.
@@ -135,7 +135,7 @@ class Mixture:
         if self.debias:
             said.append(
                 "with debias=true the value need not be convex in the weights, so that no lower "
-                "bound over other weights is known"
+                "bound over other weights is known, and what leaves it unchanged is not looked for"
             )
         else:
             said.append(
@@ -175,9 +175,12 @@ class Mixture:
         if (shares > most).any():
             place = int(np.argmax(shares - most))
             name, reach = list(self.weights)[place], int((most[w > 0] / w[w > 0]).min())
+            way = f"ask for the mixture with max_rows={count}"
+            if count > most.sum():
+                way = f"add sources, as all together have {most.sum()}"
             raise InputError(
                 f"{count} rows take {shares[place]} of {display(name)}, which has {most[place]}; "
-                f"draw {reach} or fewer, or ask for the mixture with max_rows={count}"
+                f"draw {reach} or fewer, or {way}"
             )
         generator, found = np.random.default_rng(seed), {}
         for name, size, source in zip(self.weights, shares, self.sources, strict=True):

@@ -9,7 +9,7 @@ same cost. `mixing.mixture` and `mixing.intervals` call them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash.checks import refused
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
@@ -39,7 +40,7 @@ from otdd_flash.samples import LabeledSamples, needs_classes
 from otdd_flash.shown import display
 from otdd_flash.solver.term import epsilon_of_datasets, resolve_epsilon
 
-# The most sources of a mixture, and the most rows of a side whose plan is solved for weights.
+# The most sources of a mixture.
 MOST_SOURCES = 200
 
 
@@ -115,8 +116,10 @@ def named_sources(
     if isinstance(sources, Mapping):
         given = [(str(name), one) for name, one in sources.items()]
         each = [replace(as_samples(one, f"sources[{name!r}]"), name=name) for name, one in given]
-    else:
+    elif isinstance(sources, list | tuple | Iterator):
         each = [as_samples(one, f"sources[{place}]") for place, one in enumerate(sources)]
+    else:
+        raise refused("sources", "be a list of datasets, or datasets by name", sources)
     if not 1 <= len(each) <= MOST_SOURCES:
         raise InputError(f"a mixture has 1 to {MOST_SOURCES} sources, got {len(each)}")
     names: list[str] = []

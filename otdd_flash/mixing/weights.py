@@ -103,12 +103,12 @@ class Allowed:
             logs += self.penalty * np.log(self.towards[free])
         logs *= 1 / (1 / step + self.penalty)
         most, found = self.most[free], np.zeros_like(w)
-        grown = np.exp(logs - logs.max())
-        # Those at their limit, of which the others get what is left.
-        full = np.zeros(len(grown), dtype=bool)
+        # Those at their limit, of which the others get what is left, and may be far less likely.
+        full = np.zeros(len(logs), dtype=bool)
         while True:
-            rest = 1.0 - most[full].sum()
-            shares = np.where(full, most, rest * grown / max(grown[~full].sum(), 1e-300))
+            grown = np.where(full, 0.0, np.exp(np.minimum(logs - logs[~full].max(), 0.0)))
+            rest = max(1.0 - most[full].sum(), 0.0)
+            shares = np.where(full, most, rest * grown / grown.sum())
             more = shares > most * (1 + 1e-12)
             if not more.any():
                 break
@@ -152,9 +152,11 @@ class Allowed:
 def without_small(w: Vector, least: float, most: Vector) -> Vector:
     """Return weights (K,) that sum to 1, of which none is below `least` but 0."""
     w = np.where(w < least, 0.0, w)
-    # What is left goes where there is room for it, if there can be to the largest one.
+    # What is left goes to the largest ones, as far as they have room.
     lost = 1.0 - w.sum()
-    w[np.argmax(np.where(most - w >= lost, w, -1.0))] += lost
+    for k in np.argsort(-w):
+        more = min(lost, most[k] - w[k])
+        w[k], lost = w[k] + more, lost - more
     return w
 
 
@@ -247,20 +249,22 @@ def minimise(
     best = oracle.at(w, WIDEST)
     upper, lower, cuts = best.upper + allowed.charge(w), -math.inf, best.cut[None]
     metric, proof, narrowest = oracle.curvature(best), best.cut, math.inf
-    damping = FIRST_DAMPING * oracle.scale
+    # The scale at the best weights: that of the last ones may be larger.
+    scale = oracle.scale
+    damping = FIRST_DAMPING * scale
     most_idle = MOST_IDLE + len(w) if oracle.convex else MOST_IDLE_UNPROVEN
     for solves in range(1, MOST_SOLVES + 1):
         damped = metric + damping * np.diag(1 / np.maximum(w, SPREAD / len(w)))
         following, shares, model = next_weights(cuts, w, damped, allowed)
         if not oracle.convex:
-            # What was proven by cuts that are gone is not.
+            # Tangents that are gone prove nothing.
             lower = -math.inf
         for cut in (shares @ cuts, best.cut):
             if (found := allowed.lowest(cut)) > lower:
                 lower, proof = found, cut
-        gap, wanted = upper - lower, width * oracle.scale
+        gap, wanted = upper - lower, width * scale
         if progress is not None:
-            progress(solves, gap / oracle.scale)
+            progress(solves, gap / scale)
         idle = 0 if gap < 0.99 * narrowest else idle + 1
         narrowest = min(gap, narrowest)
         stopped = _ended(gap <= wanted, left(), solves, idle >= most_idle)
@@ -271,7 +275,7 @@ def minimise(
         if predicted < TIMID * gap:
             # Secants over kinks have made the metric too large.
             metric, damping = oracle.curvature(best), damping / 4
-        asked = max(min(OF_GAP * gap, OF_FALL * predicted) / oracle.scale, OF_WIDTH * width)
+        asked = max(min(OF_GAP * gap, OF_FALL * predicted) / scale, OF_WIDTH * width)
         answer = oracle.at(following, min(asked, WIDEST))
         reached, charged = answer.upper, allowed.charge(following)
         # Dual values are nearer to the truth than upper bounds.
@@ -280,7 +284,7 @@ def minimise(
         better = fallen > SERIOUS * predicted or reached + charged < upper
         if better:
             metric = secant(metric, following - w, answer.slope - best.slope)
-            w, best, upper = following, answer, reached + charged
+            w, best, upper, scale = following, answer, reached + charged, oracle.scale
         # A cut is added whether or not the step was good: only far too long steps are damped.
         if fallen > WELL * predicted:
             damping *= 0.25

@@ -41,8 +41,8 @@ from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples, displaced
 
 # Sets of labels on one side up to which they are classes: of so many a processor builds a table in
-# the time of columns, and a GPU in 4 ms more; softmins take the same time either way, and self terms
-# of columns may take two clouds (experiments/bench_label_sets.py).
+# the time of columns, and a GPU in 4 ms more; softmins take the same time either way, and self
+# terms of columns may be of two clouds (experiments/bench_label_sets.py).
 MOST_SETS = 256
 
 # Eigenvalues below V times this share of the largest are rounding and left out; what they add is in

@@ -60,6 +60,7 @@ def write_mixture_report(
     mixture: Mixture,
     directory: str | Path,
     *,
+    other: Mixture | None = None,
     content: str = "full",
     drawn: LabeledSamples | None = None,
     image_shape: ImageShape | None = None,
@@ -69,6 +70,7 @@ def write_mixture_report(
     Args:
         mixture: the result of `otdd.mixture`.
         directory: created if it does not exist.
+        other: another mixture of the same sources, whose weights the page has beside.
         content: `none` writes no table or picture, `table` no picture.
         drawn: `mixture.dataset(...)`, written as mixture.npz and the folder mixture.
         image_shape: (c, h, w) if features are the pixels of images.
@@ -93,7 +95,7 @@ def write_mixture_report(
     if content != "none":
         writers |= {
             directory / "mixture.csv": lambda path: write_table_csv(path, COLUMNS, _rows(mixture)),
-            directory / "mixture.html": lambda path: write_text(path, _page(mixture)),
+            directory / "mixture.html": lambda path: write_text(path, _page(mixture, other)),
             directory / "mixture.png": lambda path: _draw(mixture, path),
         }
     return write_each(writers, list(mixture.weights), pictures=content == "full")
@@ -106,18 +108,26 @@ def mixture_table(mixture: Mixture, other: Mixture | None = None) -> Table:
 
     title = Text(f"Mixture for {display(mixture.target)}", style="table.title")
     table = Table(title=title, title_justify="left")
-    heads = ["source", _head(mixture), *([] if other is None else [_head(other)])]
-    if mixture.intervals is not None:
-        heads.append("95% interval")
-    for name in (*heads, "marginal cost", "rows"):
+    heads, lines = _cells(mixture, other)
+    for name in heads:
         table.add_column(name, justify="left" if name == "source" else "right")
-    for name, weight in sorted(mixture.weights.items(), key=lambda item: -item[1]):
-        cells = [f"{weight:.4f}", *([] if other is None else [f"{other.weights[name]:.4f}"])]
-        if mixture.intervals is not None:
-            cells.append("[{:.3f}, {:.3f}]".format(*mixture.intervals[name]))
-        cells += [f"{mixture.marginal_costs[name]:+.3g}", str(mixture.sizes[name])]
+    for name, *cells in lines:
         table.add_row(Text(display(name)), *cells)
     return table
+
+
+def _cells(mixture: Mixture, other: Mixture | None) -> tuple[list[str], list[list[str]]]:
+    """Return the heads of a table, and its lines, the heaviest source first."""
+    each = [mixture, *([] if other is None else [other])]
+    interval = [] if mixture.intervals is None else ["95% interval"]
+    heads = ["source", *map(_head, each), *interval, "marginal cost", "rows"]
+    lines = []
+    for name, _ in sorted(mixture.weights.items(), key=lambda item: -item[1]):
+        cells = [name, *(f"{one.weights[name]:.4f}" for one in each)]
+        if mixture.intervals is not None:
+            cells.append("[{:.3f}, {:.3f}]".format(*mixture.intervals[name]))
+        lines.append([*cells, f"{mixture.marginal_costs[name]:+.3g}", str(mixture.sizes[name])])
+    return heads, lines
 
 
 def plot_mixture(mixture: Mixture) -> Figure:
@@ -141,27 +151,27 @@ def _rows(mixture: Mixture) -> list[tuple[object, ...]]:
     ]
 
 
-def _page(mixture: Mixture) -> str:
-    """Return the page: sentences, a table with bars, and other weights."""
+def _page(mixture: Mixture, other: Mixture | None) -> str:
+    """Return the page: sentences, and the table with bars of the weights."""
     title = html_text(f"Mixture for {mixture.target}")
-    lines = []
-    for name, weight in sorted(mixture.weights.items(), key=lambda item: -item[1]):
+    heads, lines = _cells(mixture, other)
+    rows = []
+    for name, *cells in lines:
         bar = (
-            f'<svg><rect x="0" y="25%" height="50%" width="{100 * weight:.2f}%" '
+            f'<svg><rect x="0" y="25%" height="50%" width="{100 * mixture.weights[name]:.2f}%" '
             f'fill="{SOURCE_COLOR}"/></svg>'
         )
-        cost = f"{mixture.marginal_costs[name]:+.3g}"
-        lines.append(
-            f'<tr><td class="name">{html_text(name)}</td><td>{weight:.4f}</td><td>{cost}</td>'
-            f'<td>{mixture.sizes[name]}</td><td class="bars">{bar}</td></tr>'
+        numbers = "".join(f"<td>{cell}</td>" for cell in cells)
+        rows.append(
+            f'<tr><td class="name">{html_text(name)}</td>{numbers}<td class="bars">{bar}</td></tr>'
         )
     said = "".join(f"<li>{html_text(one, None)}</li>" for one in mixture.sentences())
-    heads = "".join(f"<th>{one}</th>" for one in ("weight", "marginal cost", "rows", ""))
+    above = "".join(f"<th>{one}</th>" for one in (*heads[1:], ""))
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{STYLE}</style></head><body><h1>{title}</h1><ul>{said}</ul>"
-        f'<table><thead><tr><th class="name">source</th>{heads}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></body></html>\n"
+        f'<table><thead><tr><th class="name">source</th>{above}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></body></html>\n"
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash.checks import shown
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.label_sets import Encoded
@@ -266,10 +267,10 @@ def _units(groups: Sequence[Any] | None, sizes: tuple[int, int]) -> Numbers:
     """Return the unit of each row of both sides."""
     if groups is None:
         return np.arange(sum(sizes))
-    if len(groups) != 2:
+    if not isinstance(groups, list | tuple) or len(groups) != 2:
         raise InputError(
-            f"groups must be two sequences, of the rows of reference and of sample, got "
-            f"{len(groups)}"
+            "groups must be two sequences, (of the rows of reference, of the rows of sample), got "
+            f"{shown(groups)}"
         )
     given = []
     for place, part in zip(PLACES, groups, strict=True):

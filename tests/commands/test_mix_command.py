@@ -50,6 +50,9 @@ def test_the_files_of_a_run(mix):
     assert float(rows[1]["weight"]) == content["weights"]["b1"]
     page = Path("run/mixture.html").read_text(encoding="utf-8")
     assert page.count("<rect") == 3
+    assert "<th>debiased weight</th>" in page
+    assert content["labels"] == content["other"]["labels"] == "gaussian"
+    assert content["epsilon"] == content["other"]["epsilon"]
     drawn = np.load("run/mixture.npz")
     assert drawn["x"].shape[0] == drawn["y"].shape[0] == 30
     assert Path("run/mixture/state.json").is_file()
@@ -83,6 +86,13 @@ REFUSED = {
     "rows=1000": "which has 60; draw",
     "bound_width=0": "bound_width must be positive",
 }
+
+
+def test_weights_are_written_before_too_many_rows_are_refused(mix):
+    said = mix("rows=70", "both=false")
+    assert said.code == 2
+    assert "ask for the mixture with max_rows=70" in said.error
+    assert read()["weights"]["b1"] > 0.98
 
 
 @pytest.mark.parametrize("given", REFUSED)

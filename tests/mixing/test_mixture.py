@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import t as student
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError, NotConvergedWarning
+from otdd_flash.mixing.intervals import weight_intervals
+from otdd_flash.mixing.weights import Allowed
+from otdd_flash.solver.solving import solve
 from tests.mixing.dense import mixed, problem, value, weights
 from tests.refusals import naming
 
@@ -26,8 +31,8 @@ def cloud(n, centre, seed, name="cloud", wide=1.0, labels=None):
 @pytest.mark.parametrize("seed", [0, 6, 7])
 def test_two_sources_against_a_line_search(seed):
     """The least value over t of OT(t mu_1 + (1 - t) mu_2), dense float64."""
-    target, (*_,) = problem(seed)
-    each = problem(seed)[1][:2]
+    target, each = problem(seed)
+    each = each[:2]
     found = mixed(target, each, epsilon=0.2)
     low, high = 0.0, 1.0
     ratio = (math.sqrt(5) - 1) / 2
@@ -128,6 +133,16 @@ def test_copies_share_a_weight_and_are_told_as_undetermined():
     assert any("undetermined" in said for said in found.sentences())
 
 
+def test_copies_are_told_beside_a_source_at_its_limit():
+    each = [cloud(50, (0, 0), 0, "one"), cloud(50, (0, 0), 0, "two"), cloud(50, (5, 0), 1, "three")]
+    x = torch.cat((cloud(50, (0, 0), 2).features, cloud(50, (5, 0), 3).features))
+    found = otdd.mixture(
+        x, [*each, cloud(50, (0, 5), 4, "no")], labels="none", max_weights={"no": 0.0}
+    )
+    (moves,) = found.undetermined
+    assert set(moves) == {"one", "two"}
+
+
 def test_different_sources_are_determined():
     each = [cloud(50, (0, 0), 0, "one"), cloud(50, (5, 0), 1, "two")]
     x = torch.cat((cloud(50, (0, 0), 2).features, cloud(50, (5, 0), 3).features))
@@ -155,9 +170,20 @@ def test_limits_are_tight(given, expected):
     # A source at its limit would have more.
     if found.limits["near"] < 1:
         assert found.marginal_costs["near"] < 0
-    # The bounds are those of allowed weights: uniform ones are, at max_rows=120.
+    # The bounds are those of allowed weights.
     at = value(target, each, weights(found), found.details["epsilon"])
     assert found.bounds[0] - 1e-9 <= at <= found.bounds[1] + 1e-9
+
+
+def test_limits_hold_where_epsilon_is_small():
+    each = [cloud(30, (0, 0), 0, "near"), *(cloud(30, (30 + k, 0), k) for k in range(1, 4))]
+    target = cloud(40, (0, 0), 9, "t")
+    limits = {"near": 0.4, "cloud": 0.3, "cloud (2)": 0.3, "cloud (3)": 0.3}
+    found = otdd.mixture(target, each, labels="none", epsilon=0.1, max_weights=limits)
+    assert found.weights["near"] == pytest.approx(0.4)
+    assert all(w <= limits[name] + 1e-12 for name, w in found.weights.items())
+    assert found.bounds[0] <= found.bounds[1]
+    assert found.converged
 
 
 def test_a_penalty_draws_to_given_weights():
@@ -181,6 +207,82 @@ def test_a_penalty_draws_to_given_weights():
     assert last == pytest.approx(0.3, abs=0.02)
     even = mixed(target, each, penalty=200.0, epsilon=epsilon)
     assert even.weights["near"] == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_penalty_makes_no_source_cheap_that_has_no_weight():
+    each = [cloud(60, (0, 0), 0, "near"), cloud(60, (9, 0), 1, "far")]
+    found = mixed(cloud(90, (0, 0), 5, "t"), each, penalty=0.3, epsilon=0.5)
+    assert found.weights["far"] == 0
+    assert found.marginal_costs["near"] == pytest.approx(0, abs=1e-9)
+    assert found.marginal_costs["far"] > 1
+
+
+def test_a_debiased_value_is_that_of_its_weights():
+    """Sources far away have some mass in the search, and none in what is told."""
+    each = [cloud(40, (0, 0), 0, "near"), cloud(40, (50, 0), 1, "far")]
+    found = mixed(cloud(60, (0, 0), 5, "t"), each, debias=True, epsilon=0.5)
+    assert found.weights["near"] == 1
+    alone = found.others[0]
+    assert alone.name == "near alone"
+    assert found.value == pytest.approx(alone.value, abs=1e-4)
+    assert found.bounds[0] <= alone.upper
+    assert alone.lower <= found.bounds[1]
+
+
+def test_a_source_too_far_for_the_precision_is_not_compared():
+    each = {"a": cloud(30, (0, 0), 0), 1: cloud(30, (1000, 0), 1)}
+    target = cloud(40, (0, 0), 5, "t")
+    given = {"labels": "none", "epsilon": 0.1, "debias": True}
+    found = otdd.mixture(target, each, max_weights={1: 0.9}, **given)
+    assert found.weights == pytest.approx({"a": 1.0, "1": 0.0})
+    assert found.others[0].name == "a alone"
+    assert found.limits["1"] == 0.9
+    assert any("not looked for" in said for said in found.sentences())
+
+
+def test_subsamples_are_measured_as_the_whole(monkeypatch, tmp_path):
+    """The epsilon between classes is that of the whole, and nothing of a subsample is cached."""
+    used = []
+
+    def intervals(compare, given, *_):
+        used.append(compare.keywords)
+        return [(0.0, 1.0)] * (len(given) - 1)
+
+    monkeypatch.setattr("otdd_flash.mixing.intervals.weight_intervals", intervals)
+    each = [cloud(20, (k, 0), k, f"s{k}", labels=[0, 1] * 10) for k in range(2)]
+    metric = otdd.labels.Sinkhorn()
+    target = cloud(20, (0, 0), 5, "t", labels=[0, 1] * 10)
+    otdd.mixture(target, each, labels=metric, subsample=39, cache_dir=tmp_path)
+    (one,) = used
+    points = torch.cat([side.features for side in (*each, target)]).double()
+    mean = float(torch.cdist(points, points).square().mean())
+    assert one["metric"].epsilon == pytest.approx(0.01 * mean)
+    assert one["cache_dir"] is None
+
+
+def test_intervals_are_as_long_as_the_deviations_say(monkeypatch):
+    """Half of the rows: weights deviate as those of all rows, sqrt((1/2) / (1 - 1/2)) = 1."""
+    draw, drawn = np.random.default_rng(0), []
+
+    def searched(*_):
+        t = float(draw.normal(0.5, 0.03))
+        drawn.append(t)
+        return SimpleNamespace(w=np.array([t, 1 - t])), None
+
+    monkeypatch.setattr("otdd_flash.mixing.intervals.searched", searched)
+    given = [cloud(40, (0, 0), k) for k in range(3)]
+    limits = Allowed(np.ones(2), 0.0, np.full(2, 0.5))
+    sizes = set()
+
+    def compare(parts):
+        sizes.update(len(part) for part in parts)
+        return None, None
+
+    found = weight_intervals(compare, given, limits, 1e-3, np.array([0.98, 0.02]), 39, 0)
+    reach = student.ppf(0.975, 38) * np.std(drawn, ddof=1)
+    assert sizes == {20}
+    assert found[0] == pytest.approx((0.98 - reach, 1.0))
+    assert found[1] == pytest.approx((0.0, 0.02 + reach))
 
 
 def test_classes_of_sources_stay_apart_and_labels_count():
@@ -212,16 +314,16 @@ def test_unlabelled_targets_cosine_and_numbers():
     assert found.weights["a"] > 0.8
     with pytest.raises(InputError, match="no labels"):
         otdd.mixture(target, labelled)
+    # Numbers of the near source are 30 off.
     numbers = [
         otdd.LabeledSamples(
-            one.features, None, (), name=one.name, targets=torch.full((40,), k) + one.features[:, 0]
+            one.features, None, (), name=one.name, targets=one.features[:, 0] + 30 * (1 - k)
         )
         for k, one in enumerate(labelled)
     ]
-    aim = otdd.LabeledSamples(
-        target.features, None, (), targets=torch.ones(30) + target.features[:, 0]
-    )
-    assert sum(otdd.mixture(aim, numbers, labels="continuous").weights.values()) == pytest.approx(1)
+    aim = otdd.LabeledSamples(target.features, None, (), targets=target.features[:, 0])
+    assert otdd.mixture(aim, numbers, labels="continuous").weights["b"] > 0.5
+    assert otdd.mixture(aim, numbers, labels="none").weights["b"] < 0.5
 
 
 def test_the_rows_that_are_drawn():
@@ -253,17 +355,41 @@ def test_the_rows_that_are_drawn():
 def test_rows_are_drawn_by_their_masses():
     masses = torch.tensor([1.0] * 20 + [0.0] * 20)
     one = otdd.LabeledSamples(torch.randn(40, 2), None, (), masses, name="half")
-    found = otdd.mixture(torch.randn(30, 2), [one], labels="none")
-    assert found.sizes == {"half": 20}
+    found = otdd.mixture(torch.randn(30, 2), [one, cloud(60, (9, 9), 0, "far")], labels="none")
+    assert found.sizes == {"half": 20, "far": 60}
+    assert found.weights["half"] == 1
     assert found.rows(20)["half"].tolist() == list(range(20))
+    # Rows without mass count nowhere.
+    assert found.others[-1].weights == (0.25, 0.75)
+    with pytest.raises(InputError, match=r"draw 20 or fewer, or ask .* max_rows=80$"):
+        found.rows(80)
+    with pytest.raises(InputError, match=r"or add sources, as all together have 80$"):
+        found.rows(81)
 
 
 REFUSED = [
     ({"sources": []}, "1 to 200 sources, got 0"),
     ({"max_weights": {"c": 0.5}}, "max_weights names 'c', and the sources are a, b"),
-    ({"max_weights": {"a": -1}}, "a weight, 0 or more"),
+    ({"max_weights": {"a": -1}}, "a weight, 0 to 1, got -1"),
+    ({"max_weights": {"a": 50}}, "a weight, 0 to 1, got 50"),
+    ({"penalty": 1.0, "towards": {"a": -1}}, "a weight, 0 or more, got -1"),
     ({"max_weights": {"a": 0.3, "b": 0.3}}, "sum to 0.6, and weights to 1"),
-    ({"max_rows": 1000}, "80 rows are the most they allow"),
+    ({"max_rows": 1000}, "weights to 1: lower max_rows to 80$"),
+    # b gives 40 rows, which are nine tenths of 44.
+    (
+        {"max_rows": 1000, "max_weights": {"a": 0.1}},
+        "weights to 1: lower max_rows to 44$",
+    ),
+    (
+        {"max_rows": 50, "max_weights": {"a": 0.1}},
+        "weights to 1: raise max_weights or lower max_rows to 44$",
+    ),
+    ({"max_weights": {"a": 0.3, "b": 0.2}, "max_rows": 90}, "max_weights, max_rows and towards"),
+    (
+        {"max_weights": {"a": 0.5}, "penalty": 1.0, "towards": {"a": 1}},
+        "raise max_weights or give more sources a weight in towards$",
+    ),
+    ({"sources": cloud(40, (0, 0), 0)}, "sources must be a list of datasets.* LabeledSamples"),
     ({"towards": {"a": 1}}, "towards= needs penalty="),
     ({"penalty": 1.0, "towards": {"a": 0}}, "towards must have a weight above 0"),
     ({"ground": "inner"}, "sqeuclidean or cosine, got inner"),
@@ -287,6 +413,24 @@ def test_time_that_is_over_is_told():
         found = mixed(target, each, max_seconds=1e-6)
     assert found.others == ()
     assert found.stopped_by == "max_seconds"
+
+
+def test_comparisons_end_when_the_time_is_over(monkeypatch):
+    """One whose solves were cut short is not called the best."""
+    target, each = problem(1)
+    now = 0.0
+    monkeypatch.setattr("otdd_flash.mixing.mixture.time.monotonic", lambda: now)
+
+    def solved(*given, **options):
+        nonlocal now
+        now += 50.0
+        assert given[1].max_seconds > 0
+        return solve(*given, **options)
+
+    monkeypatch.setattr("otdd_flash.mixing.mixture.solve", solved)
+    assert len(mixed(target, each, max_seconds=1000.0).others) == 3
+    now = 0.0
+    assert mixed(target, each, max_seconds=120.0).others == ()
 
 
 @pytest.mark.slow

@@ -51,8 +51,35 @@ def test_cuts_of_solves_are_tight(seed):
     answer = MixtureOracle(comparison, sources).at(w, 1e-6)
     size = max(abs(truth), 1.0)
     assert truth - 1e-4 * size <= float(w @ answer.cut) <= truth + 1e-9 * size
-    assert answer.bounds[0] <= truth + 1e-9 * size
+    assert answer.divergence.bounds[0] <= truth + 1e-9 * size
     assert truth <= answer.upper + 1e-9 * size
+
+
+def test_cuts_are_lowered_by_all_errors_of_their_pass():
+    target, each = problem(3)
+    sources, comparison = prepared(target, each, 0.2)
+    operator = comparison.operator("xy", keep_scores=False).refined
+
+    class Rough:
+        a, b, costs = operator.a, operator.b, operator.costs
+
+        def marginals(self, *given):
+            sums = operator.marginals(*given)
+            return sums._replace(
+                row_errors=sums.row_errors + 0.5,
+                column_errors=sums.column_errors + 0.25,
+                relative_error=0.01,
+                underflow=0.02,
+                cost_rounding=1e-3,
+            )
+
+    g = torch.zeros(len(target), dtype=torch.float64)
+    f = operator.softmin_rows(g.to(operator.costs.dtype), 0.2).double()
+    exact, rough = (priced(one, sources, f, g, 0.2, e) for one, e in ((operator, 0), (Rough(), 4)))
+    assert rough.prices == pytest.approx(exact.prices)
+    # Rows at their softmins have r = 1.
+    lost = 0.5 + 0.25 + 0.2 * (0.01 + 0.02) + 2e-3 * operator.costs.highest + 4
+    assert exact.cut - rough.cut == pytest.approx(np.full(len(each), lost), rel=1e-3)
 
 
 def test_the_mean_potential_alone_is_no_bound():

@@ -78,6 +78,13 @@ def test_with_a_penalty_the_lowest_value_is_below_all_and_is_attained():
         assert (best <= most + 1e-12).all()
 
 
+def test_weights_are_within_limits_where_others_are_far_less_likely():
+    limits = allowed([0.4, 0.3, 0.3, 0.3])
+    found = limits.nearest(np.array([0.0, 5.0, 5.001, 6.0]), 1e3, limits.centre)
+    assert found == pytest.approx([0.4, 0.3, 0.3, 0.0])
+    assert found.sum() == pytest.approx(1, abs=1e-12)
+
+
 def test_the_next_weights_minimise_the_model():
     draw = np.random.default_rng(2)
     for _ in range(20):
@@ -155,3 +162,27 @@ def test_a_secant_update_has_the_curvature_that_was_seen():
 def test_small_weights_go_to_the_largest_with_room():
     w = without_small(np.array([0.5, 0.4999, 0.0001]), 1e-3, np.array([0.5, 1.0, 1.0]))
     assert w == pytest.approx([0.5, 0.5, 0.0])
+    # Never to a source that has no room.
+    w = without_small(np.array([0.0, 0.6, 0.3999, 9e-5]), 1e-3, np.array([0.0, 0.6, 0.39995, 1.0]))
+    assert w == pytest.approx([0, 0.6, 0.39995, 5e-5])
+    w = without_small(np.array([0.4, 0.0, 0.0]), 1e-3, np.array([0.4, 0.3, 0.5]))
+    assert w == pytest.approx([0.4, 0.3, 0.3])
+
+
+def test_the_width_is_that_of_the_value_at_the_best_weights():
+    """Steps that fail, to larger values, do not widen it."""
+
+    class Growing(Function):
+        def at(self, w, width):
+            found = super().at(w, width)
+            self.scale = found.upper
+            return found
+
+    hessian = np.diag([1.0, 30.0, 300.0])
+    oracle = Growing(lambda w: (float(w @ hessian @ w / 2), hessian @ w))
+    for width in (0.5, 0.2, 0.1, 0.03):
+        for k in range(3):
+            start = 0.98 * np.eye(3)[k] + 0.02 / 3
+            found = minimise(oracle, allowed([1, 1, 1]), start, width)
+            assert found.stopped_by == "bound_width"
+            assert found.upper - found.lower <= width * found.upper * (1 + 1e-12)
