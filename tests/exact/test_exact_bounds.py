@@ -399,7 +399,7 @@ def test_an_arc_left_out_widens_the_interval_alone(monkeypatch):
 
     def fewer(cls, m, *parts):
         arcs = joined(cls, m, *parts)
-        return arcs.some(np.arange(len(arcs.rows)) % 7 > 0) if len(arcs.rows) > 80 else arcs
+        return arcs.some(np.arange(len(arcs.rows)) % 7 > 0) if len(arcs.rows) > 120 else arcs
 
     monkeypatch.setattr(solve.Arcs, "joined", classmethod(fewer))
     low, high = exactly(costs, bound_width=0).bounds

@@ -120,6 +120,16 @@ def test_points_on_a_line_are_sorted(size, device):
     assert truth - 1e-11 <= found.bounds[1] <= truth * (1 + 1e-4)
 
 
+@pytest.mark.parametrize(("n", "m"), [(2_000, 2_000), (2_000, 1_500)])
+def test_points_on_a_line_need_few_rounds(n, m):
+    # Within the blur of the first potentials are hundreds of points, not the few arcs of each.
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(k, 1, generator=draw, dtype=torch.float64) for k in (n, m))
+    found = otdd.sinkhorn(x, 2 * y + 3, epsilon=0, options=otdd.Exact(bound_width=0))
+    assert found.stopped_by == "optimal"
+    assert found.iterations <= 3
+
+
 @pytest.mark.usefixtures("few_arcs")
 @pytest.mark.parametrize("scale", [2.0**-60, 2.0**60])
 def test_scales_beyond_float32_are_solved_to_the_end(scale):

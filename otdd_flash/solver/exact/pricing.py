@@ -15,7 +15,7 @@ call these. A change must keep that the costs of arcs are the very numbers of th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otdd_flash.cost.points import LabelledCost
+from otdd_flash.cost.points import UNDERFLOW, LabelledCost
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.operators.given_costs import CostSource, GivenCosts
@@ -40,6 +40,9 @@ BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 22, 1 << 27
 # Arcs of a column that are collected before they are sorted, over those that are kept.
 POOLED = 8
 
+# Slices of a cloud that its principal axis is taken from, their rows, and steps of a power method.
+AXIS_SLICES, SLICE_ROWS, AXIS_STEPS = 16, 64, 16
+
 Vector = NDArray[np.float64]
 Places = NDArray[np.int64]
 
@@ -55,6 +58,8 @@ class ExactCosts(Protocol):
         highest: none that is finite is above it.
         mean: sum_ij a_i b_j C_ij over finite costs.
         forbidden: whether a cost is +inf.
+        orders: of rows (n,) and of columns (m,), in which a plan by the north-west corner rule is a
+            good one, if costs have any: along their common principal axis for points.
     """
 
     a: Tensor
@@ -64,6 +69,9 @@ class ExactCosts(Protocol):
     highest: float
     mean: float
     forbidden: bool
+
+    @property
+    def orders(self) -> tuple[Places, Places]: ...
 
     def price(
         self,
@@ -164,6 +172,19 @@ class PointCosts(_InBlocks):
         self.lowest, self.highest = cost.cost_range
         self.mean, self.forbidden = cost.mean_cost, False
 
+    @property
+    def orders(self) -> tuple[Places, Places]:
+        """Rows and columns along the principal axis that both clouds have about their means."""
+        n, m = self._cost.shape
+        sides = ((self._products.left, n), (self._products.right, m))
+        joint = torch.cat([_centred_sample(*side) for side in sides])
+        axis = joint[joint.square().sum(1).argmax()]
+        for _ in range(AXIS_STEPS):
+            axis = joint.T @ (joint @ axis)
+            axis = axis / torch.linalg.vector_norm(axis).clamp_min(UNDERFLOW)
+        x, y = (_order_along(axis, *side) for side in sides)
+        return x, y
+
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         first, last, m = self._rows.start, self._rows.stop, self._cost.shape[1]
         height = block_height(last - first, m, self.a.device)
@@ -186,6 +207,11 @@ class MatrixCosts(_InBlocks):
         self.lowest, self.highest, self.mean = facts.lowest, facts.highest, facts.mean
         self.forbidden = facts.forbidden
 
+    @property
+    def orders(self) -> tuple[Places, Places]:
+        n, m = self._costs.shape
+        return np.arange(n), np.arange(m)
+
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         n, m = self._costs.shape
         asked = self._costs.block_entries
@@ -193,6 +219,22 @@ class MatrixCosts(_InBlocks):
         for start in range(0, n, height):
             rows = slice(start, min(start + height, n))
             yield rows, self._costs.rows(rows).double()
+
+
+def _centred_sample(points: Callable[[slice], Tensor], count: int) -> Tensor:
+    """Return evenly spaced slices of a cloud of `count` points, less their mean."""
+    starts = np.linspace(0, max(count - SLICE_ROWS, 0), AXIS_SLICES).astype(int).tolist()
+    slices = [slice(start, start + SLICE_ROWS) for start in dict.fromkeys(starts)]
+    sample = torch.cat([points(some) for some in slices])
+    return sample - sample.mean(0)
+
+
+def _order_along(axis: Tensor, points: Callable[[slice], Tensor], count: int) -> Places:
+    """Return the order of `count` points along an axis (d,)."""
+    height = block_height(count, len(axis), axis.device)
+    slices = (slice(start, min(start + height, count)) for start in range(0, count, height))
+    order: Places = torch.cat([points(some) @ axis for some in slices]).argsort().cpu().numpy()
+    return order
 
 
 def block_height(n: int, m: int, device: torch.device) -> int:
@@ -275,6 +317,11 @@ class SharedCosts:
         self.a, self.b, self.errors = whole.a, whole.b, whole.errors
         self.lowest, self.highest, self.mean = whole.lowest, whole.highest, whole.mean
         self.forbidden, self._operator, self._error = False, operator, error
+        self._whole = whole
+
+    @property
+    def orders(self) -> tuple[Places, Places]:
+        return self._whole.orders
 
     def price(
         self,

@@ -4,8 +4,10 @@ A round solves the linear program on the arcs so far, whose plan is an upper bou
 all costs at its potentials. The pass gives a lower bound, and the arcs of negative reduced cost
 that the program has missed; these are added. The first arcs are those of the least reduced costs of
 every row and every column at entropic potentials of a small epsilon. Where these have no plan, the
-tree of the north-west corner is added, with which the program always has one. Small problems take
-all arcs.
+tree of the north-west corner is added, with which the program always has one. In the order of the
+points along their principal axis that tree is the optimal plan of points on a line, to which a
+small epsilon is no guide, as thousands of them are within its blur: its arcs, and those beside them
+that prove it, are always among the first unless they are dear. Small problems take all arcs.
 
 `solving` and `matrix.transport` call `solve_exact` for `Exact` options.
 """
@@ -312,15 +314,36 @@ class _Solve:
     def find_first_arcs(self, operator: Callable[[], Operator]) -> None:
         """Find arcs at entropic potentials, of `operator`, or all arcs where they are few."""
         n, m = len(self.a), len(self.b)
-        rows, columns, masses = corner_tree(self.integers.supply, self.integers.demand)
+        rows, columns, masses = self.staircase()
         f, count = self.f, max(n, m)
         if not self.plain:
             f, self.g, self.passes = first_potentials(self.costs, operator(), self.end)
             count = FIRST_ARCS
-        check_arcs(min(n * m, (n + m) * (count + 1)))
+        check_arcs(min(n * m, (n + m) * (count + 3)))
         priced = self.price(f, self.g, count, wanted=(rows, columns))
-        self.improve_upper(priced.wanted, masses)
-        self.f, self.arcs, self.plan = priced.row_least, priced.arcs, priced.wanted
+        tree, stairs, self.f = masses > 0, priced.wanted, priced.row_least
+        self.plan = stairs.some(tree)
+        self.improve_upper(self.plan, masses[tree])
+        # Dear arcs would cost potentials digits.
+        dearest = priced.arcs.reduced(self.f, self.g).max()
+        cheap = stairs.some(stairs.reduced(self.f, self.g) <= dearest)
+        self.arcs = Arcs.joined(m, priced.arcs, cheap)
+
+    def staircase(self) -> tuple[Places, Places, Vector]:
+        """Return the corner's tree along `ExactCosts.orders`, and the arcs beside its steps.
+
+        Returns:
+            Rows, sorted, columns and masses (k,) of at most 3 (n + m) arcs; 0 of those beside.
+        """
+        of_rows, of_columns = self.costs.orders
+        supply, demand, _ = self.integers
+        rows, columns, masses = corner_tree(supply[of_rows], demand[of_columns])
+        rows = of_rows[np.concatenate((rows, rows[:-1], rows[1:]))]
+        columns = of_columns[np.concatenate((columns, columns[1:], columns[:-1]))]
+        m = len(demand)
+        keys, places = np.unique(rows * m + columns, return_inverse=True)
+        spread: Vector = np.bincount(places[: len(masses)], masses, len(keys)).astype(float)
+        return keys // m, keys % m, spread
 
     def solve_round(self) -> None:
         """Solve the program on the arcs, and pass over all costs at its potentials for others."""
