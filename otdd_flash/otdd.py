@@ -25,6 +25,7 @@ from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.distributed.shared import ALONE
 from otdd_flash.eager import computes
+from otdd_flash.errors import InputError
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.gromov.distance import gromov_distance, gromov_options
 from otdd_flash.gromov.starts import STARTS
@@ -75,7 +76,7 @@ def dataset_distance(
     lambda_x: NotNegative = 0.5,
     lambda_y: NotNegative | None = None,
     ground: DatasetGround = "sqeuclidean",
-    starts: Count = STARTS,
+    starts: Count | None = None,
     debias: bool = True,
     unbalanced: Unbalanced | None = None,
     unbalanced_relative: Unbalanced | None = None,
@@ -111,7 +112,8 @@ def dataset_distance(
             class table of yours or `labels="none"`. `gromov` compares distances within each
             dataset (docs/gromov.md): lambda_x weighs the Gromov-Wasserstein energy, whose mean
             over independent pairs is the mean cost; `debias` must be false.
-        starts: the number of starts with `ground="gromov"`, of which the best is kept.
+        starts: the number of starts with `ground="gromov"`, 4 by default, of which the best is
+            kept.
         debias: subtract half of both self terms; without, OT_epsilon itself is the value.
         unbalanced: rho, the price of mass that is not matched, in units of the cost: marginals then
             cost rho KL(P 1 | a) + rho KL(P^T 1 | b) in the place of being exact. Two numbers
@@ -143,7 +145,7 @@ def dataset_distance(
     if ground == "gromov":
         relaxed = unbalanced if unbalanced_relative is None else unbalanced_relative
         options = gromov_options(
-            metric, lambda_y, options, compute, debias=debias, unbalanced=relaxed
+            metric, lambda_x, lambda_y, options, compute, debias=debias, unbalanced=relaxed
         )
         return gromov_distance(
             (source, target),
@@ -153,11 +155,12 @@ def dataset_distance(
             compute,
             epsilon=epsilon,
             epsilon_relative=epsilon_relative,
-            starts=starts,
+            starts=starts or STARTS,
             statistics=class_statistics,
             min_class_size=min_class_size,
             progress=progress,
         )
+    refuse_starts(starts)
     refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias, ground=ground)
     check_squares(*(class_statistics or ()))
     (source, target), comparison = prepared(
@@ -228,10 +231,18 @@ def dataset_distance(
 def ground_cost(lambda_x: float, lambda_y: float | None, ground: str) -> GroundCost:
     """Return the ground cost, with the default of `lambda_y` where it was not given.
 
-    For `gromov` it is that of linearised problems.
+    For `gromov` it is that of linearised problems, and labels without a weight do not count.
     """
-    between = "inner" if ground == "gromov" else ground
-    return GroundCost(lambda_x, LAMBDA_Y if lambda_y is None else lambda_y, between)
+    if ground == "gromov":
+        # Both may be 0 where `gromov_options` refuses them.
+        return GroundCost(lambda_x, lambda_y or (0.0 if lambda_x else 1.0), "inner")
+    return GroundCost(lambda_x, LAMBDA_Y if lambda_y is None else lambda_y, ground)
+
+
+def refuse_starts(starts: int | None) -> None:
+    """Raise an `InputError` if starts are given with another ground than gromov."""
+    if starts is not None:
+        raise InputError("starts are of ground=gromov alone; leave them out")
 
 
 def prepared(

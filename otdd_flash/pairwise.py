@@ -53,12 +53,13 @@ from otdd_flash.files.tensor_file import (
     other_version,
 )
 from otdd_flash.gromov.classes import gromov_table
-from otdd_flash.gromov.distance import checked, gromov_options, gromov_pairs, mean_independent
+from otdd_flash.gromov.distance import GromovPairs, checked, gromov_options
 from otdd_flash.gromov.solve import prepare
 from otdd_flash.gromov.starts import STARTS
 from otdd_flash.labels import (
     JointClassDistances,
     Labels,
+    NoLabels,
     metric_of,
     settled_metric,
 )
@@ -66,10 +67,10 @@ from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import as_datasets, measure_all
 from otdd_flash.labels.numbers import refuse_table, with_numbers
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.otdd import ground_cost, prepared
+from otdd_flash.otdd import ground_cost, prepared, refuse_starts
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
-from otdd_flash.shown import NOT_SAMPLED, convergence_text, display, listing
+from otdd_flash.shown import convergence_text, display, listing, not_sampled
 from otdd_flash.solver.divergence import Divergence, whole_term
 from otdd_flash.solver.penalties import (
     penalties_of,
@@ -106,7 +107,7 @@ def pairwise_distances(
     lambda_x: NotNegative = 0.5,
     lambda_y: NotNegative | None = None,
     ground: DatasetGround = "sqeuclidean",
-    starts: Count = STARTS,
+    starts: Count | None = None,
     unbalanced: Positive | None = None,
     unbalanced_relative: Positive | None = None,
     solver: Schedule | None = None,
@@ -137,7 +138,7 @@ def pairwise_distances(
         lambda_y: weight of the squared distance between classes, as for `dataset_distance`.
         ground: the cost between features, as for `dataset_distance`; with `gromov`, which is not
             debiased, datasets may have any dimensions, and `converged` is of one solve a pair.
-        starts: as for `dataset_distance`.
+        starts: as for `dataset_distance`; `details["gromov"]` has where each led.
         unbalanced: rho, the price of mass that is not matched, in units of the cost, for all pairs.
         unbalanced_relative: the same as a multiple of the mean cost over all pairs of different
             datasets.
@@ -162,6 +163,7 @@ def pairwise_distances(
     metric, whole = with_numbers(metric, whole)
     options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
     if ground != "gromov":
+        refuse_starts(starts)
         refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=True, ground=ground)
     if not isinstance(options, Exact) and (
         not isinstance(options, Converged) or options.bound_width or options.max_seconds
@@ -175,7 +177,7 @@ def pairwise_distances(
     if gromov:
         relaxed = unbalanced if unbalanced_relative is None else unbalanced_relative
         options = gromov_options(
-            measured_by, lambda_y, options, compute, debias=False, unbalanced=relaxed
+            measured_by, lambda_x, lambda_y, options, compute, debias=False, unbalanced=relaxed
         )
         sides = checked(whole, measured_by, min_class_size)
         comparison = prepare(sides, cost, compute)
@@ -196,7 +198,9 @@ def pairwise_distances(
     else:
         table = class_distances.named_for(sides)
     measured = time.perf_counter()
-    mean = mean_independent(comparison, table) if gromov else _mean_cost(comparison, table)
+    labelled = None if isinstance(measured_by, NoLabels) else table
+    inner = GromovPairs(comparison, labelled) if gromov else None
+    mean = _mean_cost(comparison, table) if inner is None else inner.mean_cost
     scale = cost.standardized(sides[0].dim)
     name, given, used = resolve_epsilon(epsilon, epsilon_relative, lambda: mean)
     with epsilon_of_datasets(name, given, used, lambda: mean, scale):
@@ -206,10 +210,10 @@ def pairwise_distances(
         places = range(len(sides))
         pairs = [(i, j) for j in places for i in (*(() if gromov else (j,)), *range(j))]
         terms: Iterator[Divergence | None]
-        if gromov:
-            terms = gromov_pairs(comparison, table, options, starts, pairs)
-        else:
+        if inner is None:
             terms = _terms(comparison, table, options, pairs)
+        else:
+            terms = inner.solve(used, options, starts or STARTS, pairs)
         found = _solve_all(table, options, progress, pairs, terms)
     solved = time.perf_counter()
     labels_epsilon = getattr(metric, "epsilon", None) if class_distances is None else None
@@ -224,7 +228,7 @@ def pairwise_distances(
         **({} if constraints.exact else {"unbalanced": penalties_of(constraints)}),
         "mean_cost": mean,
         **cost.to_dict(),
-        **({"ground": ground, "starts": starts} if gromov else {}),
+        **({} if inner is None else {"ground": ground, **inner.summary()}),
         **({} if target_scale is None else {"target_scale": list(target_scale)}),
         "fingerprints": [samples.fingerprint for samples in sides],
         "seconds": {"class_distances": measured - started, "solve": solved - measured},
@@ -410,7 +414,7 @@ class PairwiseResult:
 
     def __str__(self) -> str:
         """Return the line of `repr`, and one on the sampling error, which bounds do not hold."""
-        return f"{self!r}\n{NOT_SAMPLED}"
+        return f"{self!r}\n{not_sampled(self.details.get('ground', ''))}"
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -38,16 +38,17 @@ from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.formulas.marginals import EXACT, Constraints
-from otdd_flash.gromov.solve import Gromov, linear_comparison
+from otdd_flash.gromov.record import GromovRecord
+from otdd_flash.gromov.solve import linear_comparison
 from otdd_flash.label_sets import named_sets
-from otdd_flash.labels import ClassDistances
+from otdd_flash.labels import ClassDistances, NoLabels
 from otdd_flash.labels.numbers import targets_of
 from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import TENSORS, LabeledSamples
-from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
+from otdd_flash.shown import bounded, bounded_energy, convergence_text, not_sampled
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
 from otdd_flash.solver.penalties import penalties_of, penalties_text, resolve_constraints
@@ -110,22 +111,23 @@ class DistanceResult:
     unchanged: Unchanged | None = field(default=None, kw_only=True, repr=False)
     required: bool = field(default=False, kw_only=True, repr=False)
     constraints: Constraints = field(default=EXACT, kw_only=True)
-    gromov: Gromov | None = field(default=None, kw_only=True, repr=False)
+    gromov: GromovRecord | None = field(default=None, kw_only=True, repr=False)
 
     def __repr__(self) -> str:
         """Return the distance, its solver bounds and what was compared, in one line."""
         penalties = penalties_text(penalties_of(self.constraints))
+        shown = bounded if self.gromov is None else bounded_energy
         return (
-            f"DistanceResult({bounded(self.value, *self.bounds)}, "
+            f"DistanceResult({shown(self.value, *self.bounds)}, "
             f"epsilon={self.epsilon:.6g}, {penalties}{convergence_text(self.converged)}, "
             f"{self.source!r} to {self.target!r}, class distances {self.method})"
         )
 
     def __str__(self) -> str:
         """Return the line of `repr`, and one on the sampling error, which bounds do not hold."""
-        if self.divergence.identical or self.gromov is not None:
+        if self.divergence.identical:
             return repr(self)
-        return f"{self!r}\n{NOT_SAMPLED}"
+        return f"{self!r}\n{not_sampled(self.ground)}"
 
     @property
     def value(self) -> float:
@@ -166,6 +168,11 @@ class DistanceResult:
         """
         self._check_unchanged()
         return self._mean_cost
+
+    @property
+    def ground(self) -> str:
+        """What the cost compares; of `gromov` the attribute `cost` is the linearised one."""
+        return self.cost.ground if self.gromov is None else "gromov"
 
     @cached_property
     def _mean_cost(self) -> float:
@@ -547,9 +554,9 @@ class DistanceResult:
                 (self.source, self.target),
                 self.cost,
                 self.compute,
-                self.class_distances.full,
+                None if self.method == NoLabels.name else self.class_distances.full,
                 self.epsilon,
-                self.gromov.matrix,
+                self.gromov,
             )
         prepared = Comparison.prepare(
             (self.source, self.target),
@@ -593,7 +600,7 @@ class DistanceResult:
             if (table := getattr(self.class_distances, key)) is not None
         }
         if self.gromov is not None:
-            tensors["gromov.matrix"] = self.gromov.matrix
+            tensors |= {f"gromov.{name}": each for name, each in self.gromov.tensors.items()}
         for name, term in self.divergence.terms.items():
             tensors |= {f"{name}.f": term.f, f"{name}.g": term.g, **plan_tensors(name, term)}
         for side in ("source", "target"):
@@ -617,7 +624,12 @@ def versions() -> dict[str, str]:
 def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceResult:
     gromov = None
     if "gromov" in summary:
-        gromov = Gromov.from_dict(summary["gromov"], tensors["gromov.matrix"])
+        own = {
+            name.partition(".")[2]: each
+            for name, each in tensors.items()
+            if name.startswith("gromov.")
+        }
+        gromov = GromovRecord.from_dict(summary["gromov"], own)
         # The cost of the linearised problem.
         summary = {**summary, "ground": "inner"}
     names = summary["classes"]

@@ -13,44 +13,47 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.cost.points import DOUBLE_UNIT
 from otdd_flash.gromov.energy import OPERATIONS, Cloud, Energy
+from otdd_flash.sliced.distances import Steps, equal_steps, weighted_steps
 
-Vector = NDArray[np.float64]
-
-TINY = float(np.finfo(np.float64).tiny)
+TINY = torch.finfo(torch.float64).tiny
 
 
 def eccentricity_bound(energy: Energy) -> float:
     """Return the squared W_2 of s and t less its rounding, at least 0."""
-    sizes, errors = zip(*map(_eccentricities, (energy.x, energy.y)), strict=True)
-    masses = [_host(side.masses) for side in (energy.x, energy.y)]
-    s, t, widths, error = _sorted_together(sizes, masses)
-    distance = float(np.sqrt(widths @ np.square(s - t)))
+    clouds = energy.x, energy.y
+    (s, errors), (t, others) = map(_eccentricities, clouds)
+    order, other = s.argsort(), t.argsort()
+    (rows, columns, widths), error = _quantile_steps(energy, order, other)
+    gaps = s[order][rows] - t[other][columns]
+    distance = float((widths @ gaps.square()).sqrt())
     # A change of s moves W_2 by no more than its own length in L2(a).
-    moved = sum(float(np.sqrt(w @ np.square(e))) for w, e in zip(masses, errors, strict=True))
-    reach = float(max(s.max(), t.max()))
-    lower = max(distance * (1 - (len(s) + OPERATIONS) * DOUBLE_UNIT) - moved, 0.0)
+    moved = sum(
+        float((side.masses @ each.square()).sqrt())
+        for side, each in zip(clouds, (errors, others), strict=True)
+    )
+    reach = max(float(s.max()), float(t.max()))
+    lower = max(distance * (1 - (len(widths) + OPERATIONS) * DOUBLE_UNIT) - moved, 0.0)
     return max(lower**2 - error * reach**2, 0.0)
 
 
 def spectral_bound(energy: Energy) -> float:
     """Return E with the largest <P, u v^T> and ||M|| that any plan could have, less rounding."""
     x, y = energy.x, energy.y
-    masses = [_host(side.masses) for side in (x, y)]
-    norms = [_host(side.centred_norms) for side in (x, y)]
-    u, v, widths, error = _sorted_together(norms, masses)
-    reach = float(np.abs(u).max() * np.abs(v).max())
-    of_norms = float(widths @ (u * v)) + error * reach
+    u, v = x.centred_norms, y.centred_norms
+    order, other = u.argsort(), v.argsort()
+    (rows, columns, widths), error = _quantile_steps(energy, order, other)
+    reach = float(u.abs().max() * v.abs().max())
+    of_norms = float(widths @ (u[order][rows] * v[other][columns])) + error * reach
     common = min(len(x.covariance), len(y.covariance))
     of_axes = float((x.axes[0][:common] * y.axes[0][:common]).sum())
     lower = energy.independent - 4 * of_norms - 8 * of_axes
-    # Errors of eigenvalues are those of sums of d products, relative to the trace.
+    # Once for the sums. Once for eigenvalues: those that are computed are of a matrix within a
+    # multiple of r roundings of S, relative to tr S, and tr S tr T is at most the spreads' mean.
     return max(lower - 2 * energy.rounding, 0.0)
 
 
@@ -59,18 +62,20 @@ def class_bound(table: Tensor, rows: Tensor, columns: Tensor) -> float:
 
     Any potentials g prove one, with f_i = min_j (W_ij - g_j).
     """
+    if not bool(table.any()):
+        return 0.0
     # It takes seconds to import.
     import ot
 
-    costs, a, b = (_host(each) for each in (table, rows, columns))
-    *_, found = ot.emd(a, b, costs, log=True, check_marginals=False)
-    g = np.asarray(found["v"])
-    f = (costs - g).min(1)
-    size = float(a @ np.abs(f) + b @ np.abs(g)) + float(np.abs(costs).max())
+    costs, a, b = (each.double().cpu() for each in (table, rows, columns))
+    *_, solved = ot.emd(*(each.numpy() for each in (a, b, costs)), log=True, check_marginals=False)
+    g = torch.from_numpy(solved["v"])
+    f = (costs - g).amin(1)
+    size = float(a @ f.abs() + b @ g.abs()) + float(costs.abs().max())
     return float(a @ f + b @ g) - (len(a) + len(b) + OPERATIONS) * DOUBLE_UNIT * size
 
 
-def _eccentricities(cloud: Cloud) -> tuple[Vector, Vector]:
+def _eccentricities(cloud: Cloud) -> tuple[Tensor, Tensor]:
     """Return s (n,), s_i^2 = sum_k a_k ||x_i - x_k||^4, and a bound on the error of each."""
     x, norms, mean = cloud.points, cloud.norms, cloud.mean_norm
     cubes = (cloud.masses * norms) @ x
@@ -80,42 +85,17 @@ def _eccentricities(cloud: Cloud) -> tuple[Vector, Vector]:
     # What is summed, in absolute values: x^T S x is at most ||x||^2 m_2, and
     # ||x|| E ||x||^3 at most ||x|| (E ||x||^4)^3/4.
     terms = plain + 4 * mean * norms + 4 * norms.sqrt() * fourth**0.75
-    error = (sum(x.shape) + OPERATIONS) * 4 * DOUBLE_UNIT * terms
+    error = 4 * ((sum(x.shape) + OPERATIONS) * DOUBLE_UNIT + cloud.turned) * terms
     s = squares.clamp_min(0).sqrt()
     # |s - s'| <= min(error / s, sqrt(error)).
-    return _host(s), _host(torch.minimum(error.sqrt(), error / s.clamp_min(TINY)))
+    return s, torch.minimum(error.sqrt(), error / s.clamp_min(TINY))
 
 
-def _sorted_together(
-    values: tuple[Vector, Vector] | list[Vector], masses: list[Vector]
-) -> tuple[Vector, Vector, Vector, float]:
-    """Couple two sets of numbers in their order.
-
-    Returns:
-        The values of both sides on each common interval of quantiles, the length of each, and a
-        bound on the sum of the errors of these lengths.
-    """
-    ends, ordered = [], []
-    for numbers, own in zip(values, masses, strict=True):
-        order = np.argsort(numbers)
-        ordered.append(numbers[order])
-        if (own == own[0]).all():
-            # Exact but for one rounding, and the same for sides of one length.
-            ends.append(np.arange(1, len(own) + 1, dtype=np.longdouble) / len(own))
-        else:
-            sums = np.cumsum(own[order].astype(np.longdouble))
-            ends.append(sums / sums[-1])
-    steps = np.unique(np.concatenate(ends))
-    places = [
-        np.minimum(np.searchsorted(each, steps), len(own) - 1)
-        for each, own in zip(ends, masses, strict=True)
-    ]
-    widths = np.diff(steps, prepend=np.longdouble(0)).astype(np.float64)
+def _quantile_steps(energy: Energy, order: Tensor, other: Tensor) -> tuple[Steps, float]:
+    """Return the steps of both sides in their orders, and a bound on their lengths' errors."""
+    a, b = energy.x.masses[order], energy.y.masses[other]
+    if bool((a == a[0]).all()) and bool((b == b[0]).all()):
+        return equal_steps(len(a), len(b), a.device), DOUBLE_UNIT
+    rows, columns, widths = weighted_steps(a[None], b[None])
     # Every end is off by the rounding of the sum before it.
-    error = 4 * float(sum(map(len, masses))) ** 2 * float(np.finfo(np.longdouble).eps)
-    return ordered[0][places[0]], ordered[1][places[1]], widths, error
-
-
-def _host(values: Tensor) -> Vector:
-    found: Vector = values.double().cpu().numpy()
-    return found
+    return (rows[0], columns[0], widths[0]), 4 * float(len(a) + len(b)) ** 2 * DOUBLE_UNIT

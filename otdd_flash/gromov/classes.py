@@ -27,8 +27,8 @@ from otdd_flash.samples import LabeledSamples
 MEASURED = "gaussian, given, none, or a tree that adds nothing"
 
 
-def check_metric(metric: LabelMetric | None, lambda_y: float | None) -> None:
-    """Refuse metrics between points of one dimension, and labels without `lambda_y`.
+def check_metric(metric: LabelMetric | None, lambda_x: float, lambda_y: float | None) -> None:
+    """Refuse metrics between points of one dimension, labels without `lambda_y`, and no cost.
 
     Raises:
         InputError: one of these.
@@ -45,6 +45,8 @@ def check_metric(metric: LabelMetric | None, lambda_y: float | None) -> None:
             "ground=gromov adds lambda_x E, a length to the fourth, and lambda_y W, which is "
             "whatever the class distances are; give lambda_y, or set labels=none"
         )
+    if lambda_x == 0 and isinstance(metric, NoLabels):
+        raise InputError("lambda_x is 0 and labels=none, so every cost is 0; raise lambda_x")
 
 
 def gromov_table(datasets: Sequence[LabeledSamples], metric: LabelMetric) -> JointClassDistances:

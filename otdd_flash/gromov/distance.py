@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.facts import Pair
@@ -17,18 +19,23 @@ from otdd_flash.devices import check_one_device
 from otdd_flash.errors import InputError
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.gromov.classes import check_metric, gromov_table
-from otdd_flash.gromov.solve import Problem, prepare, solve_gromov
+from otdd_flash.gromov.energy import Cloud, Energy
+from otdd_flash.gromov.problem import Problem
+from otdd_flash.gromov.record import GromovRecord
+from otdd_flash.gromov.solve import prepare, solve_gromov
 from otdd_flash.labels import (
     ClassDistances,
     Given,
     JointClassDistances,
     LabelMetric,
+    NoLabels,
     drop_small_classes,
     notice_single_samples,
 )
 from otdd_flash.labels.measuring import matched
 from otdd_flash.labels.table import class_names
 from otdd_flash.operators.comparison import Comparison
+from otdd_flash.operators.label_costs import MOST_SETS
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.solver.divergence import Divergence, report_convergence
@@ -40,6 +47,7 @@ from otdd_flash.solver.term import SolverProgress, epsilon_given_as, resolve_eps
 
 def gromov_options(
     metric: LabelMetric | None,
+    lambda_x: float,
     lambda_y: float | None,
     options: Schedule,
     compute: ComputeOptions,
@@ -54,7 +62,7 @@ def gromov_options(
     Raises:
         InputError: as said.
     """
-    check_metric(metric, lambda_y)
+    check_metric(metric, lambda_x, lambda_y)
     if debias:
         raise InputError("ground=gromov is not debiased; set debias=false")
     if unbalanced is not None:
@@ -65,7 +73,7 @@ def gromov_options(
         )
     if not isinstance(options, Converged | Exact):
         raise InputError(f"ground=gromov takes solver=converged or exact, got {options.name}")
-    if isinstance(options, Converged) and options.bound_width is not None:
+    if options.bound_width not in (None, 0, Exact.bound_width):
         raise InputError(
             "the bounds of ground=gromov do not get narrower with the solver's work; leave out "
             "solver.bound_width"
@@ -91,13 +99,16 @@ def gromov_distance(
     sides = checked(datasets, metric, min_class_size)
     source, target = sides
     unchanged, started = Unchanged.of(source, target), time.perf_counter()
+    compared = prepare(sides, cost, compute)
     table = class_table((source, target), metric, statistics)
     measured = time.perf_counter()
-    compared = prepare(sides, cost, compute).with_classes(table.full)
-    independent = Problem.of(compared).independent
-    name, given, used = resolve_epsilon(epsilon, epsilon_relative, lambda: independent)
-    with epsilon_given_as(name, given, used), compared.within_memory():
-        linear, solved, gromov = solve_gromov(compared.at(used), options, starts, progress)
+    compared = compared.with_classes(None if isinstance(metric, NoLabels) else table.full)
+    with compared.within_memory():
+        problem = Problem.of(compared)
+        name, given, used = resolve_epsilon(epsilon, epsilon_relative, lambda: problem.independent)
+        with epsilon_given_as(name, given, used):
+            problem = replace(problem, compared=compared.at(used))
+            linear, solved, record = solve_gromov(problem, options, starts, progress)
     report_convergence(solved, options)
     seconds = {"class_distances": measured - started, "solve": time.perf_counter() - measured}
     return DistanceResult(
@@ -112,41 +123,62 @@ def gromov_distance(
         comparison=linear,
         unchanged=unchanged,
         required=options.require_convergence,
-        gromov=gromov,
+        gromov=record,
     )
 
 
-def gromov_pairs(
-    compared: Comparison,
-    table: JointClassDistances,
-    options: Schedule,
-    starts: int,
-    pairs: Iterable[Pair],
-) -> Iterator[Divergence]:
-    """Yield the solves of pairs (i, j), i < j, of several datasets at an epsilon."""
-    assert isinstance(options, Converged | Exact)
-    for i, j in pairs:
-        one = compared.of(i, j).with_classes(table.between(i, j).full)
-        with one.within_memory():
-            yield solve_gromov(one, options, starts)[1]
+class GromovPairs:
+    """The problems between every two of several datasets.
 
+    Args:
+        compared: all of them, by `prepare`.
+        table: their class distances, or None where labels are not compared.
 
-def mean_independent(compared: Comparison, table: JointClassDistances) -> float:
-    """Return the mean of F(a b^T) over all pairs of different datasets."""
-    values = [
-        Problem.of(compared.of(i, j).with_classes(table.between(i, j).full)).independent
-        for i, j in combinations(range(len(compared.given)), 2)
-    ]
-    return sum(values, 0.0) / len(values)
+    Attributes:
+        records: of the pairs that were solved.
+    """
+
+    def __init__(self, compared: Comparison, table: JointClassDistances | None) -> None:
+        self._compared, self._table = compared, table
+        with compared.within_memory():
+            self._clouds = [Cloud.of(samples) for samples in compared.transformed]
+        self.records: dict[Pair, GromovRecord] = {}
+
+    @property
+    def mean_cost(self) -> float:
+        """The mean of F(a b^T) over all pairs."""
+        pairs = list(combinations(range(len(self._clouds)), 2))
+        return sum(self._problem(*pair, 0.0).independent for pair in pairs) / len(pairs)
+
+    def solve(
+        self, epsilon: float, options: Schedule, starts: int, pairs: Iterable[Pair]
+    ) -> Iterator[Divergence]:
+        """Yield the solves of pairs (i, j), i < j."""
+        assert isinstance(options, Converged | Exact)
+        for i, j in pairs:
+            problem = self._problem(i, j, epsilon)
+            with problem.compared.within_memory():
+                _, solved, self.records[i, j] = solve_gromov(problem, options, starts)
+            yield solved
+
+    def summary(self) -> dict[str, Any]:
+        """Return the records of the pairs for JSON, by their places."""
+        return {"gromov": {f"{i},{j}": each.to_dict() for (i, j), each in self.records.items()}}
+
+    def _problem(self, i: int, j: int, epsilon: float) -> Problem:
+        table = None if self._table is None else self._table.between(i, j).full
+        one = self._compared.of(i, j).with_classes(table).at(epsilon)
+        return Problem(one, Energy(self._clouds[i], self._clouds[j]))
 
 
 def checked(
     datasets: Sequence[LabeledSamples], metric: LabelMetric | None, min_class_size: int | None
 ) -> tuple[LabeledSamples, ...]:
-    """Check datasets of any dimensions; return them without small classes.
+    """Check datasets of any dimensions, as `prepared`; return them without small classes.
 
     Raises:
-        InputError: they are on different devices, or hold numbers whose squares overflow.
+        InputError: they are on different devices, hold numbers whose squares overflow, or too many
+            sets of labels.
     """
     for other in datasets[1:]:
         check_one_device(datasets[0].features.device, other.features.device)
@@ -154,6 +186,13 @@ def checked(
     sides = tuple(drop_small_classes(samples, min_class_size) for samples in datasets)
     if metric is not None:
         notice_single_samples(sides, metric)
+    for side in sides:
+        sets = 0 if side.label_sets is None else side.class_total
+        if sets > MOST_SETS and not isinstance(metric, NoLabels):
+            raise InputError(
+                f"ground=gromov compares up to {MOST_SETS} sets of labels, and {side.name} has "
+                f"{sets}; set labels=none, or give each row one label"
+            )
     return sides
 
 

@@ -13,7 +13,7 @@ The last term of E(P) is concave, so that it is below its tangent at any M_0:
 
 with equality where X^T P Y = M_0. The plan of least <C, P> (+ epsilon KL) therefore has no larger E
 (+ epsilon KL) than the plan M_0 is of. C is minus an inner product in min(d_x, d_y) + 1
-coordinates, so that nothing of size n x m is stored.
+coordinates, for which no n x m matrix is needed.
 
 `Cloud` holds what is computed of one side once; `Energy` of a pair. All is float64.
 """
@@ -44,12 +44,14 @@ class Cloud:
     """A cloud centred by its masses, with the moments that E takes of it.
 
     Attributes:
-        points: (n, d), of mean 0.
+        points: (n, r), of mean 0: centred features, or where n < d their coordinates in the span of
+            all rows, which has at most n dimensions.
         masses: (n,), summing to 1.
         norms: (n,) ||x||^2.
         mean_norm: E ||x||^2.
-        covariance: S (d, d).
+        covariance: S (r, r).
         spread: <a, D^2 a>, the mean of ||x - x'||^4.
+        turned: a bound on what coordinates in the span change of <x_i, x_j>, over ||x_i|| ||x_j||.
     """
 
     points: Tensor
@@ -58,19 +60,29 @@ class Cloud:
     mean_norm: float
     covariance: Tensor
     spread: float
+    turned: float = 0.0
 
     @classmethod
-    def of(cls, samples: LabeledSamples) -> Cloud:
-        """Centre the points of samples, twice, as the first mean is off by its rounding."""
+    def of(cls, samples: LabeledSamples, coordinates: Tensor | None = None) -> Cloud:
+        """Centre the points of samples, twice, as the first mean is off by its rounding.
+
+        `coordinates` (n, r) are `points` of an earlier call: a basis is not unique.
+        """
         masses = samples.masses
         points = centred(samples.features, weighted_sum(samples.features, masses), torch.float64)
         points -= masses @ points
+        if bool((points == points[0]).all()):
+            # What is left is the rounding of the mean.
+            points.zero_()
+        turned = 0.0
+        if len(points) < points.shape[1]:
+            points, turned = _in_span(points, coordinates)
         norms = points.square().sum(1)
         mean_norm, fourth = float(masses @ norms), float(masses @ norms.square())
         covariance = (points * masses[:, None]).T @ points
         # Products, as a power of a float that overflows raises.
         spread = 2 * fourth + 2 * mean_norm * mean_norm + 4 * float(covariance.square().sum())
-        return cls(points, masses, norms, mean_norm, covariance, spread)
+        return cls(points, masses, norms, mean_norm, covariance, spread, turned)
 
     @property
     def centred_norms(self) -> Tensor:
@@ -79,9 +91,22 @@ class Cloud:
 
     @cached_property
     def axes(self) -> tuple[Tensor, Tensor]:
-        """The eigenvalues (d,) of S, the largest first, and eigenvectors (d, d) as columns."""
+        """The eigenvalues (r,) of S, the largest first, and eigenvectors (r, r) as columns."""
         values, vectors = torch.linalg.eigh(self.covariance)
         return values.flip(0).clamp_min(0), vectors.flip(1)
+
+
+def _in_span(points: Tensor, coordinates: Tensor | None) -> tuple[Tensor, float]:
+    """Return coordinates (n, n) of points (n, d) in their span, and `Cloud.turned` of them."""
+    if coordinates is None:
+        coordinates = torch.linalg.qr(points.T, mode="r").R.T
+    coordinates = coordinates.to(points)
+    lengths = torch.linalg.vector_norm(points, dim=1)
+    changes = (coordinates @ coordinates.T - points @ points.T).abs_()
+    scale = (lengths[:, None] * lengths).clamp_min_(torch.finfo(torch.float64).tiny)
+    # And the rounding of both products.
+    rounding = 4 * sum(points.shape) * DOUBLE_UNIT
+    return coordinates, float(changes.div_(scale).max()) + rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +130,10 @@ class Energy:
     def rounding(self) -> float:
         """A bound on the error of `value`, and of eigenvalues and sorted sums in its place."""
         sizes = sum(self.x.points.shape) + sum(self.y.points.shape) + OPERATIONS
-        return TERMS * sizes * DOUBLE_UNIT * (self.x.spread + self.y.spread)
+        # Products <x_i, x_k> that are off by t ||x_i|| ||x_k|| move the root of E, which is a
+        # distance in L2(P x P), by 4 t sqrt(spread / 2), and so E by less than TERMS t spread.
+        error = sizes * DOUBLE_UNIT + self.x.turned + self.y.turned
+        return TERMS * error * (self.x.spread + self.y.spread)
 
     def value(self, norms: float, matrix: Tensor) -> float:
         """Return E of the plan with <P, u v^T> and M = X^T P Y (d_x, d_y)."""
@@ -132,8 +160,9 @@ def _scaled(factor: float, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tenso
 
     The passes compute squared distances, whose rounding is that of the longer points.
     """
-    sizes = [float(side.square().mean().sqrt()) for side in (rows, columns)]
+    sizes = [float(side.abs().max()) for side in (rows, columns)]
     if min(sizes) == 0:
-        return rows * factor, columns
-    ratio = math.sqrt(factor * sizes[1] / sizes[0])
+        # The other side would not count in products, but in the rounding of squared distances.
+        return torch.zeros_like(rows), torch.zeros_like(columns)
+    ratio = math.sqrt(factor * (sizes[1] / sizes[0]))
     return rows * ratio, columns * (factor / ratio)

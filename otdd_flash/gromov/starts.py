@@ -1,4 +1,4 @@
-"""Matrices M = X^T P Y to start from, of which the best local minimum is kept.
+"""Matrices M = X^T P Y to start from; the best that they lead to is kept.
 
 `axes` is that of the best coupling of two Gaussians: principal axes in the order of their
 eigenvalues. A Gaussian has no direction along an axis; here each takes the one in which the third
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import mass_per_class
 from otdd_flash.gromov.energy import Cloud, Energy
 from otdd_flash.operators.comparison import Comparison
 
@@ -28,18 +29,18 @@ SEED = 0
 
 def starts(energy: Energy, compared: Comparison, number: int) -> Iterator[tuple[str, Tensor]]:
     """Yield `number` starts: their names, and M (d_x, d_y) float64."""
-    return islice(_all(energy, compared), number)
+    return islice(_proposals(energy, compared), number)
 
 
-def _all(energy: Energy, compared: Comparison) -> Iterator[tuple[str, Tensor]]:
+def _proposals(energy: Energy, compared: Comparison) -> Iterator[tuple[str, Tensor]]:
     yield "axes", _of_axes(energy)
     by_classes = _of_classes(energy, compared)
     if by_classes is not None:
         yield "classes", by_classes
     yield "independent", torch.zeros_like(energy.x.points[:1].T @ energy.y.points[:1])
     draw = torch.Generator().manual_seed(SEED)
-    for place in count(1):
-        yield f"random {place}", _random(energy, draw)
+    for number in count(1):
+        yield f"random {number}", _random(energy, draw)
 
 
 def _of_axes(energy: Energy) -> Tensor:
@@ -81,14 +82,14 @@ def _of_classes(energy: Energy, compared: Comparison) -> Tensor | None:
         (energy.x, source.labels, source.class_total),
         (energy.y, target.labels, target.class_total),
     ):
-        own = cloud.masses.new_zeros(size).index_add_(0, labels, cloud.masses)
+        own = mass_per_class(cloud.masses, labels, size)
         total = cloud.points.new_zeros((size, cloud.points.shape[1]))
         total.index_add_(0, labels, cloud.points * cloud.masses[:, None])
         sums.append(total / own.clamp_min(torch.finfo(own.dtype).tiny)[:, None])
         masses.append(own.cpu().numpy())
     plan = torch.from_numpy(ot.emd(*masses, costs.numpy(), check_marginals=False))
-    found: Tensor = sums[0].T @ plan.to(sums[0]) @ sums[1]
-    return found
+    matrix: Tensor = sums[0].T @ plan.to(sums[0]) @ sums[1]
+    return matrix
 
 
 def _random(energy: Energy, draw: torch.Generator) -> Tensor:
@@ -98,5 +99,5 @@ def _random(energy: Energy, draw: torch.Generator) -> Tensor:
     drawn = torch.randn(max(sizes), min(sizes), generator=draw, dtype=torch.float64)
     rotation = torch.linalg.qr(drawn).Q
     rotation = rotation if sizes[0] >= sizes[1] else rotation.T
-    found: Tensor = first @ rotation.to(first) @ second.T
-    return found
+    matrix: Tensor = first @ rotation.to(first) @ second.T
+    return matrix

@@ -64,7 +64,7 @@ from otdd_flash.report.figures.planes import (
 from otdd_flash.report.tables import facts_table, write_matrix_csv, write_table_csv
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.shown import bounded, display, epsilon_shown, interval, shorten
+from otdd_flash.shown import bounded, bounded_energy, display, epsilon_shown, interval, shorten
 from otdd_flash.unmatched import HEADS, MEANING, Unmatched, UnmatchedClass, by_excess, shown
 
 if TYPE_CHECKING:
@@ -136,10 +136,11 @@ def write_report(
                 path,
                 title=f"Distances between the classes of {sides[0]} and {sides[1]}",
                 orders=orders,
+                ground=result.ground,
             ),
             directory / NEAREST_FILE: lambda path: write_table_csv(
                 path,
-                ("side", "class", "nearest", "squared_distance"),
+                ("side", "class", "nearest", "W" if result.gromov else "squared_distance"),
                 [(row.side, row.name, row.nearest, row.distance) for row in table.nearest()],
             ),
         }
@@ -279,11 +280,13 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         title = f"{display(names[0])} → {display(names[1])}"
     if not summary["converged"]:
         stopped_by = summary.get("stopped_by")
-        trust = "only solver bounds can be trusted"
+        trust = "only bounds" if "gromov" in summary else "only solver bounds"
+        trust += " can be trusted"
         if summary.get("schedule") == "geomloss":
             trust = "the value is geomloss's, the solver bounds hold the converged one"
         late = f"{f'stopped by {stopped_by}' if stopped_by else 'stopped early'}; {trust}"
-    found = [("distance", bounded(summary["value"], *summary["bounds"]))]
+    shown = bounded_energy if "gromov" in summary else bounded
+    found = [("distance", shown(summary["value"], *summary["bounds"]))]
     return facts_table(title, found, late, _details(summary))
 
 
@@ -326,11 +329,14 @@ def _gromov(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the rows on a Gromov-Wasserstein distance, if it is one."""
     if (found := summary.get("gromov")) is None:
         return []
-    starts = ", ".join(f"{one['name']} {one['value']:.6g}" for one in found["starts"])
+    starts = (
+        f"{one['name']} {one['objective']:.6g}{'' if one['finished'] else ' (not followed)'}"
+        for one in found["starts"]
+    )
     return [
-        ("bounds", "of the best plan; their gap is not an error of the solver"),
+        ("bounds", "of the least value of all plans; their gap is not an error of the solver"),
         ("GW (Mémoli)", f"{found['gw']:.6g}, half the root of the energy {found['energy']:.6g}"),
-        ("starts", starts),
+        ("starts, with entropy" if summary["epsilon"] else "starts", ", ".join(starts)),
     ]
 
 
@@ -403,12 +409,16 @@ LONGEST_NAME = 24
 NEAREST_FILE = "nearest_classes.csv"
 
 
-def nearest_table(rows: Sequence[NearestClass]) -> Table:
-    """Make a table of nearest classes: of source classes on the left, of target classes right."""
+def nearest_table(rows: Sequence[NearestClass], ground: str = "sqeuclidean") -> Table:
+    """Make a table of nearest classes: of source classes on the left, of target classes right.
+
+    `ground` is that of the result; the class distances of `gromov` are no squared distances.
+    """
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="nearest classes, by squared distance W", title_justify="left")
+    unit = "W" if ground == "gromov" else "squared distance W"
+    table = Table(title=f"nearest classes, by {unit}", title_justify="left")
     for side, other in (("source", "target"), ("target", "source")):
         table.add_column(side, no_wrap=True, overflow="ellipsis")
         table.add_column(f"nearest {other}", no_wrap=True, overflow="ellipsis")
