@@ -327,7 +327,9 @@ def solve_gromov(
         # A plan that is not the best of its step need not have a smaller E.
         options = replace(options, bound_width=0.0)
     found = explore(problem, options, number, end, progress)
-    near = min(each.objective for each in found.values()) + NEAR * problem.independent
+    least = min(each.objective for each in found.values())
+    # At epsilon 0 all are at their ends.
+    near = least + NEAR * problem.independent if isinstance(options, Converged) else math.inf
     for name in (name for name, each in found.items() if each.objective <= near):
         found[name] = finish(problem, found[name], options, end, progress)
     # Another one may be below those that were finished, or below the plan of the best.

@@ -3,6 +3,7 @@
 import io
 import itertools
 import math
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -13,12 +14,13 @@ from rich.console import Console
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError, NotConvergedWarning
+from otdd_flash.gromov import solve, starts
 from otdd_flash.gromov.bounds import eccentricity_bound, spectral_bound
 from otdd_flash.gromov.classes import gaussian_table
 from otdd_flash.gromov.energy import Cloud, Energy
 from otdd_flash.gromov.problem import Problem, plan_of, round_plan
 from otdd_flash.gromov.solve import descend, prepare, take_step
-from otdd_flash.report.distance import summary_table, write_report
+from otdd_flash.report.distance import nearest_table, summary_table, write_report
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact
 
@@ -382,6 +384,9 @@ def test_pairs_are_distances_of_two():
     assert not bool(found.values.diagonal().any())
     assert found.details["d"] == [2, 3, 4]
     assert found.details["ground"] == "gromov"
+    assert list(found.details["gromov"]) == ["0,1", "0,2", "1,2"]
+    assert [one["name"] for one in found.details["gromov"]["1,2"]["starts"]] == ["axes"]
+    assert "subsample_interval" not in str(found)
     assert bool(found.converged.all())
     mean = otdd.pairwise_distances(sides, compute="cpu", **settings)
     assert mean.epsilon == pytest.approx(0.01 * mean.mean_cost)
@@ -407,17 +412,151 @@ def test_what_is_not_there_is_refused(settings, words):
         otdd.dataset_distance(x, y, **{**PLAIN, **settings})
 
 
+def test_settings_that_would_be_ignored_are_refused():
+    x, y = cloud(10, 3, 1, classes=2), cloud(9, 2, 2, classes=2)
+    for call, words in (
+        (lambda: otdd.dataset_distance(x, x, starts=9), "starts are of ground=gromov"),
+        (lambda: otdd.pairwise_distances([x, x], starts=9), "starts are of ground=gromov"),
+        (
+            lambda: otdd.dataset_distance(x, y, solver=otdd.Exact(bound_width=0.3), **PLAIN),
+            "leave out solver.bound_width",
+        ),
+        (
+            lambda: otdd.dataset_distance(x, y, **{**PLAIN, "lambda_x": 0.0}),
+            "every cost is 0; raise lambda_x",
+        ),
+        (lambda: otdd.dataset_distance(x, y), "ground=gromov of dataset_distance"),
+    ):
+        with pytest.raises(InputError, match=words):
+            call()
+
+
+def test_many_sets_of_labels_are_refused_with_a_way_out():
+    draw = torch.Generator().manual_seed(0)
+    sets = torch.rand(600, 12, generator=draw) < 0.5
+    sets[:, 0] = True
+    names = tuple("abcdefghijkl")
+    x = otdd.LabeledSamples(torch.randn(600, 3, generator=draw), sets, names)
+    y = otdd.LabeledSamples(torch.randn(600, 2, generator=draw), sets, names)
+    assert x.class_total > 256
+    settings = {**PLAIN, "lambda_y": 1.0, "starts": 1, "epsilon_relative": 0.1}
+    with pytest.raises(InputError, match=r"up to 256 sets of labels.*; set labels=none, or"):
+        otdd.dataset_distance(x, y, **{**settings, "labels": "gaussian"})
+    assert otdd.dataset_distance(x, y, **settings).gromov.class_cost == 0
+
+
 def test_other_entries_do_not_take_it():
     x = cloud(10, 3, 1, classes=2)
-    for call in (
-        lambda: otdd.sinkhorn_loss(x.features, x.features, epsilon=1.0, ground="gromov"),
-        lambda: otdd.class_distances([x], ground="gromov"),
-        lambda: otdd.GroundCost(ground="gromov"),
-        lambda: otdd.dataset_distance(x, cloud(9, 2, 2, classes=2)),
-        lambda: otdd.dataset_distance(x, x, **PLAIN).contributions(),
+    unknown = "ground.*gromov"
+    for call, words in (
+        (lambda: otdd.sinkhorn_loss(x.features, x.features, epsilon=1.0, ground="gromov"), unknown),
+        (lambda: otdd.class_distances([x], ground="gromov"), unknown),
+        (lambda: otdd.GroundCost(ground="gromov"), unknown),
+        (lambda: otdd.mixture(x, {"x": x, "y": x}, ground="gromov"), unknown),
+        (lambda: otdd.shift_test(x, x, ground="gromov"), unknown),
+        (lambda: otdd.subsample_interval(x, x, 1.0, ground="gromov"), unknown),
+        (lambda: otdd.noise_floor(x, x, ground="gromov"), unknown),
+        (lambda: otdd.dataset_distance(x, x, **PLAIN).contributions(), "of a linear cost"),
     ):
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=words):
             call()
+
+
+@pytest.mark.parametrize("relative", [0.01, 0.05, *slow([0.1])])
+def test_the_best_of_what_is_told_is_kept(relative):
+    for seed in range(6):
+        x, y = cloud(30, 3, seed), cloud(25, 2, seed + 40)
+        result = otdd.dataset_distance(x, y, epsilon_relative=relative, compute="cpu", **PLAIN)
+        told = [start.objective for start in result.gromov.starts]
+        assert result.value <= min(told)
+        # It is that of the plan, with entropy.
+        plan, independent = dense_plan(result), x.masses[:, None] * y.masses
+        entropy = float(torch.xlogy(plan, plan / independent).sum())
+        wanted = dense_energy(plan, x, y) + result.epsilon * entropy
+        assert min(told) == pytest.approx(wanted, rel=2e-3)
+        assert min(told) == pytest.approx(result.gromov.objectives[-1], rel=1e-12)
+
+
+def test_fewer_iterations_do_not_give_a_better_number():
+    x, y = cloud(120, 4, 1), cloud(110, 3, 2)
+    found = []
+    for most in (1, 4, 12, 100_000):
+        solver = otdd.Converged(max_iterations=most)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotConvergedWarning)
+            result = otdd.dataset_distance(
+                x, y, epsilon_relative=0.005, solver=solver, compute="cpu", **PLAIN
+            )
+        found.append(result)
+        assert result.value <= min(start.objective for start in result.gromov.starts)
+    assert [result.converged for result in found] == [False, False, False, True]
+    least = min(start.objective for start in found[-1].gromov.starts)
+    for late in found[:-1]:
+        assert min(start.objective for start in late.gromov.starts) >= least * (1 - 1e-6)
+        # What was not solved is not told as a step.
+        assert all(each >= least * (1 - 1e-3) for each in late.gromov.objectives)
+    values = [result.value for result in found]
+    assert values == sorted(values, reverse=True)
+
+
+def test_a_late_step_does_not_replace_a_good_one(monkeypatch):
+    entropic = problem(cloud(60, 4, 1), cloud(50, 3, 2), relative=0.01)
+    matrix = next(iter(starts.starts(entropic.energy, entropic.compared, 1)))[1]
+    good = descend(entropic, matrix, Converged(1e-6), 1e-3 * entropic.independent)
+    late = solve.finish(entropic, good, Converged(1e-6, max_iterations=1))
+    assert late.last.matrix is good.last.matrix
+    assert not late.last.solved.converged
+    kept = solve.settle(entropic, late, Converged(1e-6, max_iterations=1))
+    assert kept.plan.value <= good.objective
+
+
+def test_the_value_is_close_to_that_of_sums_without_errors():
+    x, y = cloud(200, 4, 1), cloud(180, 3, 2)
+    settings = {**PLAIN, "epsilon_relative": 0.01, "starts": 1}
+    result = otdd.dataset_distance(x, y, compute="cpu", **settings)
+    wanted = otdd.dataset_distance(
+        x, y, compute=DOUBLE, solver=otdd.Converged(tolerance=1e-7), **settings
+    )
+    assert result.value == pytest.approx(wanted.value, rel=3e-4)
+    assert result.divergence.xy.marginal_error < 1e-4
+    # What was asked for.
+    assert result.divergence.xy.tolerance == pytest.approx(1e-3)
+
+
+def test_few_rows_of_many_features_are_compared_in_their_span(tmp_path):
+    draw = torch.Generator().manual_seed(3)
+    wide = otdd.LabeledSamples(
+        torch.randn(7, 40_000, generator=draw, dtype=torch.float64), None, ()
+    )
+    y = cloud(9, 4, 2)
+    found = Cloud.of(wide)
+    assert found.covariance.shape == (7, 7)
+    centred = wide.features - wide.features.mean(0)
+    assert torch.allclose(found.points @ found.points.T, centred @ centred.T, rtol=1e-12)
+    # The same in seven dimensions.
+    values, vectors = torch.linalg.eigh(centred @ centred.T)
+    narrow = otdd.LabeledSamples(vectors * values.clamp_min(0).sqrt(), None, ())
+    for epsilon in (0.0, 1e4):
+        settings = {**PLAIN, "epsilon": epsilon, "compute": DOUBLE}
+        result = otdd.dataset_distance(wide, y, **settings)
+        other = otdd.dataset_distance(narrow, y, **settings)
+        assert result.value == pytest.approx(other.value, rel=1e-9)
+        assert result.bounds[0] == pytest.approx(other.bounds[0], rel=1e-6)
+        loaded = otdd.DistanceResult.load(result.save(tmp_path / "result"))
+        assert torch.equal(loaded.barycentric_map(), result.barycentric_map())
+
+
+def test_memory_of_moments_is_checked(monkeypatch):
+    x = otdd.LabeledSamples(torch.zeros(4000, 1500), None, ())
+    monkeypatch.setattr("otdd_flash.memory.free_memory", lambda device: 2**28)
+    with pytest.raises(InputError, match=r"not enough memory.*extractor\.pca"):
+        otdd.dataset_distance(x, x, **PLAIN)
+
+
+def test_classes_that_are_not_compared_cost_nothing():
+    x = otdd.LabeledSamples(torch.randn(30, 3), torch.arange(30), tuple(map(str, range(30))))
+    compared = prepare((x, x), otdd.GroundCost(1.0, 0.0, "inner"), DOUBLE).with_classes(None)
+    assert Problem.of(compared).values.shape == (30, 1 + 3 + 1)
 
 
 def test_time_and_convergence():
@@ -434,10 +573,21 @@ def test_extremes():
     x, y = cloud(12, 3, 1), cloud(9, 2, 2)
     one = otdd.LabeledSamples(torch.ones(4, 2), None, ())
     plain = otdd.dataset_distance(x, y, compute=DOUBLE, **PLAIN)
-    for scale in (1e-20, 1e20):
-        moved = (replace(side, features=scale * side.features) for side in (x, y))
+    for scale in (1e-20, 1e-3, 1e20):
+        moved = [replace(side, features=scale * side.features) for side in (x, y)]
         scaled = otdd.dataset_distance(*moved, compute=DOUBLE, **PLAIN)
         assert scaled.value == pytest.approx(plain.value * scale**4, rel=1e-6)
+    for scale in (1e-6, 1e-3, 0.1, 1e6):
+        moved = [replace(side, features=(scale * side.features).float()) for side in (x, y)]
+        scaled = otdd.dataset_distance(*moved, compute="cpu", **PLAIN)
+        assert scaled.value == pytest.approx(plain.value * scale**4, rel=1e-3)
+    # Equal but for the rounding of their mean.
+    tenths = [otdd.LabeledSamples(torch.full((7, k), k / 10), None, ()) for k in (1, 3)]
+    nothing = otdd.dataset_distance(*tenths, compute="cpu", **PLAIN)
+    assert (nothing.value, nothing.bounds[0]) == (0, 0)
+    # Their fourth powers are finite, the products of steps are not all.
+    far = [replace(side, features=1e60 * side.features) for side in (x, y)]
+    assert math.isfinite(otdd.dataset_distance(*far, epsilon=0, compute=DOUBLE, **PLAIN).value)
     result = otdd.dataset_distance(x, one, compute="cpu", **PLAIN)
     spread = float(x.masses @ squared(x).square() @ x.masses)
     assert result.value == pytest.approx(spread, rel=1e-9)
@@ -470,6 +620,69 @@ def test_rounding_of_the_energy_is_bounded():
         assert abs(value - wanted) <= found.rounding
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_bounds_that_are_attained_hold_with_their_rounding(weights):
+    """Copies by an isometry, whose least energy is 0 but for the rounding of the copy."""
+    for seed in range(8):
+        x = cloud(40, 4, seed)
+        masses = torch.rand(40, generator=torch.Generator().manual_seed(seed)) + 0.1
+        x = replace(x, weights=masses if weights else None)
+        y, order = copied(x, seed)
+        y = replace(y, weights=masses[order] if weights else None)
+        found = Energy(Cloud.of(x), Cloud.of(y))
+        assert eccentricity_bound(found) == 0
+        assert spectral_bound(found) == 0
+        result = otdd.dataset_distance(x, y, epsilon=0, starts=1, compute=DOUBLE, **PLAIN)
+        assert 0 == result.bounds[0] <= result.value < result.bounds[1]
+        # The energy of the permutation in twice the digits, which is more than 0.
+        sides = (each.features.numpy().astype(np.longdouble) for each in (x, y))
+        first, second = (np.square(each[:, None] - each).sum(2) for each in sides)
+        gaps = np.square(first[order][:, order] - second)
+        a = y.masses.numpy().astype(np.longdouble)
+        assert 0 < a @ gaps @ a <= result.bounds[1]
+
+
+def test_a_shuffled_copy_is_at_no_negative_distance():
+    draw = torch.Generator().manual_seed(0)
+    counts = torch.poisson(torch.full((100, 50), 0.1), generator=draw)
+    other = counts[torch.randperm(100, generator=draw)]
+    result = otdd.dataset_distance(counts, other, epsilon=0, compute="cpu", **PLAIN)
+    assert result.bounds[0] == 0 <= result.value
+
+
+def test_accepted_steps_fall_where_steps_are_stretched(monkeypatch):
+    """The objective of each, from all entries of its plan; some steps rise, and are retaken."""
+    rises = 0
+    for seed in range(3):
+        x, y = cloud(30, 4, seed), cloud(25, 3, seed + 30)
+        entropic = problem(x, y, relative=0.02)
+        taken = []
+
+        def kept(*given, taken=taken, **settings):
+            taken.append(take_step(*given, **settings))
+            return taken[-1]
+
+        monkeypatch.setattr(solve, "take_step", kept)
+        draw = torch.Generator().manual_seed(seed)
+        matrix = torch.randn(4, 3, generator=draw, dtype=torch.float64)
+        found = descend(entropic, matrix, Converged(1e-10), 1e-9 * entropic.independent)
+        independent, objectives = x.masses[:, None] * y.masses, []
+        for step in taken:
+            apply = plan_of(entropic.linearised(step.matrix), step.solved.xy)
+            plan = apply(torch.eye(25, dtype=torch.float64), False).values
+            entropy = float(torch.xlogy(plan, plan / independent).sum())
+            objectives.append(dense_energy(plan, x, y) + entropic.compared.epsilon * entropy)
+        assert np.allclose(objectives, [step.objective for step in taken], rtol=1e-7)
+        accepted = [
+            each for each in objectives if np.isclose(found.objectives, each, rtol=1e-9).any()
+        ]
+        assert len(accepted) >= found.steps == len(found.objectives)
+        assert (np.diff(accepted) <= 1e-9 * entropic.independent).all()
+        assert min(objectives) == pytest.approx(found.objective, rel=1e-7)
+        rises += int((np.diff(objectives) > 0).sum())
+    assert rises > 0
+
+
 def test_the_report_shows_the_source_as_mapped(tmp_path):
     x, y = cloud(30, 4, 1, classes=3, name="left"), cloud(20, 2, 2, classes=2, name="right")
     weights = torch.ones(30)
@@ -486,3 +699,10 @@ def test_the_report_shows_the_source_as_mapped(tmp_path):
     for words in ("gromov", "not an error", "axes", "30 × 20, 4 and 2 features", "GW"):
         assert words in printed
     assert "subsample" not in printed
+    assert "solver bounds" not in printed + str(result)
+    assert "subsample" not in str(result)
+    assert result.ground == "gromov"
+    table = io.StringIO()
+    nearest = nearest_table(result.class_distances.nearest(), result.ground)
+    Console(file=table, width=100).print(nearest)
+    assert "squared" not in table.getvalue() + (tmp_path / "nearest_classes.csv").read_text()
