@@ -15,7 +15,6 @@ from typing import Any
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.facts import Pair
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.devices import check_one_device
 from otdd_flash.errors import InputError
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.gromov.classes import check_metric, gromov_table
@@ -34,10 +33,10 @@ from otdd_flash.labels import (
 )
 from otdd_flash.labels.measuring import matched
 from otdd_flash.labels.table import class_names
-from otdd_flash.operators.comparison import Comparison
+from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.operators.label_costs import MOST_SETS
 from otdd_flash.result import DistanceResult
-from otdd_flash.samples import LabeledSamples, check_squares
+from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
@@ -180,9 +179,7 @@ def checked(
         InputError: they are on different devices, hold numbers whose squares overflow, or too many
             sets of labels.
     """
-    for other in datasets[1:]:
-        check_one_device(datasets[0].features.device, other.features.device)
-    check_squares(*datasets)
+    check_comparable(*datasets, dimensions=False)
     sides = tuple(drop_small_classes(samples, min_class_size) for samples in datasets)
     if metric is not None:
         notice_single_samples(sides, metric)

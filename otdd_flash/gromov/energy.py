@@ -85,6 +85,11 @@ class Cloud:
         return cls(points, masses, norms, mean_norm, covariance, spread, turned)
 
     @property
+    def coordinates(self) -> Tensor | None:
+        """The points on the host, if they are coordinates in the span."""
+        return self.points.cpu() if self.turned else None
+
+    @property
     def centred_norms(self) -> Tensor:
         """Return ||x||^2 - E ||x||^2, (n,)."""
         return self.norms - self.mean_norm

@@ -56,15 +56,6 @@ class Problem:
                 "ground=gromov takes fourth powers of features, which overflow; scale them down"
             )
 
-    @property
-    def coordinates(self) -> Coordinates:
-        """Coordinates of rows in their span, on the host, of sides with n < d; else None."""
-        clouds = zip(self.compared.given, (self.energy.x, self.energy.y), strict=True)
-        first, second = (
-            cloud.points.cpu() if len(side) < side.dim else None for side, cloud in clouds
-        )
-        return first, second
-
     @cached_property
     def independent(self) -> float:
         """F(a b^T)."""

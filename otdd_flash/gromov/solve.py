@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -36,7 +36,7 @@ from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term import SolverProgress, StoppedBy, UnreachableTolerance
+from otdd_flash.solver.term import SolverProgress, StoppedBy, TransportTerm, UnreachableTolerance
 
 # Descents end where the objective falls by less than LEAST_FALL times the tolerance, in units of
 # F(a b^T), and at epsilon 0 where it falls by no more than rounding.
@@ -61,9 +61,6 @@ DOUBLE_CELLS = 2**28
 FIRST_STRETCH, MOST_STRETCH = 0.5, 8.0
 
 MOST_STEPS = 1000
-
-# How a descent ended, and its work.
-STATE = ("converged", "stopped_by", "tolerance", "iterations", "passes")
 
 # The seconds of a solve whose time is over: it then gets its one iteration.
 NO_TIME = 1e-9
@@ -112,12 +109,6 @@ class Descent(NamedTuple):
         known = -math.inf if self.plan is None else self.plan.value
         return max(self.last.objective, known)
 
-    def after(self, before: Descent) -> Descent:
-        """Return it as the continuation of another one, whose work counts."""
-        objectives = (*before.objectives, *self.objectives)
-        last = _with_work(self.last, before.last)
-        return self._replace(last=last, objectives=objectives, steps=before.steps + self.steps)
-
 
 def take_step(
     problem: Problem,
@@ -151,57 +142,149 @@ def take_step(
     return Step(matrix, following, solved, objective, term.g.double() - lengths)
 
 
-def descend(
-    problem: Problem,
-    matrix: Tensor,
-    options: Converged | Exact,
-    least: float,
-    end: float = math.inf,
-    progress: SolverProgress | None = None,
-    potential: Tensor | None = None,
-    most: int = MOST_STEPS,
-) -> Descent:
-    """Take steps from M (d_x, d_y) until the objective falls by no more than `least`, or `most`.
+@dataclass(frozen=True)
+class Search:
+    """The search for the plan of the least objective, until a time.
 
-    With entropy, steps become longer as long as they fall: they linearise at M beyond the last
-    plan's, on the line from that before. One that rises is taken again from the last plan's M.
+    Attributes:
+        problem: at its epsilon.
+        options: of every solve.
+        end: of the time that there is, by `time.perf_counter`.
+        progress: called in every iteration of the solves.
     """
-    best: Step | None = None
-    stretch, objectives, steps, iterations, passes = 0.0, list[float](), 0, 0, 0.0
-    while True:
-        limited = replace(options, max_seconds=_seconds_left(end))
-        step = take_step(problem, matrix, limited, potential, progress)
-        term = step.solved.xy
-        iterations, passes = iterations + term.iterations, passes + term.passes
-        fall = math.inf if best is None else best.objective - step.objective
-        stretched = stretch > 0
-        if best is None or fall > 0:
-            # At epsilon 0 plans are vertices, and M on the line between two is of none.
-            grown = max(FIRST_STRETCH, min(2 * stretch, MOST_STRETCH))
-            stretch = grown if best is not None and isinstance(options, Converged) else 0.0
-            further = 0.0 if best is None else step.following - best.following
-            best, potential, steps = step, step.potential, steps + 1
-            objectives += [step.objective] * term.converged
-            matrix = step.following + stretch * further
-        else:
-            matrix, stretch = best.following, 0.0
-        # A NaN ends, too.
-        ended = not fall > least and not (stretched and not fall > 0)
-        late = not ended and time.perf_counter() >= end
-        if ended or late or steps == most:
-            last = _changed(best, iterations=iterations, passes=passes)
-            if late or (not ended and most == MOST_STEPS):
-                reason: StoppedBy = "max_seconds" if late else "max_iterations"
-                last = _changed(last, converged=False, stopped_by=reason)
-            elif not term.converged:
-                last = _changed(last, converged=False, stopped_by=term.stopped_by)
-            return Descent(last, tuple(objectives), steps)
+
+    problem: Problem
+    options: Converged | Exact
+    end: float = math.inf
+    progress: SolverProgress | None = None
+
+    def best_of(self, number: int) -> tuple[dict[str, Descent], str]:
+        """Return where `number` starts led, and the best, whose plan is evaluated."""
+        found = self.explore(number)
+        near = min(each.objective for each in found.values())
+        # At epsilon 0 all are at their ends.
+        near += NEAR * self.problem.independent if isinstance(self.options, Converged) else math.inf
+        for name in (name for name, each in found.items() if each.objective <= near):
+            found[name] = self.finish(found[name])
+        # Another one may be below those that were finished, or below the plan of the best.
+        while found[best := min(found, key=lambda each: found[each].objective)].plan is None:
+            work = self.settle if found[best].finished else self.finish
+            found[best] = work(found[best])
+        return found, best
+
+    def explore(self, number: int) -> dict[str, Descent]:
+        """Descend from starts, or as many as there is time for, until steps are short."""
+        problem, options, found = self.problem, self.options, dict[str, Descent]()
+        least, tried, most = EXACT_FALL * problem.independent, [options], MOST_STEPS
+        if isinstance(options, Converged):
+            least = max(EXPLORED, LEAST_FALL * options.asked_tolerance) * problem.independent
+            # A tolerance that was not given is raised to what rounding allows.
+            tried.insert(0, replace(options, tolerance=max(LOOSE, options.asked_tolerance)))
+            most = EXPLORED_STEPS
+        for name, matrix in starts(problem.energy, problem.compared, number):
+            for each in tried if not found or time.perf_counter() < self.end else ():
+                with suppress(UnreachableTolerance):
+                    found[name] = self.descend(matrix, each, least, most=most)
+                    break
+        return found
+
+    def finish(self, found: Descent) -> Descent:
+        """Follow a descent to the end."""
+        found = found._replace(finished=True)
+        before, options = found.last.solved.xy, self.options
+        if isinstance(options, Exact) or not before.converged or time.perf_counter() >= self.end:
+            return found
+        least = LEAST_FALL * options.asked_tolerance * self.problem.independent
+        more = self.descend(found.last.following, options, least, found.last.potential)
+        last = _with_work(more.last, before)
+        term = last.solved.xy
+        if not term.converged and found.objective <= more.objective:
+            # A solve that stopped early does not take the place of one before.
+            return found._replace(
+                last=_changed(found.last, converged=False, stopped_by=term.stopped_by)
+            )
+        objectives = (*found.objectives, *more.objectives)
+        return Descent(last, objectives, found.steps + more.steps, finished=True)
+
+    def settle(self, found: Descent) -> Descent:
+        """Evaluate the plan of the best descent, of a tighter solve where it converged."""
+        last, options = found.last, self.options
+        if isinstance(options, Converged) and last.solved.converged:
+            tight = self._tightened(last, options)
+            if tight is not None and tight.solved.converged:
+                # What starts are told apart by stays as it was, and so does what was asked for.
+                before = last.solved.xy
+                last = _with_work(tight._replace(objective=last.objective), before)
+                last = _changed(last, tolerance=before.tolerance, stopped_by=before.stopped_by)
+        return found._replace(last=last, plan=round_plan(self.problem, last.matrix, last.solved.xy))
+
+    def _tightened(self, last: Step, options: Converged) -> Step | None:
+        """Solve the last step again, tighter; None where rounding does not allow it."""
+        compared = self.problem.compared
+        in_double = replace(compared, compute=replace(compared.compute, precision="double"))
+        tries = [(compared, LAST_SHARE), (in_double, LAST_SHARE), (compared, LESS_SHARE)]
+        if math.prod(compared.shape) > DOUBLE_CELLS:
+            del tries[1]
+        for each, share in tries:
+            tolerance = share * options.asked_tolerance
+            tight = replace(options, tolerance=tolerance, max_seconds=self._seconds())
+            with suppress(UnreachableTolerance):
+                other = replace(self.problem, compared=each)
+                return take_step(other, last.following, tight, last.potential, self.progress)
+        return None
+
+    def descend(
+        self,
+        matrix: Tensor,
+        options: Converged | Exact,
+        least: float,
+        potential: Tensor | None = None,
+        most: int = MOST_STEPS,
+    ) -> Descent:
+        """Step from M (d_x, d_y) until the objective falls by no more than `least`, or `most`.
+
+        With entropy, steps become longer as long as they fall: they linearise at M beyond the last
+        plan's, on the line from that before. One that rises is taken again from the last plan's M.
+        """
+        best: Step | None = None
+        stretch, objectives, steps, iterations, passes = 0.0, list[float](), 0, 0, 0.0
+        while True:
+            limited = replace(options, max_seconds=self._seconds())
+            step = take_step(self.problem, matrix, limited, potential, self.progress)
+            term = step.solved.xy
+            iterations, passes = iterations + term.iterations, passes + term.passes
+            fall = math.inf if best is None else best.objective - step.objective
+            stretched = stretch > 0
+            if best is None or fall > 0:
+                # At epsilon 0 plans are vertices, and M on the line between two is of none.
+                grown = max(FIRST_STRETCH, min(2 * stretch, MOST_STRETCH))
+                stretch = grown if best is not None and isinstance(options, Converged) else 0.0
+                further = 0.0 if best is None else step.following - best.following
+                best, potential, steps = step, step.potential, steps + 1
+                objectives += [step.objective] * term.converged
+                matrix = step.following + stretch * further
+            else:
+                matrix, stretch = best.following, 0.0
+            # A NaN ends, too.
+            ended = not fall > least and not (stretched and not fall > 0)
+            late = not ended and time.perf_counter() >= self.end
+            if ended or late or steps == most:
+                last = _changed(best, iterations=iterations, passes=passes)
+                if late or (not ended and most == MOST_STEPS):
+                    reason: StoppedBy = "max_seconds" if late else "max_iterations"
+                    last = _changed(last, converged=False, stopped_by=reason)
+                elif not term.converged:
+                    last = _changed(last, converged=False, stopped_by=term.stopped_by)
+                return Descent(last, tuple(objectives), steps)
+
+    def _seconds(self) -> float | None:
+        return None if self.end == math.inf else max(self.end - time.perf_counter(), NO_TIME)
 
 
-def _with_work(step: Step, before: Step) -> Step:
+def _with_work(step: Step, before: TransportTerm) -> Step:
     """Return a step whose solve counts the work of an earlier one."""
-    one, other = before.solved.xy, step.solved.xy
-    iterations, passes = one.iterations + other.iterations, one.passes + other.passes
+    term = step.solved.xy
+    iterations, passes = before.iterations + term.iterations, before.passes + term.passes
     return _changed(step, iterations=iterations, passes=passes)
 
 
@@ -211,112 +294,13 @@ def _changed(step: Step, **changes: Any) -> Step:
     return step._replace(solved=replace(step.solved, xy=term, passes=term.passes))
 
 
-def _seconds_left(end: float) -> float | None:
-    return None if end == math.inf else max(end - time.perf_counter(), NO_TIME)
-
-
-def finish(
-    problem: Problem,
-    found: Descent,
-    options: Converged | Exact,
-    end: float = math.inf,
-    progress: SolverProgress | None = None,
-) -> Descent:
-    """Follow a descent to the end."""
-    found = found._replace(finished=True)
-    if isinstance(options, Exact) or not found.last.solved.converged or time.perf_counter() >= end:
-        return found
-    least = LEAST_FALL * options.asked_tolerance * problem.independent
-    following, potential = found.last.following, found.last.potential
-    more = descend(problem, following, options, least, end, progress, potential).after(found)
-    term = more.last.solved.xy
-    if not term.converged and found.objective <= more.objective:
-        # A solve that stopped early does not take the place of one before.
-        ended = _changed(found.last, **{name: getattr(term, name) for name in STATE})
-        return found._replace(last=ended)
-    return more._replace(finished=True)
-
-
-def settle(
-    problem: Problem,
-    found: Descent,
-    options: Converged | Exact,
-    end: float = math.inf,
-    progress: SolverProgress | None = None,
-) -> Descent:
-    """Evaluate the plan of the best descent, of a tighter solve where it converged."""
-    if isinstance(options, Converged) and found.last.solved.converged:
-        tight = _tightened(problem, found, options, end, progress)
-        if tight is not None and tight.solved.converged:
-            # What starts are told apart by stays as it was, and so does what was asked for.
-            term = found.last.solved.xy
-            state = {"tolerance": term.tolerance, "stopped_by": term.stopped_by}
-            last = _changed(_with_work(tight, found.last), **state)
-            found = found._replace(last=last._replace(objective=found.last.objective))
-    plan = round_plan(problem, found.last.matrix, found.last.solved.xy)
-    return found._replace(plan=plan)
-
-
-def _tightened(
-    problem: Problem,
-    found: Descent,
-    options: Converged,
-    end: float,
-    progress: SolverProgress | None,
-) -> Step | None:
-    """Solve the last step again, tighter; None where rounding does not allow it."""
-    compared, last = problem.compared, found.last
-    in_double = replace(compared, compute=replace(compared.compute, precision="double"))
-    tries = [(compared, LAST_SHARE), (in_double, LAST_SHARE), (compared, LESS_SHARE)]
-    if math.prod(compared.shape) > DOUBLE_CELLS:
-        del tries[1]
-    for each, share in tries:
-        seconds = _seconds_left(end)
-        tight = replace(options, tolerance=share * options.asked_tolerance, max_seconds=seconds)
-        with suppress(UnreachableTolerance):
-            other = replace(problem, compared=each)
-            return take_step(other, last.following, tight, last.potential, progress)
-    return None
-
-
-def explore(
-    problem: Problem,
-    options: Converged | Exact,
-    number: int,
-    end: float = math.inf,
-    progress: SolverProgress | None = None,
-) -> dict[str, Descent]:
-    """Descend from `number` starts, or as many as there is time for, until steps are short."""
-    least, loose, most = EXACT_FALL * problem.independent, options, MOST_STEPS
-    if isinstance(options, Converged):
-        least = max(EXPLORED, LEAST_FALL * options.asked_tolerance) * problem.independent
-        loose = replace(options, tolerance=max(LOOSE, options.asked_tolerance))
-        most = EXPLORED_STEPS
-    found = dict[str, Descent]()
-    for name, matrix in starts(problem.energy, problem.compared, number):
-        if found and time.perf_counter() >= end:
-            break
-        try:
-            found[name] = descend(problem, matrix, loose, least, end, progress, most=most)
-        except UnreachableTolerance:
-            # The default tolerance is raised to what rounding allows.
-            found[name] = descend(problem, matrix, options, least, end, progress, most=most)
-    return found
-
-
 def solve_gromov(
     problem: Problem,
     options: Converged | Exact,
     number: int,
     progress: SolverProgress | None = None,
 ) -> tuple[Comparison, Divergence, GromovRecord]:
-    """Find the best local minimum of several starts.
-
-    Args:
-        problem: two datasets at an epsilon, with W.
-        options: of every solve.
-        number: of starts.
-        progress: called in every iteration of the solves.
+    """Find the best local minimum of `number` starts.
 
     Returns:
         The comparison by the last linearised cost; its solve, with value and bounds of F; and the
@@ -326,17 +310,7 @@ def solve_gromov(
     if isinstance(options, Exact):
         # A plan that is not the best of its step need not have a smaller E.
         options = replace(options, bound_width=0.0)
-    found = explore(problem, options, number, end, progress)
-    least = min(each.objective for each in found.values())
-    # At epsilon 0 all are at their ends.
-    near = least + NEAR * problem.independent if isinstance(options, Converged) else math.inf
-    for name in (name for name, each in found.items() if each.objective <= near):
-        found[name] = finish(problem, found[name], options, end, progress)
-    # Another one may be below those that were finished, or below the plan of the best.
-    while found[best := min(found, key=lambda each: found[each].objective)].plan is None:
-        work = settle if found[best].finished else finish
-        found[best] = work(problem, found[best], options, end, progress)
-    return _result(problem, found, best)
+    return _result(problem, *Search(problem, options, end, progress).best_of(number))
 
 
 def _result(
@@ -359,7 +333,7 @@ def _result(
         ),
         objectives,
         last.matrix.cpu(),
-        problem.coordinates,
+        (energy.x.coordinates, energy.y.coordinates),
     )
     # Sums of as many products as there are points; W is that of `compared`.
     spread, largest = energy.x.spread + energy.y.spread, float(problem.table.abs().max())
@@ -396,16 +370,13 @@ def prepare(
     Raises:
         InputError: they do not fit there, with what E needs.
     """
-    compared = Comparison.prepare(datasets, cost, compute, debias=False, resident=True)
-    needed = compared.needed + sum(map(_float64_bytes, datasets))
+    compared, needed = Comparison.prepare(datasets, cost, compute, debias=False, resident=True), 0
+    for n, d in (samples.features.shape for samples in datasets):
+        # In float64 the points and their coordinates, linearised ones and products, S and its
+        # eigenvectors, M of two steps and their differences.
+        r = min(n, d)
+        needed += 8 * (n * d + 4 * n * r + 6 * r * r)
+    needed += compared.needed
     size = cost_size(datasets[0], datasets[-1])
     check_memory(size, needed, compared.device, compute.dtype)
     return replace(compared, needed=needed)
-
-
-def _float64_bytes(samples: LabeledSamples) -> int:
-    """Return what is held of a side in float64: its points, twice if they are turned, and S."""
-    n, d = len(samples), samples.dim
-    r = min(n, d)
-    # S and its eigenvectors, M of two steps and their differences; linearised points and products.
-    return 8 * (n * d + (n * r if n < d else 0) + 6 * r * r + 3 * n * r)

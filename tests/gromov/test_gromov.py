@@ -19,7 +19,7 @@ from otdd_flash.gromov.bounds import eccentricity_bound, spectral_bound
 from otdd_flash.gromov.classes import gaussian_table
 from otdd_flash.gromov.energy import Cloud, Energy
 from otdd_flash.gromov.problem import Problem, plan_of, round_plan
-from otdd_flash.gromov.solve import descend, prepare, take_step
+from otdd_flash.gromov.solve import Search, prepare, take_step
 from otdd_flash.report.distance import nearest_table, summary_table, write_report
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.exact import Exact
@@ -181,7 +181,9 @@ def test_it_is_what_pot_finds_from_the_same_start(relative):
     draw = np.random.default_rng(3).random((20, 24))
     start = ot.sinkhorn(a, b, draw, 0.2, stopThr=1e-14)
     matrix = entropic.energy.x.points.T @ torch.from_numpy(start) @ entropic.energy.y.points
-    found = descend(entropic, matrix, Converged(1e-11), 1e-15 * entropic.independent)
+    found = Search(entropic, Converged(1e-11)).descend(
+        matrix, Converged(1e-11), 1e-15 * entropic.independent
+    )
     plan = ot.gromov.entropic_gromov_wasserstein(
         squared(x).numpy(),
         squared(y).numpy(),
@@ -454,8 +456,8 @@ def test_other_entries_do_not_take_it():
         (lambda: otdd.GroundCost(ground="gromov"), unknown),
         (lambda: otdd.mixture(x, {"x": x, "y": x}, ground="gromov"), unknown),
         (lambda: otdd.shift_test(x, x, ground="gromov"), unknown),
-        (lambda: otdd.subsample_interval(x, x, 1.0, ground="gromov"), unknown),
-        (lambda: otdd.noise_floor(x, x, ground="gromov"), unknown),
+        (lambda: otdd.subsample_interval(x, x, 1.0, epsilon=1.0, ground="gromov"), unknown),
+        (lambda: otdd.noise_floor(x, x, epsilon=1.0, ground="gromov"), unknown),
         (lambda: otdd.dataset_distance(x, x, **PLAIN).contributions(), "of a linear cost"),
     ):
         with pytest.raises(InputError, match=words):
@@ -499,15 +501,17 @@ def test_fewer_iterations_do_not_give_a_better_number():
     assert values == sorted(values, reverse=True)
 
 
-def test_a_late_step_does_not_replace_a_good_one(monkeypatch):
+def test_a_late_step_does_not_replace_a_good_one():
     entropic = problem(cloud(60, 4, 1), cloud(50, 3, 2), relative=0.01)
     matrix = next(iter(starts.starts(entropic.energy, entropic.compared, 1)))[1]
-    good = descend(entropic, matrix, Converged(1e-6), 1e-3 * entropic.independent)
-    late = solve.finish(entropic, good, Converged(1e-6, max_iterations=1))
+    good = Search(entropic, Converged(1e-6)).descend(
+        matrix, Converged(1e-6), 1e-3 * entropic.independent
+    )
+    short = Search(entropic, Converged(1e-6, max_iterations=1))
+    late = short.finish(good)
     assert late.last.matrix is good.last.matrix
     assert not late.last.solved.converged
-    kept = solve.settle(entropic, late, Converged(1e-6, max_iterations=1))
-    assert kept.plan.value <= good.objective
+    assert short.settle(late).plan.value <= good.objective
 
 
 def test_the_value_is_close_to_that_of_sums_without_errors():
@@ -665,7 +669,9 @@ def test_accepted_steps_fall_where_steps_are_stretched(monkeypatch):
         monkeypatch.setattr(solve, "take_step", kept)
         draw = torch.Generator().manual_seed(seed)
         matrix = torch.randn(4, 3, generator=draw, dtype=torch.float64)
-        found = descend(entropic, matrix, Converged(1e-10), 1e-9 * entropic.independent)
+        found = Search(entropic, Converged(1e-10)).descend(
+            matrix, Converged(1e-10), 1e-9 * entropic.independent
+        )
         independent, objectives = x.masses[:, None] * y.masses, []
         for step in taken:
             apply = plan_of(entropic.linearised(step.matrix), step.solved.xy)
