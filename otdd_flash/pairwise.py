@@ -228,7 +228,7 @@ def pairwise_distances(
         **({} if constraints.exact else {"unbalanced": penalties_of(constraints)}),
         "mean_cost": mean,
         **cost.to_dict(),
-        **({} if inner is None else {"ground": ground, **inner.summary()}),
+        **({} if inner is None else {"ground": ground, "gromov": _records(inner)}),
         **({} if target_scale is None else {"target_scale": list(target_scale)}),
         "fingerprints": [samples.fingerprint for samples in sides],
         "seconds": {"class_distances": measured - started, "solve": solved - measured},
@@ -239,6 +239,11 @@ def pairwise_distances(
         **({} if streamed is None else {"streamed": dict(streamed)}),
     }
     return _gathered(found, table, details)
+
+
+def _records(inner: GromovPairs) -> dict[str, Any]:
+    """Return where each start of each pair led, and more, by the places of the pair."""
+    return {f"{i},{j}": record.to_dict() for (i, j), record in inner.records.items()}
 
 
 def _mean_cost(comparison: Comparison, table: JointClassDistances) -> float:

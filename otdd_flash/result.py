@@ -39,7 +39,7 @@ from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.gromov.record import GromovRecord
-from otdd_flash.gromov.solve import linear_comparison
+from otdd_flash.gromov.solve import last_linearised, prepare
 from otdd_flash.label_sets import named_sets
 from otdd_flash.labels import ClassDistances, NoLabels
 from otdd_flash.labels.numbers import targets_of
@@ -550,14 +550,9 @@ class DistanceResult:
                 f"{error}; of another machine's result DistanceResult.load takes it as compute="
             ) from error
         if self.gromov is not None:
-            return linear_comparison(
-                (self.source, self.target),
-                self.cost,
-                self.compute,
-                None if self.method == NoLabels.name else self.class_distances.full,
-                self.epsilon,
-                self.gromov,
-            )
+            compared = prepare((self.source, self.target), self.cost, self.compute)
+            table = None if self.method == NoLabels.name else self.class_distances.full
+            return last_linearised(compared.with_classes(table).at(self.epsilon), self.gromov)
         prepared = Comparison.prepare(
             (self.source, self.target),
             self.cost,

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
 
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.facts import Pair
@@ -159,10 +158,6 @@ class GromovPairs:
             with problem.compared.within_memory():
                 _, solved, self.records[i, j] = solve_gromov(problem, options, starts)
             yield solved
-
-    def summary(self) -> dict[str, Any]:
-        """Return the records of the pairs for JSON, by their places."""
-        return {"gromov": {f"{i},{j}": each.to_dict() for (i, j), each in self.records.items()}}
 
     def _problem(self, i: int, j: int, epsilon: float) -> Problem:
         table = None if self._table is None else self._table.between(i, j).full

@@ -15,6 +15,7 @@ from torch import Tensor
 # Coordinates of both sides in the spans of their rows, see `energy.Cloud`.
 Coordinates = tuple[Tensor | None, Tensor | None]
 
+NUMBERS = ("energy", "class_cost", "class_lower", "independent")
 # Names of the lower bounds of E.
 BOUNDS = ("eccentricities", "spectra")
 
@@ -70,9 +71,8 @@ class GromovRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of result.json; tensors are kept beside it."""
-        own = ("energy", "class_cost", "class_lower", "independent", "gw")
         return {
-            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self, name) for name in (*NUMBERS, "gw")},
             "energy_bounds": dict(zip(BOUNDS, self.energy_bounds, strict=True)),
             "starts": [start._asdict() for start in self.starts],
             "objectives": list(self.objectives),
@@ -87,9 +87,8 @@ class GromovRecord:
     @classmethod
     def from_dict(cls, summary: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> GromovRecord:
         """Restore the record from its `to_dict` and `tensors`."""
-        own = ("energy", "class_cost", "class_lower", "independent")
         return cls(
-            **{name: summary[name] for name in own},
+            **{name: summary[name] for name in NUMBERS},
             energy_bounds=tuple(summary["energy_bounds"][name] for name in BOUNDS),
             starts=tuple(Start(**start) for start in summary["starts"]),
             objectives=tuple(summary["objectives"]),

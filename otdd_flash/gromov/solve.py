@@ -164,8 +164,8 @@ class Search:
         near = min(each.objective for each in found.values())
         # At epsilon 0 all are at their ends.
         near += NEAR * self.problem.independent if isinstance(self.options, Converged) else math.inf
-        for name in (name for name, each in found.items() if each.objective <= near):
-            found[name] = self.finish(found[name])
+        for name, each in found.items():
+            found[name] = self.finish(each) if each.objective <= near else each
         # Another one may be below those that were finished, or below the plan of the best.
         while found[best := min(found, key=lambda each: found[each].objective)].plan is None:
             work = self.settle if found[best].finished else self.finish
@@ -322,19 +322,10 @@ def _result(
     assert plan is not None
     of_energy = eccentricity_bound(energy), spectral_bound(energy)
     of_classes = class_bound(problem.table, *problem.class_masses)
-    record = GromovRecord(
-        plan.energy,
-        of_energy,
-        plan.class_cost,
-        of_classes,
-        problem.independent,
-        tuple(
-            Start(name, each.objective, each.steps, each.finished) for name, each in found.items()
-        ),
-        objectives,
-        last.matrix.cpu(),
-        (energy.x.coordinates, energy.y.coordinates),
-    )
+    told = (Start(name, one.objective, one.steps, one.finished) for name, one in found.items())
+    parts = plan.energy, of_energy, plan.class_cost, of_classes, problem.independent
+    coordinates = energy.x.coordinates, energy.y.coordinates
+    record = GromovRecord(*parts, tuple(told), objectives, last.matrix.cpu(), coordinates)
     # Sums of as many products as there are points; W is that of `compared`.
     spread, largest = energy.x.spread + energy.y.spread, float(problem.table.abs().max())
     sums = (sum(compared.shape) + OPERATIONS) * DOUBLE_UNIT + plan.rounding
@@ -347,16 +338,8 @@ def _result(
     return problem.linearised(last.matrix), solved, record
 
 
-def linear_comparison(
-    datasets: tuple[LabeledSamples, LabeledSamples],
-    cost: GroundCost,
-    compute: ComputeOptions,
-    table: Tensor | None,
-    epsilon: float,
-    record: GromovRecord,
-) -> Comparison:
+def last_linearised(compared: Comparison, record: GromovRecord) -> Comparison:
     """Return the comparison by the last linearised cost again, for the plan of a loaded result."""
-    compared = prepare(datasets, cost, compute).with_classes(table).at(epsilon)
     with compared.within_memory():
         problem = Problem.of(compared, record.coordinates)
         return problem.linearised(record.matrix.to(problem.energy.x.points))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.points import mass_per_class
+from otdd_flash.cost.points import class_indices, mass_per_class
 from otdd_flash.gromov.energy import Cloud, Energy
 from otdd_flash.operators.comparison import Comparison
 
@@ -69,21 +69,18 @@ def _of_classes(energy: Energy, compared: Comparison) -> Tensor | None:
         return None
     costs = compared.block("xy").double().cpu()
     if compared.ground.lambda_y == 0 or float(costs.max()) == float(costs.min()):
-        names = (np.array(side.class_names)[:, None] for side in (source, target))
-        one, other = names
+        one, other = (np.array(side.class_names)[:, None] for side in (source, target))
         costs = torch.from_numpy(1.0 - (one == other.T))
         if bool((costs == 1).all()):
             return None
     # It takes seconds to import.
     import ot
 
-    sums, masses = [], []
-    for cloud, labels, size in (
-        (energy.x, source.labels, source.class_total),
-        (energy.y, target.labels, target.class_total),
-    ):
-        own = mass_per_class(cloud.masses, labels, size)
-        total = cloud.points.new_zeros((size, cloud.points.shape[1]))
+    sums, masses = list[Tensor](), []
+    for cloud, side in ((energy.x, source), (energy.y, target)):
+        labels, shape = class_indices(side), (side.class_total, cloud.points.shape[1])
+        own = mass_per_class(cloud.masses, labels, shape[0])
+        total = cloud.points.new_zeros(shape)
         total.index_add_(0, labels, cloud.points * cloud.masses[:, None])
         sums.append(total / own.clamp_min(torch.finfo(own.dtype).tiny)[:, None])
         masses.append(own.cpu().numpy())
@@ -95,9 +92,8 @@ def _of_classes(energy: Energy, compared: Comparison) -> Tensor | None:
 def _random(energy: Energy, draw: torch.Generator) -> Tensor:
     """Return S_x^1/2 K S_y^1/2 for random K with orthonormal rows or columns."""
     first, second = (_scaled_axes(side) for side in (energy.x, energy.y))
-    sizes = first.shape[1], second.shape[1]
-    drawn = torch.randn(max(sizes), min(sizes), generator=draw, dtype=torch.float64)
-    rotation = torch.linalg.qr(drawn).Q
-    rotation = rotation if sizes[0] >= sizes[1] else rotation.T
-    matrix: Tensor = first @ rotation.to(first) @ second.T
+    sizes = sorted((first.shape[1], second.shape[1]), reverse=True)
+    drawn = torch.randn(*sizes, generator=draw, dtype=torch.float64)
+    rotation = torch.linalg.qr(drawn).Q.to(first)
+    matrix: Tensor = first @ (rotation if first.shape[1] == sizes[0] else rotation.T) @ second.T
     return matrix
