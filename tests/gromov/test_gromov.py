@@ -501,6 +501,18 @@ def test_fewer_iterations_do_not_give_a_better_number():
     assert values == sorted(values, reverse=True)
 
 
+def test_the_objective_of_a_step_that_stopped_is_of_a_plan():
+    x, y = cloud(60, 4, 1), cloud(50, 3, 2)
+    entropic = problem(x, y, relative=0.01)
+    matrix = next(iter(starts.starts(entropic.energy, entropic.compared, 1)))[1]
+    best = Search(entropic, Converged(1e-6)).descend(matrix, Converged(1e-6), 0.0).last
+    step = take_step(entropic, best.following, Converged(1e-6, max_iterations=1))
+    assert not step.solved.converged
+    assert step.objective >= best.objective
+    rounded = round_plan(entropic, step.matrix, step.solved.xy)
+    assert step.objective == pytest.approx(rounded.value + entropic.compared.epsilon * math.log(50))
+
+
 def test_a_late_step_does_not_replace_a_good_one():
     entropic = problem(cloud(60, 4, 1), cloud(50, 3, 2), relative=0.01)
     matrix = next(iter(starts.starts(entropic.energy, entropic.compared, 1)))[1]
@@ -644,6 +656,29 @@ def test_bounds_that_are_attained_hold_with_their_rounding(weights):
         gaps = np.square(first[order][:, order] - second)
         a = y.masses.numpy().astype(np.longdouble)
         assert 0 < a @ gaps @ a <= result.bounds[1]
+
+
+def test_spectra_of_points_of_one_length_hold_with_their_rounding():
+    """Where norms do not differ only eigenvalues and sums are off."""
+    for seed in range(12):
+        draw = torch.Generator().manual_seed(seed)
+        half = torch.randn(20, 4, generator=draw, dtype=torch.float64)
+        half /= torch.linalg.vector_norm(half, dim=1, keepdim=True)
+        x = otdd.LabeledSamples(torch.cat((half, -half)), None, ())
+        y, _ = copied(x, seed)
+        assert spectral_bound(Energy(Cloud.of(x), Cloud.of(y))) == 0
+
+
+@pytest.mark.parametrize("scale", [2.0, 0.25, 1 + 2**-20])
+def test_the_eccentricity_bound_of_a_scaled_copy_is_its_energy(scale):
+    for seed in range(6):
+        x = cloud(30, 4, seed)
+        y = replace(x, features=scale * x.features)
+        found = eccentricity_bound(Energy(Cloud.of(x), Cloud.of(y)))
+        sides = (each.features.numpy().astype(np.longdouble) for each in (x, y))
+        first, second = (np.square(each[:, None] - each).sum(2) for each in sides)
+        wanted = np.square(first - second).mean()
+        assert wanted * (1 - 1e-3) <= found <= wanted
 
 
 def test_a_shuffled_copy_is_at_no_negative_distance():
