@@ -364,11 +364,16 @@ def other_weights(
         if one is not None and (best is None or one.value < best.value):
             best = one
     sizes = np.array([float((one.masses > 0).sum()) for one in sources.each])
-    weights = {"uniform": np.full(count, 1 / count), "proportional to size": sizes / sizes.sum()}
-    several = [solved(n, w, at_weights(comparison, sources, w)) for n, w in weights.items()]
+    equal, by_size = np.full(count, 1 / count), sizes / sizes.sum()
+    uniform = solved("uniform", equal, at_weights(comparison, sources, equal))
+    named = "proportional to size"
+    if (sizes == sizes[0]).all():
+        proportional = uniform and uniform._replace(name=named)
+    else:
+        proportional = solved(named, by_size, at_weights(comparison, sources, by_size))
     if left() == NO_TIME:
         return ()
-    return tuple(one for one in (best, *several) if one is not None)
+    return tuple(one for one in (best, uniform, proportional) if one is not None)
 
 
 def undetermined(

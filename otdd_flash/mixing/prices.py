@@ -229,11 +229,14 @@ class MixtureOracle:
         self, w: Vector, width: float, solved: Callable[[str, Operator, Any], None] | None = None
     ) -> Divergence:
         """Solve the mixture of just these weights w (K,); see `solver.divergence` for `solved`."""
-        comparison = at_weights(self.comparison, self.sources, w)
+        comparison, start = at_weights(self.comparison, self.sources, w), dict(self._start)
+        if "xx" in start:
+            # Of debiased solves, which give every source some weight.
+            start["xx"] = start["xx"][self.sources.used(w).to(start["xx"].device)]
 
         def by(options: Converged) -> Divergence:
             options = replace(options, max_seconds=self._left())
-            return solve(comparison, options, start=self._start, known=self._known, solved=solved)
+            return solve(comparison, options, start=start, known=self._known, solved=solved)
 
         if not comparison.debias:
             return by(Converged(bound_width=width))
@@ -264,9 +267,10 @@ class MixtureOracle:
         return (found + found.T) / 2
 
     def _extended(self, w: Vector, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return potentials whose rows without mass have softmins."""
+        """Return potentials of all rows: those of unused sources have softmins."""
         if (w > 0).all():
             return f, g
         softmins = self._equal.softmin_rows(g.to(self._equal.costs.dtype), self.comparison.epsilon)
-        there = torch.from_numpy(w > 0).to(f.device)[self.sources.members.to(f.device)]
-        return torch.where(there, f, softmins.to(f)), g
+        whole = softmins.to(f)
+        whole[self.sources.used(w).to(f.device)] = f
+        return whole, g

@@ -96,6 +96,10 @@ class Sources:
         of_rows = torch.from_numpy(np.ascontiguousarray(w)).to(self.own.device)[self.members]
         return self.own * of_rows
 
+    def used(self, w: NDArray[np.float64]) -> Tensor:
+        """Return which rows are of sources with weight, (n,) bool, of weights (K,)."""
+        return torch.from_numpy(w > 0).to(self.members.device)[self.members]
+
     def sums(self, values: Tensor) -> NDArray[np.float64]:
         """Return sum_i a_ki v_i (K,) of values (n,), on the host."""
         found = torch.zeros(len(self.names), dtype=torch.float64, device=self.own.device)
@@ -228,8 +232,11 @@ def _table(
 
 
 def at_weights(comparison: Comparison, sources: Sources, w: NDArray[np.float64]) -> Comparison:
-    """Return the comparison of the mixture of weights w (K,)."""
+    """Return the comparison of the mixture of weights w (K,), without rows of unused sources."""
     source, target = comparison.transformed
-    masses = sources.masses(w).to(source.features.device)
-    sides = replace(source, weights=masses), target
+    home = source.features.device
+    masses, used = sources.masses(w), sources.used(w)
+    if not used.all():
+        source, masses = source.take(used.nonzero().squeeze(1).to(home)), masses[used]
+    sides = replace(source, weights=masses.to(home)), target
     return replace(comparison, given=sides, transformed=sides)
