@@ -298,7 +298,7 @@ class DistanceResult:
 
     @computes
     def barycentric_map(self) -> Tensor:
-        """Return where the plan sends each source point on average: (P y)_i / r_i, shape (n, d).
+        """Return where the plan sends each source point on average: (P y)_i / r_i, shape (n, d_y).
 
         Points without mass are mapped too, by the conditional plan that their potential defines; at
         epsilon 0 they have none, and are mapped to NaN, as are rows of less than about 1e-16 of the

@@ -361,5 +361,6 @@ def prepare(
         needed += 8 * (n * d + 4 * n * r + 6 * r * r)
     needed += compared.needed
     size = cost_size(datasets[0], datasets[-1])
-    check_memory(size, needed, compared.device, compute.dtype)
+    fewer = "fewer dimensions (of each side, beforehand)"
+    check_memory(size, needed, compared.device, compute.dtype, fewer)
     return replace(compared, needed=needed)

@@ -5,6 +5,7 @@ import itertools
 import math
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import ot
@@ -17,6 +18,7 @@ from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.gromov import solve, starts
 from otdd_flash.gromov.bounds import eccentricity_bound, spectral_bound
 from otdd_flash.gromov.classes import gaussian_table
+from otdd_flash.gromov.distance import gromov_options
 from otdd_flash.gromov.energy import Cloud, Energy
 from otdd_flash.gromov.problem import Problem, plan_of, round_plan
 from otdd_flash.gromov.solve import Search, prepare, take_step
@@ -269,12 +271,16 @@ def test_gaussians_are_between_delons_forms(size):
         )
         for each in axes
     )
-    lower, upper = gaussian_forms(*axes)
+    # Of the covariances that were drawn.
+    drawn = (np.linalg.eigvalsh(np.cov(side.features.numpy().T, bias=True)) for side in (x, y))
+    lower, upper = gaussian_forms(*(each[::-1] for each in drawn))
     result = otdd.dataset_distance(x, y, epsilon_relative=0.01, starts=1, **PLAIN)
-    noise = 12 / math.sqrt(size)
-    assert lower * (1 - noise) <= max(result.gromov.energy_bounds) <= result.value
-    # The entropic plan is not the best one.
-    assert result.value <= upper * (1 + noise) + 0.01 * result.gromov.independent
+    # Of 40 draws of 500 the bound over the lower form had mean 1.025 and deviation 0.038; the value
+    # less the upper form, over E(a b^T), 0.012 and 0.010, with what entropy adds; of 6 draws of
+    # 3,000 deviations were a third and a quarter. These are four of them.
+    share = math.sqrt(500 / size)
+    assert lower * (1 - 0.15 * share) <= max(result.gromov.energy_bounds) <= result.value
+    assert result.value <= upper + 0.053 * share * result.gromov.independent
 
 
 def test_the_gaussian_table_is_delons():
@@ -433,6 +439,12 @@ def test_settings_that_would_be_ignored_are_refused():
             call()
 
 
+def test_ranks_are_refused_before_anything_is_solved():
+    compute = SimpleNamespace(group=object())
+    with pytest.raises(InputError, match="leave out compute.group"):
+        gromov_options(None, 1.0, 1.0, Converged(), compute, debias=False, unbalanced=None)
+
+
 def test_many_sets_of_labels_are_refused_with_a_way_out():
     draw = torch.Generator().manual_seed(0)
     sets = torch.rand(600, 12, generator=draw) < 0.5
@@ -565,7 +577,7 @@ def test_few_rows_of_many_features_are_compared_in_their_span(tmp_path):
 def test_memory_of_moments_is_checked(monkeypatch):
     x = otdd.LabeledSamples(torch.zeros(4000, 1500), None, ())
     monkeypatch.setattr("otdd_flash.memory.free_memory", lambda device: 2**28)
-    with pytest.raises(InputError, match=r"not enough memory.*extractor\.pca"):
+    with pytest.raises(InputError, match=r"not enough memory.*fewer dimensions \(of each"):
         otdd.dataset_distance(x, x, **PLAIN)
 
 
