@@ -427,7 +427,7 @@ def test_settings_that_would_be_ignored_are_refused():
         (lambda: otdd.pairwise_distances([x, x], starts=9), "starts are of ground=gromov"),
         (
             lambda: otdd.dataset_distance(x, y, solver=otdd.Exact(bound_width=0.3), **PLAIN),
-            "leave out solver.bound_width",
+            "leave out solver",
         ),
         (
             lambda: otdd.dataset_distance(x, y, **{**PLAIN, "lambda_x": 0.0}),
@@ -441,7 +441,7 @@ def test_settings_that_would_be_ignored_are_refused():
 
 def test_ranks_are_refused_before_anything_is_solved():
     compute = SimpleNamespace(group=object())
-    with pytest.raises(InputError, match="leave out compute.group"):
+    with pytest.raises(InputError, match=r"leave out compute\.group"):
         gromov_options(None, 1.0, 1.0, Converged(), compute, debias=False, unbalanced=None)
 
 
