@@ -54,6 +54,7 @@ LOOSE, EXPLORED, EXPLORED_STEPS, NEAR = 1e-2, 1e-4, 8, 0.05
 # longest of all, less tight.
 LAST_SHARE, LESS_SHARE = 1e-2, 1e-1
 DOUBLE_CELLS = 2**28
+FEWEST_LAST = 500
 
 # How far beyond the last plan's M a step linearises, over the distance from that before. Where
 # steps shrink by a constant factor q, their sum is q / (1 - q) times the last: 0.5 for q = 1/3; 8
@@ -183,9 +184,12 @@ class Search:
             most = EXPLORED_STEPS
         for name, matrix in starts(problem.energy, problem.compared, number):
             for each in tried if not found or time.perf_counter() < self.end else ():
-                with suppress(UnreachableTolerance):
+                try:
                     found[name] = self.descend(matrix, each, least, most=most)
                     break
+                except UnreachableTolerance:
+                    if each is options:
+                        raise
         return found
 
     def finish(self, found: Descent) -> Descent:
@@ -221,13 +225,16 @@ class Search:
     def _tightened(self, last: Step, options: Converged) -> Step | None:
         """Solve the last step again, tighter; None where rounding does not allow it."""
         compared = self.problem.compared
-        in_double = replace(compared, compute=replace(compared.compute, precision="double"))
-        tries = [(compared, LAST_SHARE), (in_double, LAST_SHARE), (compared, LESS_SHARE)]
+        in_double = replace(compared.compute, precision="double", backend="auto")
+        doubled = replace(compared, compute=in_double)
+        tries = [(compared, LAST_SHARE), (doubled, LAST_SHARE), (compared, LESS_SHARE)]
         if math.prod(compared.shape) > DOUBLE_CELLS:
             del tries[1]
         for each, share in tries:
-            tolerance = share * options.asked_tolerance
-            tight = replace(options, tolerance=tolerance, max_seconds=self._seconds())
+            # At small epsilon tightening may take far longer than all before.
+            most = min(options.max_iterations, max(FEWEST_LAST, last.solved.xy.iterations))
+            tight = replace(options, max_iterations=most, max_seconds=self._seconds())
+            tight = replace(tight, tolerance=share * options.asked_tolerance)
             with suppress(UnreachableTolerance):
                 other = replace(self.problem, compared=each)
                 return take_step(other, last.following, tight, last.potential, self.progress)

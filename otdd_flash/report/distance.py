@@ -334,7 +334,7 @@ def _gromov(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         for one in found["starts"]
     )
     return [
-        ("bounds", "of the least value; their gap is not an error of the solver"),
+        ("bounds", "of the least; their gap is not an error of the solver"),
         ("GW (Mémoli)", f"{found['gw']:.6g}, half the root of the energy {found['energy']:.6g}"),
         ("starts", ("with entropy: " if summary["epsilon"] else "") + ", ".join(starts)),
     ]
