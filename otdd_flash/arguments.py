@@ -75,6 +75,7 @@ Index = int
 Seed = int
 Word = str
 Ground = str
+DatasetGround = str
 Backend = str
 Precision = str
 BatchedGradient = str
@@ -381,6 +382,8 @@ ACCEPTED: dict[str, Check] = {
     "Positive | Tensor": either(positive, TENSOR_CLASS),
     "NotNegative | Tensor": either(not_negative, TENSOR_CLASS),
     "Ground": choice("sqeuclidean", "cosine", "inner"),
+    # `gromov` is no cost between two points.
+    "DatasetGround": choice("sqeuclidean", "cosine", "inner", "gromov"),
     "Backend": choice("auto", "torch", "triton"),
     "Precision": choice("fast", "high", "double"),
     "BatchedGradient": choice("unrolled", "implicit", "none"),

@@ -90,7 +90,12 @@ def readable_bytes(count: int) -> str:
     return f"{count} bytes"
 
 
-def check_memory(what: object, needed: int, device: torch.device, dtype: torch.dtype) -> None:
+PCA = "fewer dimensions (extractor.pca)"
+
+
+def check_memory(
+    what: object, needed: int, device: torch.device, dtype: torch.dtype, dimensions: str = PCA
+) -> None:
     """Raise an error, before anything is allocated, for work that would not fit.
 
     Args:
@@ -98,6 +103,7 @@ def check_memory(what: object, needed: int, device: torch.device, dtype: torch.d
         needed: bytes, at least.
         device: on which they are needed.
         dtype: of scores and potentials.
+        dimensions: how to have fewer dimensions.
 
     Raises:
         InputError: less is free.
@@ -108,7 +114,7 @@ def check_memory(what: object, needed: int, device: torch.device, dtype: torch.d
     if needed > free:
         raise InputError(
             f"not enough memory on {device} for {what}: at least {readable_bytes(needed)} are "
-            f"needed and {readable_bytes(free)} are free; {_ways_out(device, dtype)}"
+            f"needed and {readable_bytes(free)} are free; {_ways_out(device, dtype, dimensions)}"
         )
 
 
@@ -166,8 +172,8 @@ def shortage(
     )
 
 
-def _ways_out(device: torch.device, dtype: torch.dtype) -> str:
-    ways = ["fewer samples (max_samples)", "fewer dimensions (extractor.pca)"]
+def _ways_out(device: torch.device, dtype: torch.dtype, dimensions: str = PCA) -> str:
+    ways = ["fewer samples (max_samples)", dimensions]
     if dtype == torch.float64:
         ways.append("precision=high")
     if device.type != "cpu":

@@ -18,14 +18,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from otdd_flash.arguments import Count, Ground, NotNegative, Progress, takes
+from otdd_flash.arguments import Count, DatasetGround, NotNegative, Progress, takes
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.distributed.shared import ALONE
 from otdd_flash.eager import computes
+from otdd_flash.errors import InputError
 from otdd_flash.fingerprint import Unchanged
+from otdd_flash.gromov.distance import gromov_distance, gromov_options
+from otdd_flash.gromov.starts import STARTS
 from otdd_flash.labels import (
     ClassDistances,
     Given,
@@ -50,6 +53,9 @@ from otdd_flash.solver.schedules.exact import schedule_of
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import SolverProgress, epsilon_of_datasets, resolve_epsilon
 
+# The weight of class distances where none is given.
+LAMBDA_Y = 0.5
+
 
 # `computes` keeps PyTorch's surrounding modes (autocast, inference, compilation) out,
 # `takes_shards` joins the shards of several processes, and `takes` checks arguments by their
@@ -68,8 +74,9 @@ def dataset_distance(
     class_statistics: tuple[LabeledSamples, LabeledSamples] | None = None,
     min_class_size: Count | None = None,
     lambda_x: NotNegative = 0.5,
-    lambda_y: NotNegative = 0.5,
-    ground: Ground = "sqeuclidean",
+    lambda_y: NotNegative | None = None,
+    ground: DatasetGround = "sqeuclidean",
+    starts: Count | None = None,
     debias: bool = True,
     unbalanced: Unbalanced | None = None,
     unbalanced_relative: Unbalanced | None = None,
@@ -84,7 +91,7 @@ def dataset_distance(
     Args:
         source: n labelled points, as samples, as arrays (features, labels) or as any dataset of
             vectors that `otdd.embed` takes; without labels only `labels="none"` applies.
-        target: m labelled points of the same dimension.
+        target: m labelled points of the same dimension, or with `ground="gromov"` of any.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, instead of `epsilon`. With
             `ground="inner"`, whose costs may have any sign, the mean is that of
@@ -98,10 +105,15 @@ def dataset_distance(
             are subsets.
         min_class_size: drop classes with fewer samples, with a notice.
         lambda_x: weight of the squared distance between features, or of the `ground` cost.
-        lambda_y: weight of the squared distance between classes.
+        lambda_y: weight of the squared distance between classes, 0.5 by default; to be given with
+            `ground="gromov"` unless `labels="none"`.
         ground: the cost between features: `sqeuclidean`, ||x - y||^2; `cosine`, 1 - <x, y> / (||x||
             ||y||), with class distances between features of length 1; `inner`, -<x, y>, with a
-            class table of yours or `labels="none"`.
+            class table of yours or `labels="none"`. `gromov` compares distances within each
+            dataset (docs/gromov.md): lambda_x weighs the Gromov-Wasserstein energy, whose mean
+            over independent pairs is the mean cost; `debias` must be false.
+        starts: the number of starts with `ground="gromov"`, 4 by default, of which the best is
+            kept.
         debias: subtract half of both self terms; without, OT_epsilon itself is the value.
         unbalanced: rho, the price of mass that is not matched, in units of the cost: marginals then
             cost rho KL(P 1 | a) + rho KL(P^T 1 | b) in the place of being exact. Two numbers
@@ -123,14 +135,33 @@ def dataset_distance(
         ConvergenceError: `solver.require_convergence` is set and a term stopped early.
     """
     source, target = as_samples(source, "source"), as_samples(target, "target")
-    cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
+    cost, compute = ground_cost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
     metric = metric_of(labels)
     refuse_table(metric, class_distances)
     metric, (source, target) = with_numbers(metric, (source, target), class_statistics)
     options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
-    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias, ground=ground)
     if class_distances is not None:
         metric = Given(class_distances)
+    if ground == "gromov":
+        relaxed = unbalanced if unbalanced_relative is None else unbalanced_relative
+        options = gromov_options(
+            metric, lambda_x, lambda_y, options, compute, debias=debias, unbalanced=relaxed
+        )
+        return gromov_distance(
+            (source, target),
+            cost,
+            metric,
+            options,
+            compute,
+            epsilon=epsilon,
+            epsilon_relative=epsilon_relative,
+            starts=starts or STARTS,
+            statistics=class_statistics,
+            min_class_size=min_class_size,
+            progress=progress,
+        )
+    refuse_starts(starts)
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias, ground=ground)
     check_squares(*(class_statistics or ()))
     (source, target), comparison = prepared(
         (source, target), cost, compute, metric, min_class_size, debias=debias
@@ -195,6 +226,23 @@ def dataset_distance(
         required=options.require_convergence,
         constraints=constraints,
     )
+
+
+def ground_cost(lambda_x: float, lambda_y: float | None, ground: str) -> GroundCost:
+    """Return the ground cost, with the default of `lambda_y` where it was not given.
+
+    For `gromov` it is that of linearised problems, and labels without a weight do not count.
+    """
+    if ground == "gromov":
+        # Both may be 0 where `gromov_options` refuses them.
+        return GroundCost(lambda_x, lambda_y or (0.0 if lambda_x else 1.0), "inner")
+    return GroundCost(lambda_x, LAMBDA_Y if lambda_y is None else lambda_y, ground)
+
+
+def refuse_starts(starts: int | None) -> None:
+    """Raise an `InputError` if starts are given with another ground than gromov."""
+    if starts is not None:
+        raise InputError("starts are of ground=gromov alone; leave them out")
 
 
 def prepared(

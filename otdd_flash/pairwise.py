@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
+from otdd_flash.arguments import Count, DatasetGround, NotNegative, Positive, Progress, takes
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.facts import Pair
-from otdd_flash.cost.ground import NO_OFFSET, GroundCost
+from otdd_flash.cost.ground import NO_OFFSET
 from otdd_flash.data.given import Samples
 from otdd_flash.distributed.ranks import Ranks, balanced, restored, saved
 from otdd_flash.eager import computes
@@ -52,9 +52,14 @@ from otdd_flash.files.tensor_file import (
     checksum,
     other_version,
 )
+from otdd_flash.gromov.classes import gromov_table
+from otdd_flash.gromov.distance import GromovPairs, checked, gromov_options
+from otdd_flash.gromov.solve import prepare
+from otdd_flash.gromov.starts import STARTS
 from otdd_flash.labels import (
     JointClassDistances,
     Labels,
+    NoLabels,
     metric_of,
     settled_metric,
 )
@@ -62,10 +67,10 @@ from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import as_datasets, measure_all
 from otdd_flash.labels.numbers import refuse_table, with_numbers
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.otdd import prepared
+from otdd_flash.otdd import ground_cost, prepared, refuse_starts
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
-from otdd_flash.shown import NOT_SAMPLED, convergence_text, display, listing
+from otdd_flash.shown import convergence_text, display, listing, not_sampled
 from otdd_flash.solver.divergence import Divergence, whole_term
 from otdd_flash.solver.penalties import (
     penalties_of,
@@ -100,8 +105,9 @@ def pairwise_distances(
     class_distances: JointClassDistances | None = None,
     min_class_size: Count | None = None,
     lambda_x: NotNegative = 0.5,
-    lambda_y: NotNegative = 0.5,
-    ground: Ground = "sqeuclidean",
+    lambda_y: NotNegative | None = None,
+    ground: DatasetGround = "sqeuclidean",
+    starts: Count | None = None,
     unbalanced: Positive | None = None,
     unbalanced_relative: Positive | None = None,
     solver: Schedule | None = None,
@@ -129,8 +135,10 @@ def pairwise_distances(
             same datasets or on those of which they are subsets; classes are matched by name.
         min_class_size: drop classes with fewer samples, with a notice.
         lambda_x: weight of the squared distance between features, or of the `ground` cost.
-        lambda_y: weight of the squared distance between classes.
-        ground: the cost between features, as for `dataset_distance`.
+        lambda_y: weight of the squared distance between classes, as for `dataset_distance`.
+        ground: the cost between features, as for `dataset_distance`; with `gromov`, which is not
+            debiased, datasets may have any dimensions, and `converged` is of one solve a pair.
+        starts: as for `dataset_distance`; `details["gromov"]` has where each led.
         unbalanced: rho, the price of mass that is not matched, in units of the cost, for all pairs.
         unbalanced_relative: the same as a multiple of the mean cost over all pairs of different
             datasets.
@@ -148,13 +156,15 @@ def pairwise_distances(
     Warns:
         NotConvergedWarning: a term stopped early.
     """
-    cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
+    cost, compute = ground_cost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
     whole = as_datasets(datasets, at_least=2)
     metric = metric_of(labels)
     refuse_table(metric, class_distances)
     metric, whole = with_numbers(metric, whole)
     options, epsilon, epsilon_relative = schedule_of(solver, epsilon, epsilon_relative)
-    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=True, ground=ground)
+    if ground != "gromov":
+        refuse_starts(starts)
+        refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=True, ground=ground)
     if not isinstance(options, Exact) and (
         not isinstance(options, Converged) or options.bound_width or options.max_seconds
     ):
@@ -163,10 +173,21 @@ def pairwise_distances(
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
         )
     measured_by = metric if class_distances is None else None
-    sides, comparison = prepared(whole, cost, compute, measured_by, min_class_size)
+    gromov = ground == "gromov"
+    if gromov:
+        relaxed = unbalanced if unbalanced_relative is None else unbalanced_relative
+        options = gromov_options(
+            measured_by, lambda_x, lambda_y, options, compute, debias=False, unbalanced=relaxed
+        )
+        sides = checked(whole, measured_by, min_class_size)
+        comparison = prepare(sides, cost, compute)
+    else:
+        sides, comparison = prepared(whole, cost, compute, measured_by, min_class_size)
 
     started = time.perf_counter()
-    if class_distances is None:
+    if class_distances is None and gromov:
+        table = gromov_table(sides, metric)
+    elif class_distances is None:
         metric = settled_metric(metric, epsilon, comparison.transformed, comparison.streaming)
         measure = metric
         if compute.group is not None and comparison.streaming is None:
@@ -177,12 +198,23 @@ def pairwise_distances(
     else:
         table = class_distances.named_for(sides)
     measured = time.perf_counter()
-    mean, scale = _mean_cost(comparison, table), cost.standardized(sides[0].dim)
+    labelled = None if isinstance(measured_by, NoLabels) else table
+    inner = GromovPairs(comparison, labelled) if gromov else None
+    mean = _mean_cost(comparison, table) if inner is None else inner.mean_cost
+    scale = cost.standardized(sides[0].dim)
     name, given, used = resolve_epsilon(epsilon, epsilon_relative, lambda: mean)
     with epsilon_of_datasets(name, given, used, lambda: mean, scale):
         constraints = resolve_constraints(unbalanced, unbalanced_relative, lambda: mean)
         comparison = replace(comparison.at(used), constraints=constraints)
-        found = _solve_all(comparison, table, options, progress)
+        # A dataset's self term comes before the pairs that need it; `gromov` has none.
+        places = range(len(sides))
+        pairs = [(i, j) for j in places for i in (*(() if gromov else (j,)), *range(j))]
+        terms: Iterator[Divergence | None]
+        if inner is None:
+            terms = _terms(comparison, table, options, pairs)
+        else:
+            terms = inner.solve(used, options, starts or STARTS, pairs)
+        found = _solve_all(table, options, progress, pairs, terms)
     solved = time.perf_counter()
     labels_epsilon = getattr(metric, "epsilon", None) if class_distances is None else None
     streaming, target_scale = comparison.streaming, comparison.target_scale
@@ -190,12 +222,13 @@ def pairwise_distances(
     details = {
         "classes": [list(names) for names in table.class_names],
         "n": [len(samples) for samples in sides],
-        "d": sides[0].dim,
+        "d": [samples.dim for samples in sides] if gromov else sides[0].dim,
         "labels": "given" if measured_by is None else metric.name,
         **({} if labels_epsilon is None else {"labels_epsilon": labels_epsilon}),
         **({} if constraints.exact else {"unbalanced": penalties_of(constraints)}),
         "mean_cost": mean,
         **cost.to_dict(),
+        **({} if inner is None else {"ground": ground, "gromov": _records(inner)}),
         **({} if target_scale is None else {"target_scale": list(target_scale)}),
         "fingerprints": [samples.fingerprint for samples in sides],
         "seconds": {"class_distances": measured - started, "solve": solved - measured},
@@ -206,6 +239,11 @@ def pairwise_distances(
         **({} if streamed is None else {"streamed": dict(streamed)}),
     }
     return _gathered(found, table, details)
+
+
+def _records(inner: GromovPairs) -> dict[str, Any]:
+    """Return where each start of each pair led, and more, by the places of the pair."""
+    return {f"{i},{j}": record.to_dict() for (i, j), record in inner.records.items()}
 
 
 def _mean_cost(comparison: Comparison, table: JointClassDistances) -> float:
@@ -221,12 +259,15 @@ def _of(comparison: Comparison, table: JointClassDistances, pair: Pair) -> Compa
 
 
 def _solve_all(
-    comparison: Comparison,
     table: JointClassDistances,
     options: Schedule,
     progress: Progress | None,
+    pairs: Sequence[Pair],
+    terms: Iterator[Divergence | None],
 ) -> dict[Pair, Divergence]:
     """Solve every term once: the divergence of every pair (i, j), i <= j; of itself it is 0.
+
+    `terms` yields those of `pairs`, None for the divergence of equal datasets.
 
     Raises:
         ConvergenceError: convergence is required and a term stopped early.
@@ -238,13 +279,10 @@ def _solve_all(
         names = [display(name) for name in table.datasets]
         return joint_shortfall(some, options, partial(_named, names), some[late[0]].xy.f.dtype)
 
-    # A dataset's self term comes before the pairs that need it.
-    pairs = [(i, j) for j in range(len(comparison.transformed)) for i in (j, *range(j))]
-    terms = _terms(comparison, table, options, pairs)
     for (i, j), solved in zip(pairs, terms, strict=True):
         if solved is None:
             solved = found[j, j]
-        elif i < j:
+        elif i < j and (i, i) in found:
             solved = replace(solved, xx=found[i, i].xx, yy=found[j, j].xx)
         found[i, j] = solved
         if not solved.converged and options.require_convergence:
@@ -381,7 +419,7 @@ class PairwiseResult:
 
     def __str__(self) -> str:
         """Return the line of `repr`, and one on the sampling error, which bounds do not hold."""
-        return f"{self!r}\n{NOT_SAMPLED}"
+        return f"{self!r}\n{not_sampled(self.details.get('ground', ''))}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -530,7 +568,8 @@ def _gathered(
     """Return the result of K datasets from the divergences of their pairs (i, j), i <= j."""
     count = len(table.datasets)
     numbers = torch.zeros(len(MATRICES), count, count, dtype=torch.float64)
-    converged = torch.zeros(count, count, dtype=torch.bool)
+    # Without self terms nothing is solved on the diagonal.
+    converged = torch.eye(count, dtype=torch.bool)
     for (i, j), one in found.items():
         row = torch.tensor((one.value, *one.bounds, one.marginal_error), dtype=torch.float64)
         numbers[:, i, j] = numbers[:, j, i] = row

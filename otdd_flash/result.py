@@ -38,15 +38,17 @@ from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.formulas.marginals import EXACT, Constraints
+from otdd_flash.gromov.record import GromovRecord
+from otdd_flash.gromov.solve import last_linearised, prepare
 from otdd_flash.label_sets import named_sets
-from otdd_flash.labels import ClassDistances
+from otdd_flash.labels import ClassDistances, NoLabels
 from otdd_flash.labels.numbers import targets_of
 from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import TENSORS, LabeledSamples
-from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
+from otdd_flash.shown import bounded, bounded_energy, convergence_text, not_sampled
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
 from otdd_flash.solver.penalties import penalties_of, penalties_text, resolve_constraints
@@ -89,6 +91,8 @@ class DistanceResult:
         required: whether it is an error, as with the solve's `require_convergence`, or a warning
             that the masses leave potentials of groups of points undetermined; False for a loaded
             result.
+        gromov: of `ground="gromov"`, lower bounds, starts and the last linearised cost, whose
+            solve `divergence` is but for its value and bounds; else None.
     """
 
     source: LabeledSamples
@@ -107,19 +111,23 @@ class DistanceResult:
     unchanged: Unchanged | None = field(default=None, kw_only=True, repr=False)
     required: bool = field(default=False, kw_only=True, repr=False)
     constraints: Constraints = field(default=EXACT, kw_only=True)
+    gromov: GromovRecord | None = field(default=None, kw_only=True, repr=False)
 
     def __repr__(self) -> str:
         """Return the distance, its solver bounds and what was compared, in one line."""
         penalties = penalties_text(penalties_of(self.constraints))
+        shown = bounded if self.gromov is None else bounded_energy
         return (
-            f"DistanceResult({bounded(self.value, *self.bounds)}, "
+            f"DistanceResult({shown(self.value, *self.bounds)}, "
             f"epsilon={self.epsilon:.6g}, {penalties}{convergence_text(self.converged)}, "
             f"{self.source!r} to {self.target!r}, class distances {self.method})"
         )
 
     def __str__(self) -> str:
         """Return the line of `repr`, and one on the sampling error, which bounds do not hold."""
-        return repr(self) if self.divergence.identical else f"{self!r}\n{NOT_SAMPLED}"
+        if self.divergence.identical:
+            return repr(self)
+        return f"{self!r}\n{not_sampled(self.ground)}"
 
     @property
     def value(self) -> float:
@@ -161,8 +169,15 @@ class DistanceResult:
         self._check_unchanged()
         return self._mean_cost
 
+    @property
+    def ground(self) -> str:
+        """What the cost compares; of `gromov` the attribute `cost` is the linearised one."""
+        return self.cost.ground if self.gromov is None else "gromov"
+
     @cached_property
     def _mean_cost(self) -> float:
+        if self.gromov is not None:
+            return self.gromov.independent
         if self.comparison is not None:
             return self.comparison.mean_cost()
         # On the datasets' device, which may not be the device on which a loaded result was
@@ -283,7 +298,7 @@ class DistanceResult:
 
     @computes
     def barycentric_map(self) -> Tensor:
-        """Return where the plan sends each source point on average: (P y)_i / r_i, shape (n, d).
+        """Return where the plan sends each source point on average: (P y)_i / r_i, shape (n, d_y).
 
         Points without mass are mapped too, by the conditional plan that their potential defines; at
         epsilon 0 they have none, and are mapped to NaN, as are rows of less than about 1e-16 of the
@@ -323,6 +338,8 @@ class DistanceResult:
             NotConvergedWarning: the same, if not required; `slopes` then gives the range.
         """
         self._check_unchanged()
+        if self.gromov is not None:
+            raise InputError("contributions are of a linear cost, which ground=gromov is not")
         term = self.divergence.xy
         if isinstance(term, ExactTerm):
             return exact_contributions(self._prepared, self.divergence, term)
@@ -388,6 +405,7 @@ class DistanceResult:
             **({} if self.shared == ALONE else self.shared._asdict()),
             **({} if self.streamed is None else {"streamed": dict(self.streamed)}),
             **({} if scale is None else {"target_changes": self.target_changes().tolist()}),
+            **({} if self.gromov is None else self._gromov_summary()),
             "config": None,
         }
         return json_content({**content, **more})
@@ -531,6 +549,10 @@ class DistanceResult:
             raise InputError(
                 f"{error}; of another machine's result DistanceResult.load takes it as compute="
             ) from error
+        if self.gromov is not None:
+            compared = prepare((self.source, self.target), self.cost, self.compute)
+            table = None if self.method == NoLabels.name else self.class_distances.full
+            return last_linearised(compared.with_classes(table).at(self.epsilon), self.gromov)
         prepared = Comparison.prepare(
             (self.source, self.target),
             self.cost,
@@ -562,12 +584,18 @@ class DistanceResult:
             return samples.shares.float()
         return torch.nn.functional.one_hot(samples.labels, samples.class_total).float()
 
+    def _gromov_summary(self) -> dict[str, Any]:
+        assert self.gromov is not None
+        return {"ground": "gromov", "target_d": self.target.dim, "gromov": self.gromov.to_dict()}
+
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {
             f"W.{key}": table
             for key in ("xx", "xy", "yy", "lower", "upper")
             if (table := getattr(self.class_distances, key)) is not None
         }
+        if self.gromov is not None:
+            tensors |= {f"gromov.{name}": each for name, each in self.gromov.tensors.items()}
         for name, term in self.divergence.terms.items():
             tensors |= {f"{name}.f": term.f, f"{name}.g": term.g, **plan_tensors(name, term)}
         for side in ("source", "target"):
@@ -589,6 +617,16 @@ def versions() -> dict[str, str]:
 
 
 def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceResult:
+    gromov = None
+    if "gromov" in summary:
+        own = {
+            name.partition(".")[2]: each
+            for name, each in tensors.items()
+            if name.startswith("gromov.")
+        }
+        gromov = GromovRecord.from_dict(summary["gromov"], own)
+        # The cost of the linearised problem.
+        summary = {**summary, "ground": "inner"}
     names = summary["classes"]
     sides = {}
     for side in ("source", "target"):
@@ -629,4 +667,5 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
         shared=ALONE._replace(**{key: summary[key] for key in Shared._fields if key in summary}),
         streamed=summary.get("streamed"),
         constraints=resolve_constraints(summary.get("unbalanced"), None, lambda: 1.0),
+        gromov=gromov,
     )

@@ -515,7 +515,8 @@ def check_same_dimension(source: LabeledSamples, target: LabeledSamples) -> None
         f"must have the same number; images: extractor=pixels {_pixel_settings(source, target)}, "
         "or the same network for both (extractor=timm or torchvision); text: one extractor.model "
         "for both; tables: the same columns. extractor.pca cannot help, as it is fitted on both "
-        "sides together"
+        "sides together. Of datasets whose features do not match ground=gromov of dataset_distance "
+        "and pairwise_distances compares the distances within each"
     )
 
 

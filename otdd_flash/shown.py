@@ -43,6 +43,12 @@ HIDDEN = "***"
 # The error that solver bounds do not hold, shown beside results without a sampling interval.
 NOT_SAMPLED = "sampling error was not measured: otdd_flash.subsample_interval gives an interval"
 
+
+def not_sampled(ground: str) -> str:
+    """Return the line on the sampling error; nothing measures it of `ground="gromov"`."""
+    return NOT_SAMPLED.partition(":")[0] if ground == "gromov" else NOT_SAMPLED
+
+
 # Text that spreadsheets compute, also in full-width forms, behind spaces that they ignore.
 FORMULA = re.compile(r"\s*[=+\-@\t\r\uff1d\uff0b\uff0d\uff20']")
 PLAIN_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -86,6 +92,11 @@ def interval(value: float, lower: float, upper: float) -> str:
 def bounded(value: float, lower: float, upper: float) -> str:
     """Return `interval` with the words "solver bounds"."""
     return f"{interval(value, lower, upper)} (solver bounds)"
+
+
+def bounded_energy(value: float, lower: float, upper: float) -> str:
+    """Return a value that bounds say little of, as they are of the least of all plans."""
+    return f"{value:.6g} (the least: {lower:.6g} to {upper:.6g})"
 
 
 def display(text: object, limit: int | None = LONGEST_NAME) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.console import RenderableType
 
+from otdd_flash.arguments import Count
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.results import track_distance, write_run
@@ -26,6 +27,7 @@ from otdd_flash.commands.settings import DatasetPairSettings, SamplingSettings, 
 from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.contributions import Contributions
 from otdd_flash.errors import ConvergenceError, InputError
+from otdd_flash.gromov.distance import gromov_options
 from otdd_flash.labels import (
     ClassDistances,
     Continuous,
@@ -34,7 +36,7 @@ from otdd_flash.labels import (
     NoLabels,
     settled_metric,
 )
-from otdd_flash.otdd import dataset_distance
+from otdd_flash.otdd import dataset_distance, refuse_starts
 from otdd_flash.report.distance import (
     WITHOUT_CLASSES,
     nearest_table,
@@ -61,6 +63,7 @@ logger = logging.getLogger("otdd_flash.distance")
 class DistanceSettings(DatasetPairSettings, SamplingSettings):
     """The settings of conf/distance.yaml."""
 
+    starts: Count | None
     debias: bool
     contributions: bool
 
@@ -77,6 +80,35 @@ class DistanceSettings(DatasetPairSettings, SamplingSettings):
                 "contributions=true at epsilon=0 is of a plan that is proven optimal; add "
                 "solver=exact solver.bound_width=0"
             )
+        if self.ground != "gromov":
+            refuse_starts(self.starts)
+        else:
+            given = {key: getattr(self, key) for key in ("subsample", "noise_floor")}
+            given["contributions"] = self.contributions
+            for key in (key for key, value in given.items() if value):
+                raise InputError(f"{key} is not there with ground=gromov; leave it out")
+            if self.extractor.get("standardize") or self.extractor.get("pca") is not None:
+                raise InputError(
+                    "extractor.standardize and extractor.pca fit one map to both datasets, whose "
+                    "features need not match with ground=gromov; leave them out, or transform each "
+                    "side beforehand and take extractor=identity"
+                )
+
+    def check_metric(self, metric: LabelMetric) -> None:
+        """Raise an `InputError` for a metric, or anything else, that the ground does not have."""
+        if self.ground != "gromov":
+            super().check_metric(metric)
+            return
+        relaxed = self.unbalanced if self.unbalanced_relative is None else self.unbalanced_relative
+        gromov_options(
+            metric,
+            self.lambda_x,
+            self.lambda_y,
+            self.schedule(),
+            self.compute_options(),
+            debias=self.debias,
+            unbalanced=relaxed,
+        )
 
 
 def compare(config: DictConfig, directory: Path) -> None:
@@ -102,6 +134,7 @@ def compare(config: DictConfig, directory: Path) -> None:
                 lambda_x=settings.lambda_x,
                 lambda_y=settings.lambda_y,
                 ground=settings.ground,
+                starts=settings.starts,
                 debias=settings.debias,
                 class_progress=class_progress,
                 progress=progress,
@@ -132,7 +165,7 @@ def compare(config: DictConfig, directory: Path) -> None:
     def tables(summary: dict[str, Any]) -> Iterator[RenderableType]:
         yield summary_table(summary)
         if result.method not in WITHOUT_CLASSES:
-            yield nearest_table(result.class_distances.nearest())
+            yield nearest_table(result.class_distances.nearest(), result.ground)
         if not result.constraints.exact:
             yield unmatched_table(result.unmatched())
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from otdd_flash.arguments import Count, NotNegative, Positive, check_fields
+from otdd_flash.arguments import Count, Ground, NotNegative, Positive, check_fields
 from otdd_flash.checks import shown
 from otdd_flash.commands.messages import Terminal
 from otdd_flash.commands.progress import Phases
@@ -62,7 +62,7 @@ class MixSettings(EmbeddingSettings):
     rows: Count | None
     lambda_x: NotNegative
     lambda_y: NotNegative
-    ground: str
+    ground: Ground
     epsilon: Positive | None
     epsilon_relative: Positive | None
     min_class_size: Count | None

@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from otdd_flash.arguments import Count, NotNegative, Positive, check_fields
+from otdd_flash.arguments import Count, Ground, NotNegative, Positive, check_fields
 from otdd_flash.checks import shown
 from otdd_flash.commands.messages import Terminal
 from otdd_flash.commands.progress import Phases
@@ -62,7 +62,7 @@ class NearestSettings(EmbeddingSettings):
     skip: bool
     lambda_x: float
     lambda_y: float
-    ground: str
+    ground: Ground
     epsilon: NotNegative | None
     epsilon_relative: NotNegative | None
     unbalanced: Positive | None

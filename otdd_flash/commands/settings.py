@@ -33,6 +33,7 @@ from otdd_flash.errors import DataNotice, InputError, choose
 from otdd_flash.integrations.tracking import check_tracker
 from otdd_flash.labels import METRICS, LabelMetric, Tree, fields_of, metric_named
 from otdd_flash.labels.metrics import POOLED
+from otdd_flash.otdd import LAMBDA_Y
 from otdd_flash.report.figures.heat_maps import ORDERS
 from otdd_flash.report.figures.page import CONTENTS
 from otdd_flash.shown import display, hidden
@@ -200,7 +201,8 @@ class ComparisonSettings:
 
     labels: LabelSettings
     lambda_x: float
-    lambda_y: float
+    # Null is the library's default.
+    lambda_y: float | None
     ground: str
     epsilon: NotNegative | None
     epsilon_relative: NotNegative | None
@@ -226,7 +228,12 @@ class ComparisonSettings:
         refuse_unbalanced(*given, options, debias=self.debiased, ground=self.ground)
 
     def cost(self) -> GroundCost:
-        return GroundCost(self.lambda_x, self.lambda_y, self.ground)
+        lambda_y = LAMBDA_Y if self.lambda_y is None else self.lambda_y
+        return GroundCost(self.lambda_x, lambda_y, self.ground)
+
+    def check_metric(self, metric: LabelMetric) -> None:
+        """Raise an `InputError` if the ground cost does not define class distances of a metric."""
+        self.cost().check_labels(metric.name)
 
     def schedule(self) -> Schedule:
         """Build the schedule of the solver; an epsilon of 0 selects `exact`.
@@ -322,7 +329,7 @@ class DatasetPairSettings(ComparisonSettings, EmbeddingSettings):
         self.report.check()
         self.log.check()
         metric = self.metric()
-        self.cost().check_labels(metric.name)
+        self.check_metric(metric)
         return {
             "epsilon": self.epsilon,
             "epsilon_relative": self.epsilon_relative,

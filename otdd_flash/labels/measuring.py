@@ -257,14 +257,14 @@ def measure_classes(
         return metric.read().named_for(class_names(source), class_names(target))
     if statistics is not None:
         source, target = (
-            _matched(whole, samples)
+            matched(whole, samples)
             for whole, samples in zip(statistics, (source, target), strict=True)
         )
     joint = measure_all([source, target], metric, cache_dir=cache_dir, progress=progress)
     return joint.pair(0, 1)
 
 
-def _matched(whole: LabeledSamples, samples: LabeledSamples) -> LabeledSamples:
+def matched(whole: LabeledSamples, samples: LabeledSamples) -> LabeledSamples:
     """Restrict `whole` to the classes of `samples`, in their order."""
     if whole.labels is None:
         raise needs_classes(whole)

@@ -478,7 +478,9 @@ class Comparison:
         """The separable terms of the cost in OT_epsilon; 0 if self terms cancel them."""
         if self.debias:
             return NO_OFFSET
-        return self._signed_offset if self.signed else self.ground.offset(*self.given)
+        if self.signed:
+            return self._signed_offset
+        return self.ground.offset(self.transformed[0], self.transformed[-1])
 
     @cached_property
     def _signed_offset(self) -> Offset:
@@ -635,15 +637,18 @@ def _check_group(compute: ComputeOptions, device: torch.device) -> None:
     ranks.device_of(device)
 
 
-def check_comparable(*datasets: LabeledSamples) -> None:
+def check_comparable(*datasets: LabeledSamples, dimensions: bool = True) -> None:
     """Raise if distances between the points of some datasets are not defined.
+
+    Without `dimensions` these may differ, where distances within each are compared.
 
     Raises:
         InputError: they differ in dimension or device, features are not finite, or their squared
             distances overflow.
     """
     for other in datasets[1:]:
-        check_same_dimension(datasets[0], other)
+        if dimensions:
+            check_same_dimension(datasets[0], other)
         check_one_device(datasets[0].features.device, other.features.device)
     check_squares(*datasets)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -63,7 +64,7 @@ from otdd_flash.report.figures.planes import (
 from otdd_flash.report.tables import facts_table, write_matrix_csv, write_table_csv
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.shown import bounded, display, epsilon_shown, interval, shorten
+from otdd_flash.shown import bounded, bounded_energy, display, epsilon_shown, interval, shorten
 from otdd_flash.unmatched import HEADS, MEANING, Unmatched, UnmatchedClass, by_excess, shown
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def write_report(
     orders = class_orders(table.full, [len(side) for side in names], chosen)
     writers: Writers = {
         directory / "projection.png": lambda path: projection(
-            result.source, result.target, coupling, path, seed
+            _in_target_space(result), result.target, coupling, path, seed
         )
     }
     if measured:
@@ -135,10 +136,11 @@ def write_report(
                 path,
                 title=f"Distances between the classes of {sides[0]} and {sides[1]}",
                 orders=orders,
+                ground=result.ground,
             ),
             directory / NEAREST_FILE: lambda path: write_table_csv(
                 path,
-                ("side", "class", "nearest", "squared_distance"),
+                ("side", "class", "nearest", "W" if result.gromov else "squared_distance"),
                 [(row.side, row.name, row.nearest, row.distance) for row in table.nearest()],
             ),
         }
@@ -195,9 +197,24 @@ def plot_distance(result: DistanceResult) -> Figure:
     names = result.class_names
 
     def draw() -> Figure:
-        return projection(result.source, result.target, coupling, None, 0)
+        return projection(_in_target_space(result), result.target, coupling, None, 0)
 
     return figure_of(draw, [result.source.name, result.target.name, *names[0], *names[1]])
+
+
+def _in_target_space(result: DistanceResult) -> LabeledSamples:
+    """Return the source, or where its features are others, what the plan maps its rows to.
+
+    Rows without mass at epsilon 0, which are mapped nowhere, are left out.
+    """
+    source = result.source
+    if result.gromov is None:
+        return source
+    images = result.barycentric_map()
+    known = images.isfinite().all(1).nonzero().squeeze(1)
+    moved = images[known].to(source.features.device)
+    some = source.take(known.to(source.features.device))
+    return replace(some, features=moved, name=f"{source.name} as mapped", feature_names=None)
 
 
 def _roles(sides: Sequence[str]) -> list[str]:
@@ -263,11 +280,13 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         title = f"{display(names[0])} → {display(names[1])}"
     if not summary["converged"]:
         stopped_by = summary.get("stopped_by")
-        trust = "only solver bounds can be trusted"
+        trust = "only bounds" if "gromov" in summary else "only solver bounds"
+        trust += " can be trusted"
         if summary.get("schedule") == "geomloss":
             trust = "the value is geomloss's, the solver bounds hold the converged one"
         late = f"{f'stopped by {stopped_by}' if stopped_by else 'stopped early'}; {trust}"
-    found = [("distance", bounded(summary["value"], *summary["bounds"]))]
+    shown = bounded_energy if "gromov" in summary else bounded
+    found = [("distance", shown(summary["value"], *summary["bounds"]))]
     return facts_table(title, found, late, _details(summary))
 
 
@@ -285,11 +304,15 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     labels = f"{summary['labels']}" + ("" if own is None else f", epsilon {own:.6g}")
     seconds = {phase: float(spent) for phase, spent in summary["seconds"].items()}
     spent = ", ".join(f"{phase.replace('_', ' ')} {_time(took)}" for phase, took in seconds.items())
+    features = f"{summary['d']}"
+    if (other := summary.get("target_d", summary["d"])) != summary["d"]:
+        features += f" and {other}"
     return [
+        *_gromov(summary),
         *_sampling(summary),
         ("epsilon", epsilon_shown(summary["epsilon"], summary.get("mean_cost"))),
         *_penalties(summary),
-        ("samples", f"{summary['n']} × {summary['m']}, {summary['d']} features"),
+        ("samples", f"{summary['n']} × {summary['m']}, {features} features"),
         ("classes", f"{_count(classes['source'])} × {_count(classes['target'])}"),
         *([] if ground == "sqeuclidean" else [("ground cost", ground)]),
         ("class distances", labels),
@@ -299,6 +322,21 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("iterations", str(summary["iterations"])),
         ("seconds", f"{_time(sum(seconds.values()))} ({spent})"),
         ("computed on", ", ".join(str(summary[k]) for k in ("device", "backend", "precision"))),
+    ]
+
+
+def _gromov(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows on a Gromov-Wasserstein distance, if it is one."""
+    if (found := summary.get("gromov")) is None:
+        return []
+    starts = (
+        f"{one['name']} {one['objective']:.6g}{'' if one['finished'] else ' (not followed)'}"
+        for one in found["starts"]
+    )
+    return [
+        ("bounds", "of the least; their gap is not an error of the solver"),
+        ("GW (Mémoli)", f"{found['gw']:.6g}, half the root of the energy {found['energy']:.6g}"),
+        ("starts", ("with entropy: " if summary["epsilon"] else "") + ", ".join(starts)),
     ]
 
 
@@ -331,6 +369,8 @@ def _sampling(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append((f"sampling interval ({found['level']:.0%})", f"{shown} ({drawn})"))
     elif any((summary["value"], *summary["bounds"])):
         way_out = "subsample=50 gives an interval"
+        if "gromov" in summary:
+            return [("sampling error", "not measured")]
         if not _subsamples_fit(summary):
             way_out = "subsamples need more rows, over two of each class"
         rows.append(("sampling error", f"not measured; {way_out}"))
@@ -369,12 +409,16 @@ LONGEST_NAME = 24
 NEAREST_FILE = "nearest_classes.csv"
 
 
-def nearest_table(rows: Sequence[NearestClass]) -> Table:
-    """Make a table of nearest classes: of source classes on the left, of target classes right."""
+def nearest_table(rows: Sequence[NearestClass], ground: str = "sqeuclidean") -> Table:
+    """Make a table of nearest classes: of source classes on the left, of target classes right.
+
+    `ground` is that of the result; the class distances of `gromov` are no squared distances.
+    """
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="nearest classes, by squared distance W", title_justify="left")
+    unit = "W" if ground == "gromov" else "squared distance W"
+    table = Table(title=f"nearest classes, by {unit}", title_justify="left")
     for side, other in (("source", "target"), ("target", "source")):
         table.add_column(side, no_wrap=True, overflow="ellipsis")
         table.add_column(f"nearest {other}", no_wrap=True, overflow="ellipsis")

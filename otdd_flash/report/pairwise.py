@@ -81,7 +81,13 @@ def write_pairwise_report(
                 path, table.full, names, names, corner="class"
             ),
             directory / "class_distances.png": lambda path: draw_class_distances(
-                table.full, table.class_names, datasets, path, title=title, orders=orders
+                table.full,
+                table.class_names,
+                datasets,
+                path,
+                title=title,
+                orders=orders,
+                ground=result.details.get("ground", ""),
             ),
         }
     # The names are checked for characters that no installed font has.
@@ -121,7 +127,11 @@ def _draw_distances(result: PairwiseResult, path: Path | None, order: str) -> Fi
         notes=(
             f"epsilon {epsilon_shown(result.epsilon, result.mean_cost)}, "
             f"{rows_text(result.details['n'])}",
-            bounds_text([(one.lower, one.upper, one.converged) for one in result.pairs()], False),
+            bounds_text(
+                [(one.lower, one.upper, one.converged) for one in result.pairs()],
+                False,
+                "bounds" if result.details.get("ground") == "gromov" else "solver bounds",
+            ),
         ),
     )
 
@@ -142,17 +152,20 @@ def rows_text(rows: Sequence[int]) -> str:
     return f"{least:,} rows each" if least == most else f"{least:,} to {most:,} rows"
 
 
-def bounds_text(pairs: Sequence[tuple[float, float, bool]], sampled: bool) -> str:
+def bounds_text(
+    pairs: Sequence[tuple[float, float, bool]], sampled: bool, kind: str = "solver bounds"
+) -> str:
     """Return a phrase on the widest solver bounds and on pairs that did not converge.
 
     Args:
         pairs: lower bound, upper bound and convergence of each pair.
         sampled: whether sampling intervals were computed; if not, the phrase says that sampling
             error is missing.
+        kind: what the bounds are called.
     """
     widest = max(upper - lower for lower, upper, _ in pairs)
     late = sum(not converged for *_, converged in pairs)
-    parts = [f"solver bounds at most {widest:.2g} apart"]
+    parts = [f"{kind} at most {widest:.2g} apart"]
     if late:
         parts.append(f"{late} of {len(pairs)} pairs not converged")
     if not sampled:

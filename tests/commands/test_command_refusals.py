@@ -68,6 +68,17 @@ TABLE = """
     unbalanced=[1,null] -> debias=false
     unbalanced=1 epsilon=0 -> epsilon=0 | takes exact marginals; leave out unbalanced
     unbalanced=1 solver=geomloss -> takes exact marginals; leave out unbalanced
+    ground=gromov -> give lambda_y, or set labels=none
+    ground=gromov labels=none -> not debiased; set debias=false
+    ground=gromov labels=exact lambda_y=1 debias=false -> labels=exact | gaussian, given
+    ground=gromov labels=none debias=false subsample=50 -> subsample is not there
+    ground=gromov labels=none debias=false contributions=true -> contributions is not there
+    ground=gromov labels=none debias=false extractor.pca=3 -> transform each side beforehand
+    ground=gromov labels=none debias=false extractor.standardize=true -> transform each side
+    ground=gromov labels=none debias=false starts=0 -> starts
+    ground=gromov labels=none debias=false epsilon=0 solver.bound_width=0.3 -> leave out
+    starts=9 -> starts are of ground=gromov alone
+    flow ground=gromov -> unknown ground 'gromov'
     flow unbalanced=1 epsilon=0 -> distances alone take 0
     epsilon=0 solver=geomloss -> epsilon=0 is solved by solver=exact | leave solver out
     epsilon_relative=0.1 solver=exact -> for epsilon=0, got epsilon_relative=0.1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from otdd_flash import DistanceResult
@@ -116,6 +117,23 @@ def test_the_result_and_the_table_tell_of_the_sampling_error(command, read):
     found = read("run/result.json")["subsample"]
     assert (found["lower"], found["upper"], found["identical"]) == (0.0, 0.0, True)
     assert "none drawn: both datasets are one" in ended.out
+
+
+@pytest.mark.slow
+def test_datasets_of_other_features_are_compared_by_their_inner_distances(command, folder, read):
+    x, y = (np.load(folder / "a.npz")[key] for key in "xy")
+    np.savez(folder / "wide.npz", x=np.hstack([x, 2 * x]), y=y)
+    files = (f"source.path={folder / 'wide.npz'}", f"target.path={folder / 'b.npz'}")
+    ended = command(
+        *("ground=gromov", "lambda_y=0.1", "debias=false", "starts=2", "max_samples=null"),
+        *("source=arrays", "target=arrays", "extractor=identity", *files),
+    )
+    assert ended.code == 0, ended.err
+    found = read("run/result.json")
+    assert (found["ground"], found["d"], found["target_d"]) == ("gromov", 8, 4)
+    assert [start["name"] for start in found["gromov"]["starts"]] == ["axes", "classes"]
+    assert found["bounds"][0] <= found["value"] <= found["bounds"][1]
+    assert "their gap is not an error of the solver" in ended.out
 
 
 @pytest.mark.slow

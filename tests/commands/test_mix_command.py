@@ -82,6 +82,7 @@ REFUSED = {
     "max_weights={z: 1}": "max_weights names 'z'",
     "labels=given": "labels=given is for two datasets",
     "labels.full=true": "labels.full is for two datasets",
+    "ground=gromov": "unknown ground 'gromov'",
     "extractor.standardize=true": "extractor.standardize is for two datasets",
     "rows=1000": "which has 60; draw",
     "bound_width=0": "bound_width must be positive",

@@ -90,6 +90,7 @@ REFUSED = {
     "extractor.standardize=true": "an index has to take queries to come",
     "labels=given labels.path=W.npz": "cannot be stored for that",
     "labels.full=true": "no meaning in a ranking",
+    "ground=gromov query=no_such": "unknown ground 'gromov'",
     "epsilon=1 epsilon_relative=1": "one of them",
     "unbalanced=1 epsilon=0": "takes exact marginals",
     "solver=exact": "solver",

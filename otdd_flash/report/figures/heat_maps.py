@@ -90,16 +90,19 @@ def draw_class_distances(
     *,
     title: str,
     orders: Sequence[Sequence[int]],
+    ground: str = "sqeuclidean",
 ) -> None:
     """Draw class distances within each of some datasets and between them.
 
     Args:
-        full: (V, V) squared 2-Wasserstein distances, dataset after dataset.
+        full: (V, V) squared 2-Wasserstein distances, dataset after dataset; of the ground `gromov`
+            whatever its table holds.
         names: the class names of each dataset.
         datasets: the names of the datasets.
         path: the PNG file.
         title: the title of the picture.
         orders: the order in which to show the classes of each dataset.
+        ground: of the result.
     """
     starts = accumulate(map(len, names), initial=0)
     # `starts` has one entry more than there are datasets: the end.
@@ -118,7 +121,7 @@ def draw_class_distances(
         groups,
         path,
         title=title,
-        value_label="squared 2-Wasserstein distance",
+        value_label="W" if ground == "gromov" else "squared 2-Wasserstein distance",
     )
 
 
