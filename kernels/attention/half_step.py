@@ -95,8 +95,8 @@ def half_step_kernel(
     online = True
     if GUESSED:
         guess = tl.load(guess_ptr + i_head * n + o_row, mask=o_row < n, other=0.0)
-        # Of a row without a part the potential is -inf, and its sum is not read.
-        guess = tl.where(target == -float("inf"), 0.0, in_units(guess, HALF))
+        guess = in_units(guess, HALF)
+        # Potentials of the next tile are read ahead: Triton does so for operands of products alone.
         o_column = tl.arange(0, BLOCK_N)
         following = tl.load(potential_ptr + o_column, mask=o_column < m, other=-float("inf"))
         for start in tl.range(0, m, BLOCK_N):
@@ -110,12 +110,12 @@ def half_step_kernel(
             )  # fmt: skip
             total += tl.sum(power(logits + guess[:, None], HALF), 1)
         highest = -guess
+        # Of a row without a part the potential is -inf, whatever its sum.
         read = target > -float("inf")
         online = tl.sum((read & ((total < SMALLEST) | (total == float("inf")))).to(tl.int32)) > 0
     if online:
         highest = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        product = tl.zeros((BLOCK_M, BLOCK_E if BLOCK_E else 1), tl.float32)
         for start in tl.range(0, m, BLOCK_N):
             o_column = start + tl.arange(0, BLOCK_N)
             v = tl.load(potential_ptr + o_column, mask=o_column < m, other=-float("inf"))

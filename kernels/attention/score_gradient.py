@@ -28,7 +28,7 @@ from otdd_flash.kernels.launch import on_its_device
 
 @triton.jit
 def earlier_term(
-    logits, p_u, p_v, p_x, p_y, r, o_u, o_v, m_row, m_column,
+    logits, p_u, p_v, p_x, p_y, r, count, o_u, o_v, m_row, m_column,
     QUERIES: tl.constexpr, NEAR: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """The r-th term: of u_t and v_t where r = 2 t, of u_t and v_(t+1) where r = 2 t + 1.
@@ -41,7 +41,9 @@ def earlier_term(
     weights = x[:, None] * y[None, :]
     if NEAR:
         return weights
-    i, j = (r + (0 if QUERIES else 1)) // 2, (r + (1 if QUERIES else 0)) // 2
+    # What a head has not made is not initialised, and its weights are 0.
+    i = tl.minimum((r + (0 if QUERIES else 1)) // 2, count)
+    j = tl.minimum((r + (1 if QUERIES else 0)) // 2, count)
     u = tl.load(p_u + i * o_u, mask=m_row, other=0.0)
     v = tl.load(p_v + j * o_v, mask=m_column, other=-float("inf"))
     exponents = logits + in_units(u, HALF)[:, None] + in_units(v, HALF)[None, :]
@@ -71,7 +73,7 @@ def score_gradient_kernel(
     o_v,  # of columns, H m
     NEAR: tl.constexpr,  # whether this launch is for heads that are
     QUERIES: tl.constexpr,  # whether rows are queries
-    TERMS: tl.constexpr,  # of earlier half-steps, the most; 0 where these are too many
+    TERMS: tl.constexpr,  # of earlier half-steps, the most; -1 where these are too many
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -116,16 +118,42 @@ def score_gradient_kernel(
             - b[None, :]
         )
         by_scores = slopes if NEAR else p * slopes
-        if TERMS:
+        if TERMS >= 0:
             # Triton loads ahead in innermost loops alone: this one must not be a loop.
             for r in tl.static_range(TERMS):
                 by_scores -= earlier_term(
-                    logits, p_u, p_v, p_x, p_y, r, o_u, o_v, m_row, m_column, QUERIES, NEAR, HALF
+                    logits,
+                    p_u,
+                    p_v,
+                    p_x,
+                    p_y,
+                    r,
+                    count,
+                    o_u,
+                    o_v,
+                    m_row,
+                    m_column,
+                    QUERIES,
+                    NEAR,
+                    HALF,
                 )
         else:
             for r in range(2 * count):
                 by_scores -= earlier_term(
-                    logits, p_u, p_v, p_x, p_y, r, o_u, o_v, m_row, m_column, QUERIES, NEAR, HALF
+                    logits,
+                    p_u,
+                    p_v,
+                    p_x,
+                    p_y,
+                    r,
+                    count,
+                    o_u,
+                    o_v,
+                    m_row,
+                    m_column,
+                    QUERIES,
+                    NEAR,
+                    HALF,
                 )
         if NEAR:
             by_scores *= p

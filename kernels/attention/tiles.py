@@ -21,8 +21,9 @@ from otdd_flash.errors import InputError
 # The narrowest operand of a product on tensor cores.
 NARROWEST = 16
 
-# Entries of a matrix of one head, whose places in it are int32: fewer operations a load.
-MOST_ENTRIES = 2**31
+# Entries of a matrix of one head, whose places in it, and past its end in the last tile, are int32:
+# fewer operations a load.
+MOST_ENTRIES = 2**31 - 2**10
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -40,8 +41,8 @@ def blocks_for(kind: str, width: int, dtype: torch.dtype, device: torch.device) 
     """Return the blocks of a pass.
 
     Args:
-        kind: `vector` where the result is a number a row, `output` of a half-step and `product` of
-            a plan where it is a row of a matrix too, `gradient`.
+        kind: `vector` where the result is a number a row, `matrix` where it is a row of a matrix
+            too, `gradient`.
         width: the wider of the padded d and e.
         dtype: of q, k and v.
         device: where they are.

@@ -10,7 +10,7 @@ from torch import Tensor
 from otdd_flash.arguments import BatchedGradient, Count, Index, Positive, takes, traced_tensor
 from otdd_flash.attention.operation import attend
 from otdd_flash.batched.checking import TYPES, placement
-from otdd_flash.cost.compute import Compute
+from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.eager import check_transforms
 from otdd_flash.errors import InputError
 
@@ -45,9 +45,10 @@ def sinkhorn_attention(
     iteration is softmax attention. Nothing (n, m) is stored, and nothing waits for a GPU.
 
     Memory is linear in n + m: q, k, v, the output, and for an `unrolled` gradient
-    iterations (n + m) float32 numbers a head. Differentiable once by q, k and v. Scores, sums and
-    potentials are float32, or float64 of such inputs, which PyTorch computes on any device. Inside
-    of autocast float32 inputs are cast, as those of `scaled_dot_product_attention` are.
+    (iterations + 1) (n + m) float32 numbers a head, of which a backward pass takes up to seven
+    times as many while it runs. Differentiable once by q, k and v. Scores, sums and potentials
+    are float32, or float64 of such inputs, which PyTorch computes on any device. Inside of autocast
+    float32 inputs are cast, as those of `scaled_dot_product_attention` are.
 
     Args:
         q: queries (..., n, d), d up to 256, float16, bfloat16, float32 or float64. Leading
@@ -111,7 +112,13 @@ def _attended(
     if torch.compiler.is_compiling():
         # What is exported, or inside of vmap, may be differentiated although no input says so.
         kept = torch.is_grad_enabled() or torch.compiler.is_exporting()
-    in_triton = in_triton and dtype != torch.float64
+    if dtype == torch.float64:
+        if compute is not None and ComputeOptions.of(compute).backend == "triton":
+            raise InputError(
+                "kernels of attention compute float16, bfloat16 and float32, got float64; leave "
+                "backend=auto"
+            )
+        in_triton = False
     out = attend(*points, mask, *settings, unrolled, unrolled and kept, in_triton)[0]
     return out.reshape(*lead, *out.shape[1:]).to(home, of)
 

@@ -67,8 +67,8 @@ def attend_now(
         mask: (H, m) bool, True where a key is left out.
         scale: of the scores.
         iterations: T, how many are made, with a tolerance at the most.
-        tolerance: the largest relative error of a column sum at which a head stops. Then u and v of
-            iterations that a head does not make are not initialised.
+        tolerance: the largest relative error of a column sum at which a head stops. Then u of
+            iterations that a head does not make is not initialised.
         unrolled: whether the gradient is that of the iterations made, or of the limit.
         kept: whether u and v of all iterations are, as an unrolled gradient by q or k needs; else
             they are the last ones alone, (1, H, ...).
@@ -151,10 +151,12 @@ def gradients_now(
             adjoints, offsets = _adjoints(rows, us, vs, delta, y), (delta, torch.zeros_like(y))
         else:
             adjoints, offsets = (us, vs), _solve_implicit(rows, u, last, delta, y)
+        earlier = rows.earlier((us, vs), adjoints)
         if by_q:
-            of_q = rows.gradient((cotangents, v), (us, vs), adjoints, offsets)
+            rows.gradient((cotangents, v), (us, vs), earlier, offsets, of_q)
         if by_k:
-            of_k = columns.gradient((v, cotangents), (vs, us), adjoints[::-1], offsets[::-1])
+            sides = (v, cotangents), (vs, us), earlier.transposed, offsets[::-1]
+            columns.gradient(*sides, of_k)
         return of_q, of_k, of_v
 
 
@@ -223,7 +225,7 @@ def _solve_implicit(
     that are through stay as they are.
     """
     columns, one = rows.transposed, torch.ones_like(u[:, 0])
-    sums, of_rows, of_columns = torch.empty_like(v), torch.empty_like(u), torch.empty_like(v)
+    sums, of_rows, of_columns = torch.empty_like(v), torch.zeros_like(u), torch.zeros_like(v)
     columns.plan_product((v, u), torch.ones_like(u), one, 0, sums)
     if not u.is_cuda:
         _report_sums(sums * _key_ratios(v, u.shape[1])[:, None], v)
@@ -246,6 +248,8 @@ def _solve_implicit(
     for _ in range(steps):
         if not u.is_cuda and not bool((square > goal).any()):
             break
+        # Heads that are through make no step 0.
+        rows.counts.copy_((square > goal)[:, 0].int() - 1)
         columns.plan_product((v, u), applied(scaling * direction), one, 0, of_columns)
         image = projected(direction - scaling * of_columns)
         curvature = (direction * image).sum(1, keepdim=True)
@@ -254,6 +258,7 @@ def _solve_implicit(
         residual = residual - length * image
         before, square = square, residual.square().sum(1, keepdim=True)
         direction = residual + torch.where(before > 0, square / before, 0) * direction
+    rows.counts.zero_()
     if not u.is_cuda and bool((square > CG_REPORTED**2 * first).any()):
         left = float((square / first).nan_to_num(0).max()) ** 0.5
         warn(

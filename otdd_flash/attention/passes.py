@@ -10,18 +10,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 # Scores that PyTorch holds at once.
 BLOCK_SCORES = 2**21
-# How far potentials of a head may move over iterations, those of rows and of columns together, so
-# that exp(-FAR) times an entry of the last plan that float32 has is that of an earlier one.
+# How far potentials of a head may move over iterations, those of rows and of columns together. Of
+# the last plan entries below 2^-126 are 0 in float32; those of an earlier one are at most exp(FAR)
+# times as large, below 3e-21.
 FAR = 40.0
 # Terms of earlier half-steps that a kernel adds up without a loop, as registers allow.
 MOST_TERMS = 8
+
+
+class Earlier(NamedTuple):
+    """Terms of a gradient by half-steps before the last.
+
+    Attributes:
+        near: (H,) whether the potentials of a head moved less than `FAR` in all. Weights are over
+            the last plan then.
+        of_rows: (2 T, H, n) weights; 0 of terms that a head does not have.
+        of_columns: (2 T, H, m) weights, by which those of rows are multiplied.
+    """
+
+    near: Tensor
+    of_rows: Tensor
+    of_columns: Tensor
+
+    @property
+    def transposed(self) -> Earlier:
+        """The same terms, columns for rows."""
+        return Earlier(self.near, self.of_columns, self.of_rows)
 
 
 @dataclass(frozen=True)
@@ -82,7 +103,7 @@ class Scores:
 
             # In place of matrices that are not read there are vectors.
             matrices = (potential, out) if values is None else (values, product)
-            width, kind = (0, "vector") if values is None else (values.shape[2], "output")
+            width, kind = (0, "vector") if values is None else (values.shape[2], "matrix")
             given = potential, target, out, *matrices, out if guess is None else guess, step
             return self._launch(kernel, kind, width, *given, GUESSED=guess is not None)
         for heads, rows, logits in self._blocks():
@@ -117,7 +138,7 @@ class Scores:
         if self.in_triton:
             from otdd_flash.kernels.attention.plan_product import plan_product_kernel as kernel
 
-            width, kind = (matrices[0].shape[2], "product") if matrices else (0, "vector")
+            width, kind = (matrices[0].shape[2], "matrix") if matrices else (0, "vector")
             given = *potentials, vector, weight, out, *(matrices or (vector, out, out)), step
             return self._launch(kernel, kind, width, *given)
         for heads, rows, logits in self._blocks():
@@ -137,10 +158,11 @@ class Scores:
         self,
         factors: tuple[Tensor, Tensor],
         potentials: tuple[Tensor, Tensor],
-        adjoints: tuple[Tensor, Tensor],
+        earlier: Earlier,
         offsets: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """Return scale A columns (H, n, d), A the gradient by scores.
+        out: Tensor,
+    ) -> None:
+        """Write scale A columns (H, n, d), A the gradient by scores.
 
         Of pairs the rows' come first. With i queries, j keys and c the iterations of a head,
 
@@ -150,22 +172,22 @@ class Scores:
         Args:
             factors: cotangents of the output L (H, n, e), and values R (H, m, e).
             potentials: u (T + 1, H, n) and v (T + 1, H, m).
-            adjoints: x and y, of u, and of v times m / n; of the same shapes.
+            earlier: the terms of the sum.
             offsets: a (H, n) and b (H, m).
+            out: (H, n, d).
         """
-        out = torch.empty_like(self.rows)
-        near, weights = self._earlier(potentials, adjoints)
+        near, *weights = earlier
         if self.in_triton:
             from otdd_flash.kernels.attention.score_gradient import score_gradient_kernel as kernel
 
             given = *factors, *potentials, *weights, *offsets, near, out
             strides = offsets[0].numel(), offsets[1].numel()
             width, terms = factors[0].shape[2], len(weights[0])
-            constants = {"QUERIES": self.queries, "TERMS": terms * (terms <= MOST_TERMS)}
+            constants = {"QUERIES": self.queries, "TERMS": terms if terms <= MOST_TERMS else -1}
             # Without earlier terms all heads are near. Nothing waits to learn whether all are.
             for kind in (True, False)[: 1 + (terms > 0)]:
                 self._launch(kernel, "gradient", width, *given, *strides, NEAR=kind, **constants)
-            return out
+            return
         of_rows, of_columns = (at(each, self.counts) for each in potentials)
         for heads, rows, logits in self._blocks():
             left, right = factors[0][heads, rows].to(logits.dtype), factors[1][heads]
@@ -180,44 +202,40 @@ class Scores:
                 terms = 0
             by_scores = slopes.mul_(plan)
             for r in range(terms):
-                # u_t and v_t, x_t; then u_t and v_(t+1), y_(t+1).
                 i, j = (r + (not self.queries)) // 2, (r + self.queries) // 2
                 u, v = potentials[0][i, heads, rows, None], potentials[1][j, heads, None]
-                x, y = adjoints[0][i, heads, rows, None], adjoints[1][j, heads, None]
-                term = (logits + u + v).exp_() * (x if (r % 2 == 0) == self.queries else y)
+                power = torch.where(near[heads, None, None], plan, (logits + u + v).exp_())
+                term = power * weights[0][r, heads, rows, None] * weights[1][r, heads, None]
                 by_scores -= torch.where(r < 2 * self.counts[heads, None, None], term, 0)
             columns = self.columns[heads].to(logits.dtype)
             out[heads, rows] = (self.scale * (by_scores @ columns)).to(out.dtype)
-        return out
 
-    def _earlier(
+    def earlier(
         self, potentials: tuple[Tensor, Tensor], adjoints: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return which heads are near, and weights of rows and columns in earlier terms.
+    ) -> Earlier:
+        """Prepare the terms of half-steps before the last, where rows are queries.
 
-        A head is near where its potentials moved less than `FAR` in all: its weights (2 T, H, n)
-        and (2 T, H, m) are over the last plan then. Of terms that a head does not have they are 0.
+        Args:
+            potentials: u (T + 1, H, n) and v (T + 1, H, m).
+            adjoints: x and y, of u, and of v times m / n; of the same shapes.
         """
         r = torch.arange(2 * (len(potentials[0]) - 1), device=self.counts.device)
         made = (r[:, None] < 2 * self.counts)[..., None]
-        # As in `gradient`: adjoints of queries in even terms, of keys in odd ones.
-        places = (r + (not self.queries)) // 2, (r + self.queries) // 2
-        of_rows = ((r % 2 == 0) == self.queries)[:, None, None]
+        # Adjoints of queries in even terms, of keys in odd ones.
+        owned = (r % 2 == 0)[:, None, None]
         moved, weights = [], []
         for each, place, adjoint, own in zip(
-            potentials, places, adjoints, (of_rows, ~of_rows), strict=True
+            potentials, (r // 2, (r + 1) // 2), adjoints, (owned, ~owned), strict=True
         ):
             last = at(each, self.counts)
-            moved.append(torch.where(made & last.isfinite(), each[place] - last, 0))
+            moved.append(torch.where(made & last.isfinite(), each[place].sub_(last), 0))
             weights.append(torch.where(own, adjoint[place], 1).mul_(made))
         near = torch.ones_like(self.counts, dtype=torch.bool)
         if len(r):
             near = moved[0].abs().amax((0, 2)) + moved[1].abs().amax((0, 2)) <= FAR
-        x, y = (
+        for each, weight in zip(moved, weights, strict=True):
             weight.mul_(torch.where(near[:, None], each, 0).exp_())
-            for weight, each in zip(weights, moved, strict=True)
-        )
-        return near, (x, y)
+        return Earlier(near, *weights)
 
     def _launch(self, kernel: Any, kind: str, width: int, *given: Any, **constants: Any) -> None:
         from otdd_flash.kernels.attention.tiles import launch
