@@ -244,8 +244,7 @@ _HOMES = {
     "subsample_interval": "otdd_flash.sampling",
     "transport_map": "otdd_flash.derivatives.potentials",
 }
-# `nearest` is the module of a command, and can be called as the function.
-_MODULES = ("extractors", "labels", "nearest", "nn")
+_MODULES = ("extractors", "labels", "nn")
 
 
 if not TYPE_CHECKING:

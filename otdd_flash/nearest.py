@@ -8,8 +8,9 @@ torch.
 `run_script` (console command) and `run_command` (`python -m`) call `main`, `main` calls
 `run_hydra`, that calls `job`, and that `run_work`.
 
-The function `otdd.nearest` has the name of this module. Where both are in one process, importing
-the module would hide the function: so the module can be called in its place.
+The function `otdd.nearest` has the name of this module, which `python -m` and the console command
+run and nobody else imports. Python binds an imported module to its name in the package, over the
+function: so the module can be called in its place.
 """
 
 from __future__ import annotations

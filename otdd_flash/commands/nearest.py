@@ -92,8 +92,8 @@ def nearest(config: DictConfig, directory: Path) -> None:
         _check_extractor(Path(folder), settings.extractor)
     with Phases() as phases:
         extractor, _ = build(settings.extractor, phases)
-        known = _indexed(settings, extractor, phases)
         given, _ = listed_side("query", query, extractor, settings, phases)
+        known = _indexed(settings, extractor, given.dim, phases)
         with phases.phase("race", "ranking") as progress:
             options = {name: getattr(settings, name) for name in OF_A_QUERY}
             found = race.nearest(given, known, progress=progress, **options)
@@ -118,8 +118,11 @@ def nearest(config: DictConfig, directory: Path) -> None:
     report.require_complete()
 
 
-def _indexed(settings: NearestSettings, extractor: Extractor, phases: Phases) -> Index:
-    """Return the index in a folder, or that of datasets, which is stored if `index` names one."""
+def _indexed(settings: NearestSettings, extractor: Extractor, dim: int, phases: Phases) -> Index:
+    """Return the index in a folder, or that of datasets, which is stored if `index` names one.
+
+    A new one is of datasets with `dim` features, those of the query.
+    """
     if isinstance(settings.library, str):
         folder = Path(settings.library)
         if not (folder / INDEX_FILE).exists():
@@ -127,7 +130,7 @@ def _indexed(settings: NearestSettings, extractor: Extractor, phases: Phases) ->
                 f"library={folder} is no index; build one with 'library=[{{name: mnist}}, ...]' "
                 f"index={folder}"
             )
-        return _built({}, folder, settings, phases)
+        return _built({}, folder, settings, dim, phases)
     nodes = settings.library
     if not isinstance(nodes, list):
         raise InputError(
@@ -142,22 +145,27 @@ def _indexed(settings: NearestSettings, extractor: Extractor, phases: Phases) ->
             raise InputError(f"two datasets of the library are called {name}; set as: NAME for one")
         samples, _ = listed_side(name, node, extractor, settings, phases)
         library[name] = replace(samples, name=name)
-    return _built(
-        library, None if settings.index is None else Path(settings.index), settings, phases
-    )
+    stored = None if settings.index is None else Path(settings.index)
+    return _built(library, stored, settings, dim, phases)
 
 
 def _built(
     library: Mapping[str, LabeledSamples],
     folder: Path | None,
     settings: NearestSettings,
+    dim: int,
     phases: Phases,
 ) -> Index:
     """Build or read an index; other settings than it was built with are refused."""
+    new = folder is None or not (folder / INDEX_FILE).exists()
+    if folder is not None and new:
+        # First: of an index that is killed while it is built the extractor is known.
+        write_json(folder / EXTRACTOR_FILE, settings.extractor)
     with phases.phase("index", "self terms") as progress:
         options = {name: getattr(settings, name) for name in OF_AN_INDEX}
         metric = settings.labels.metric(Converged().asked_tolerance, settings.epsilon)
         options |= {"labels": metric, "compute": settings.compute_options(), "progress": progress}
+        options["dim"] = dim if new else None
         found = index(library, folder, **options)
     if folder is not None:
         write_json(folder / EXTRACTOR_FILE, settings.extractor)

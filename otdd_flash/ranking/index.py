@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
+from otdd_flash.arguments import samples as samples_of
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import as_samples
@@ -101,6 +103,7 @@ class Settings:
         cost: the ground cost.
         metric: how class distances are measured, with an epsilon of its own if it takes one.
         unbalanced: rho, the price of mass that is not matched; None where marginals are exact.
+        dim: the number of features; None before it is settled.
         min_class_size: classes with fewer samples were dropped.
         precision: of the passes.
     """
@@ -110,6 +113,7 @@ class Settings:
     cost: GroundCost
     metric: LabelMetric
     unbalanced: float | None
+    dim: int | None
     min_class_size: int | None
     precision: str
 
@@ -215,11 +219,6 @@ class Entry:
     moments: Moments
 
 
-def _dim(entry: Entry, settings: Settings) -> int:
-    """Return the number of features of a member, whose moments have its numbers as well."""
-    return len(entry.moments.mean) - len(scale_of(settings.metric) or ())
-
-
 def digest_of(samples: LabeledSamples) -> str:
     """Return a digest of rows in their order, with labels, numbers, names and weights.
 
@@ -248,6 +247,7 @@ class Index:
         folder: where it is stored; None in memory.
         held: rows of members by digest that are in memory.
         duplicates: names of members whose content another, earlier one has, with that one's.
+        lost: names of members whose numbers and rows in the folder are missing or damaged.
     """
 
     settings: Settings
@@ -256,6 +256,7 @@ class Index:
     folder: Path | None
     held: Mapping[str, LabeledSamples]
     duplicates: Mapping[str, str]
+    lost: tuple[str, ...]
 
     def __repr__(self) -> str:
         return f"Index({len(self)} datasets, epsilon={self.settings.epsilon:.6g})"
@@ -271,7 +272,16 @@ class Index:
     @property
     def dim(self) -> int:
         """The number of features."""
-        return _dim(self.entries[0], self.settings)
+        assert self.settings.dim is not None
+        return self.settings.dim
+
+    @property
+    def members(self) -> dict[str, LabeledSamples | _StoredRows]:
+        """The members as `index` takes them: rows in memory, or where the folder has them."""
+        return {
+            one.name: self.held.get(one.digest) or _StoredRows(self.folder, one.digest, one.name)
+            for one in self.entries
+        }
 
     def rows(self, entry: Entry) -> LabeledSamples:
         """Return the rows of a member as they were given.
@@ -279,10 +289,8 @@ class Index:
         Raises:
             InputError: its file is missing or damaged.
         """
-        if entry.digest in self.held:
-            return self.held[entry.digest]
-        assert self.folder is not None
-        return _StoredRows(self.folder, entry.digest, entry.name).read()
+        found = self.held.get(entry.digest)
+        return found or _StoredRows(self.folder, entry.digest, entry.name).read()
 
     @classmethod
     @takes()
@@ -324,6 +332,7 @@ def index(
     ground: Ground = "sqeuclidean",
     unbalanced: Positive | None = None,
     unbalanced_relative: Positive | None = None,
+    dim: Count | None = None,
     rebuild: bool = False,
     skip: bool = False,
     compute: Compute | None = None,
@@ -350,6 +359,8 @@ def index(
         ground: the cost between features, as for `dataset_distance`.
         unbalanced: rho, the price of mass that is not matched, in units of the cost.
         unbalanced_relative: the same as a multiple of that mean cost.
+        dim: the number of features of members; by default as in the folder, or as most of the
+            members have that give the mean cost.
         rebuild: compute everything again where the folder's settings are others; without, they are
             refused.
         skip: leave out datasets that cannot be members, with a notice, instead of refusing them.
@@ -385,7 +396,7 @@ def index(
     # Of members that are not given again the rows in the folder are enough.
     whole = {**_stored_members(stored, where), **library}
     passes = ComputeOptions.of(compute)
-    asked = Settings(0.0, 0.0, cost, metric, unbalanced, min_class_size, passes.precision)
+    asked = Settings(0.0, 0.0, cost, metric, unbalanced, dim, min_class_size, passes.precision)
     if stored is None or rebuild:
         _refuse_dropped(stored, whole, min_class_size)
         reader = _Reader(whole, asked, passes, skip)
@@ -437,7 +448,7 @@ def _refuse_other(built: Settings, asked: Settings) -> None:
             f"the index was built with labels={built.metric}, not {asked.metric}; take another "
             "folder, or set rebuild=true"
         )
-    for name in ("epsilon", "cost", "unbalanced", "min_class_size"):
+    for name in ("epsilon", "cost", "unbalanced", "dim", "min_class_size"):
         own, given = (one.to_dict()[name] for one in (built, asked))
         if given not in (own, None):
             raise InputError(
@@ -449,7 +460,14 @@ def _refuse_other(built: Settings, asked: Settings) -> None:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads members of a library as samples, checked, one at a time."""
+    """Reads members of a library as samples, checked, one at a time.
+
+    Attributes:
+        library: the members by name.
+        settings: of the index.
+        compute: where passes run.
+        skip: leave out, with a notice, what cannot be a member.
+    """
 
     library: Mapping[str, Any]
     settings: Settings
@@ -463,17 +481,19 @@ class _Reader:
         unbalanced: float | None,
         unbalanced_relative: float | None,
     ) -> Settings:
-        """Settle what is relative by the mean cost over sampled pairs of members."""
+        """Settle the number of features, and what is relative by the mean cost over some pairs."""
         order = np.random.default_rng(0).permutation(len(self.library))[:MEAN_OF]
         names, cost = list(self.library), self.settings.cost
         drawn = [names[place] for place in sorted(order)]
         with warnings.catch_warnings(record=True) as said:
             # They are read again, with notices, when all are.
             warnings.simplefilter("always")
-            read = self.read(drawn, None)
-            some = [self.settings.transformed(samples, self.compute) for _, samples in read]
-        if not some:
+            read = [samples for _, samples in self.read(drawn)]
+        if not read:
             raise InputError(": ".join([NO_MEMBER, *(str(one.message) for one in said[:1])]))
+        # Of what equally many have, that of the first.
+        ((dim, _),) = Counter(one.dim for one in read).most_common(1)
+        some = [self.settings.transformed(one, self.compute) for one in read if one.dim == dim]
         metric, some = with_numbers(self.settings.metric, some)
         metric = settled_metric(metric, epsilon, some)
         alone, scale = self.compute.alone, scale_of(metric)
@@ -488,10 +508,10 @@ class _Reader:
         limits = resolve_constraints(unbalanced, unbalanced_relative, lambda: mean)
         rho = None if limits.exact else (penalties_of(limits) or [None])[0]
         settled = replace(self.settings, epsilon=used, mean_cost=mean, unbalanced=rho)
-        return replace(settled, metric=metric)
+        return replace(settled, metric=metric, dim=dim)
 
-    def read(self, names: Sequence[str], dim: int | None) -> Iterator[tuple[str, LabeledSamples]]:
-        """Yield members by name, of one dimension, without small classes.
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, LabeledSamples]]:
+        """Yield members by name, of one dimension if it is settled, without small classes.
 
         Raises:
             InputError: one cannot be a member, unless such are skipped.
@@ -499,9 +519,9 @@ class _Reader:
         for name in names:
             try:
                 found = self._one(name)
-                if dim is not None and found.dim != dim:
+                if (dim := self.settings.dim) not in (None, found.dim):
                     raise InputError(
-                        f"{name} has {found.dim} features, and other members have {dim}; leave it "
+                        f"{name} has {found.dim} features, and the index compares {dim}; leave it "
                         "out, embed all alike, or set skip=true"
                     )
             except InputError as error:
@@ -509,7 +529,6 @@ class _Reader:
                     raise
                 warn(f"{error}: it is left out of the index", DataNotice)
                 continue
-            dim = found.dim
             yield name, found
 
     def _one(self, name: str) -> LabeledSamples:
@@ -520,6 +539,7 @@ class _Reader:
             text = os.fspath(given)
             named = text in SOURCES or not Path(text).suffix
             given = load(text) if named else load("arrays", path=text)
+        given = samples_of(f"library[{name!r}]", given)
         with placed(f"library[{name!r}]"):
             return self.settings.prepared(replace(as_samples(given, name), name=name))
 
@@ -565,8 +585,7 @@ def _build(
         if key not in entries and (found := _restored(where, key, name, mark)) is not None:
             entries[key] = found
     names = [name for name in reader.library if stored.get(name) not in entries]
-    dim = next((_dim(entry, reader.settings) for entry in entries.values()), None)
-    source = reader.read(names, dim)
+    source = reader.read(names)
     with _building(where if names else None):
         if where is not None and names and _read_index(where) != seen:
             raise InputError(f"another process has changed the index in {where}; try again")
@@ -586,8 +605,8 @@ def _build(
                 _write_index(where, reader.settings, members)
             solved = _solved(reader, new, cache_dir)
             if len(solved) < len(new):
-                lost = new.keys() - {entry.digest for entry in solved}
-                members = {n: key for n, key in members.items() if key not in lost}
+                without = new.keys() - {entry.digest for entry in solved}
+                members = {n: key for n, key in members.items() if key not in without}
                 if where is not None:
                     _write_index(where, reader.settings, members)
             for entry in solved:
@@ -605,7 +624,8 @@ def _build(
         pairs = listing([f"{one} is {other}" for one, other in twice.items()], 8)
         warn(f"members of equal content are ranked once: {pairs}", DataNotice)
     kept = tuple(replace(entries[key], name=name) for key, name in first.items())
-    return Index(reader.settings, kept, reader.compute, where, held, twice)
+    lost = tuple(name for name in stored if members.get(name) not in entries)
+    return Index(reader.settings, kept, reader.compute, where, held, twice, lost)
 
 
 def _solved(

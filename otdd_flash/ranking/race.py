@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
@@ -117,10 +118,12 @@ class Ranking:
         query: its name.
         rows: the first k, the nearest first.
         others: all other members, by their lower bounds.
-        certified: whether all rows are proven.
-        stopped_by: `proven`, `max_seconds`, or `rounding`, which keeps intervals from narrowing.
+        certified: whether all rows are proven, and no member that may be nearer is unread.
+        stopped_by: `proven`, `max_seconds`, `damage` of members that may be nearer, or `rounding`,
+            which keeps intervals from narrowing.
         cost: what it took.
-        details: epsilon, tie, settings of the index, sampling intervals of the rows if asked for.
+        details: epsilon, tie, settings of the index, `unread` with the names of members that cannot
+            be read, sampling intervals of the rows if asked for.
     """
 
     query: str
@@ -149,7 +152,7 @@ class Ranking:
 
     def sentences(self) -> tuple[str, ...]:
         """Say what is proven, what is tied, what was spent, and what sampling leaves open."""
-        cost, count = self.cost, len(self.rows)
+        cost, count = self.cost, self.details["k"]
         # Unknown where nothing was solved to the end.
         known = cost.full_passes > 0
         share = f", {cost.passes / cost.full_passes:.1%} of the passes of solving all"
@@ -169,6 +172,11 @@ class Ranking:
         ]
         if self.stopped_by == "rounding":
             ties.append("an index of precision=double tells more of them apart, or a larger tie")
+        if unread := self.details["unread"]:
+            ties.append(
+                f"members that cannot be read take no place: {listing(unread, 8)}; give them to "
+                "otdd.index again"
+            )
         return (*said, *ties, *_of_sampling(self.details.get("sampling", ())))
 
     def to_dict(self) -> dict[str, Any]:
@@ -217,6 +225,7 @@ def nearest(
     *,
     epsilon: NotNegative | None = None,
     rebuild: bool = False,
+    skip: bool = False,
     ordered: bool = False,
     tie: NotNegative = 1e-4,
     max_seconds: Positive | None = None,
@@ -238,6 +247,8 @@ def nearest(
         k: how many.
         epsilon: refused if the index has another one, unless `rebuild`.
         rebuild: with another epsilon, solve the self terms of all members again, in memory.
+        skip: of datasets by name, leave out with a notice those that cannot be compared with the
+            query, such as those of another dimension, instead of refusing them.
         ordered: prove the order of the first k as well.
         tie: values that differ by no more are equal, in units of the cost.
         max_seconds: stop after so long, with what is proven then; a budget that has begun ends.
@@ -251,12 +262,19 @@ def nearest(
         InputError: the request cannot be met; the message says what to change.
 
     Warns:
-        DataNotice: the library has fewer than k members, or `tie` is large beside the costs.
+        DataNotice: the library has fewer than k members, `tie` is large beside the costs, or the
+            rows of a member cannot be read: it takes no place, and where it may be nearer the
+            ranking is not certified.
     """
     started = time.perf_counter()
     if subsample is not None:
         check_count(subsample, LEVEL)
-    known = _index_of(library, epsilon, rebuild, compute, cache_dir)
+    samples = as_samples(query, "query")
+    if isinstance(library, Mapping):
+        built = partial(index, library, compute=compute, cache_dir=cache_dir)
+        known = built(epsilon=epsilon, dim=samples.dim, skip=skip)
+    else:
+        known = _known(library, epsilon, rebuild, compute, cache_dir)
     if k > len(known):
         warn(f"k={k} is above the {len(known)} members of the index: all are ranked", DataNotice)
         k = len(known)
@@ -266,13 +284,13 @@ def nearest(
             "rows of members: differences of most values may be below it; lower tie",
             DataNotice,
         )
-    given = known.settings.prepared(as_samples(query, "query"))
-    if given.dim != known.dim:
+    asked = known.settings.prepared(samples)
+    if asked.dim != known.dim:
         raise InputError(
-            f"the query has {given.dim} features, and the members of the index have {known.dim}; "
+            f"the query has {asked.dim} features, and the members of the index have {known.dim}; "
             "embed all by the same extractor"
         )
-    race = _Race(known, given, k, tie, ordered, cache_dir)
+    race = _Race(known, asked, k, tie, ordered, cache_dir)
     stopped_by = race.run(started, max_seconds, progress)
     rows, others = race.ranked()
     details: dict[str, Any] = {
@@ -282,27 +300,27 @@ def nearest(
         "tie": tie,
         "settings": known.settings.to_dict(),
         "duplicates": dict(known.duplicates),
+        "unread": race.unread,
         "device": str(resolve_device(known.compute.device)),
         "versions": versions(),
     }
     if subsample is not None:
         details["sampling"] = race.sampling(rows, subsample, seed)
-    certified = all(row.proven for row in rows)
+    certified = not race.unread and all(row.proven for row in rows)
     cost = race.cost(time.perf_counter() - started)
     return Ranking(race.query.name, rows, others, certified, stopped_by, cost, details=details)
 
 
-def _index_of(
+def _known(
     library: Any,
     epsilon: float | None,
     rebuild: bool,
     compute: Compute | None,
     cache_dir: str | os.PathLike[str] | None,
 ) -> Index:
+    """Return an index or that of a folder, on the device and at the epsilon that are asked for."""
     if isinstance(library, str | os.PathLike):
         library = Index.load(Path(library), compute)
-    if isinstance(library, Mapping):
-        return index(library, epsilon=epsilon, compute=compute, cache_dir=cache_dir)
     if not isinstance(library, Index):
         raise InputError(
             "library must be an index of otdd.index, its folder, or datasets by name, got "
@@ -318,9 +336,9 @@ def _index_of(
             "epsilons do not compare; leave epsilon out, or set rebuild=true to solve the self "
             "terms of all members again"
         )
-    members = {entry.name: library.rows(entry) for entry in library.entries}
     given = {**settings.arguments, "epsilon": epsilon}
-    return index(members, compute=chosen, cache_dir=cache_dir, **given)
+    rebuilt = index(library.members, compute=chosen, cache_dir=cache_dir, **given)
+    return replace(rebuilt, lost=(*library.lost, *rebuilt.lost))
 
 
 @dataclass(eq=False)
@@ -335,6 +353,7 @@ class _Candidate:
     table: Tensor | None = None
     level: int = 0
     last: bool = False
+    unread: bool = False
 
     @property
     def solved(self) -> bool:
@@ -420,7 +439,7 @@ class _Race:
         total = len(self.candidates)
         while True:
             placed, proven, out = self._placed()
-            all_proven = bool(proven[: self.k].all())
+            all_proven = not self.unread and bool(proven[: self.k].all())
             settled = proven | out | all_proven
             opened = [one for one, known in zip(placed, settled, strict=True) if not known]
             # What lies within half a tie is known well enough.
@@ -430,7 +449,7 @@ class _Race:
             if progress is not None:
                 progress(total - len(opened), total)
             if not chosen:
-                return "proven" if all_proven else "rounding"
+                return "proven" if all_proven else "damage" if self.unread else "rounding"
             if seconds is not None and time.perf_counter() - started >= seconds:
                 return "proven" if all_proven else "max_seconds"
             self._raise(chosen)
@@ -439,18 +458,21 @@ class _Race:
         """Return the candidates by their upper bounds, which are proven, and which are out.
 
         Proven is a candidate among the first k, or with `ordered` at its place. Out is one of which
-        k others are no farther, up to a tie.
+        k others are no farther, up to a tie. A candidate that cannot be read is last and has no
+        place; a member that the index has lost may be anywhere.
         """
-        placed = sorted(self.candidates, key=lambda one: (one.upper, one.lower))
+        placed = sorted(self.candidates, key=lambda one: (one.unread, one.upper, one.lower))
+        lost = len(self.known.lost)
         lower, upper = np.array([(one.lower, one.upper) for one in placed]).reshape(-1, 2).T
         reach = upper - self.tie
         if self.ordered:
             before = np.maximum.accumulate([-math.inf, *upper])[:-1]
-            after = np.minimum.accumulate([math.inf, *lower[::-1]])[:-1][::-1]
+            least = -math.inf if lost else math.inf
+            after = np.minimum.accumulate([least, *lower[::-1]])[:-1][::-1]
             proven = (before - self.tie <= lower) & (reach <= after)
         else:
             # Others that may be nearer by more than a tie are fewer than k.
-            proven = np.searchsorted(np.sort(lower), reach) - (lower < reach) < self.k
+            proven = np.searchsorted(np.sort(lower), reach) - (lower < reach) < self.k - lost
         kth, following = [-math.inf, *upper, math.inf][self.k : self.k + 2]
         out = np.where(upper <= kth, following, kth) <= lower + self.tie
         return placed, proven, out
@@ -461,7 +483,7 @@ class _Race:
         ranks, count = getattr(self.known.compute.group, "size", 1), 1
         if able and able[0].term is None:
             rows = self._rows(able[0])
-            if self._terms.takes_many(self._x, rows):
+            if rows is not None and self._terms.takes_many(self._x, rows):
                 able = [one for one in able if one.term is None]
                 # As many as before: few are solved in vain, and many are measured together.
                 begun = sum(one.term is not None for one in self.candidates)
@@ -469,13 +491,29 @@ class _Race:
                 count = max(AT_ONCE, min(begun, most))
         return able[: count * ranks]
 
-    def _rows(self, one: _Candidate) -> LabeledSamples:
-        return self.known.settings.transformed(self.known.rows(one.entry), self.known.compute)
+    def _rows(self, one: _Candidate) -> LabeledSamples | None:
+        """Return a candidate's rows, or None if they cannot be read: all that is known is known."""
+        if one.unread:
+            return None
+        try:
+            rows = self.known.rows(one.entry)
+        except InputError as error:
+            warn(f"{error}: it takes no place in this ranking", DataNotice)
+            one.unread = one.last = True
+            return None
+        return self.known.settings.transformed(rows, self.known.compute)
 
-    def _problems(self, chosen: Sequence[_Candidate]) -> list[Problem]:
+    @property
+    def unread(self) -> list[str]:
+        """The names of members that cannot be read, as far as the race has met them."""
+        met = (one.entry.name for one in self.candidates if one.unread)
+        return [*self.known.lost, *met]
+
+    def _problems(
+        self, chosen: Sequence[_Candidate], rows: Sequence[LabeledSamples]
+    ) -> list[Problem]:
         """Return the cross terms of candidates, whose class distances are measured now."""
         settings = self.known.settings
-        rows = [self._rows(one) for one in chosen]
         new = [place for place, one in enumerate(chosen) if one.table is None]
         if new:
             sides, pairs = [self._x, *rows], [(0, place + 1) for place in new]
@@ -490,7 +528,11 @@ class _Race:
 
     def _raise(self, chosen: Sequence[_Candidate]) -> None:
         """Solve the cross terms of candidates within their next budgets."""
-        problems = self._problems(chosen)
+        read = [(one, rows) for one in chosen if (rows := self._rows(one)) is not None]
+        if not read:
+            return
+        chosen, sides = zip(*read, strict=True)
+        problems = self._problems(chosen, sides)
         found = spread(self.known.compute.group, cross_terms, self._terms, problems)
         for one, (term, last) in zip(chosen, found, strict=True):
             one.term, one.level, one.last = term, one.level + 1, last
@@ -511,8 +553,9 @@ class _Race:
         rest, ties = placed, self._ties()
         if not self.ordered:
             # Those that are proven come first among the k, however wide their intervals are.
-            rest = sorted(placed, key=lambda one: (not known[one], one.guess))
-        first, rest = rest[: self.k], rest[self.k :]
+            rest = sorted(placed, key=lambda one: (one.unread, not known[one], one.guess))
+        most = min(self.k, sum(not one.unread for one in rest))
+        first, rest = rest[:most], rest[most:]
         if not self.ordered:
             first.sort(key=lambda one: one.guess)
         rows = [Ranked(one.name, 0.0, 0.0, 0.0, True, ()) for one in self._same]
@@ -523,7 +566,8 @@ class _Race:
     def _ties(self) -> dict[_Candidate, list[str]]:
         """Return for candidates the names of those whose values nothing tells from theirs."""
         # Wider intervals are of values that further solves may tell apart.
-        narrow = [one for one in self.candidates if one.last or one.upper - one.lower <= self.tie]
+        read = [one for one in self.candidates if not one.unread]
+        narrow = [one for one in read if one.last or one.upper - one.lower <= self.tie]
         narrow.sort(key=lambda one: one.lower)
         found = defaultdict[_Candidate, list[str]](list)
         for place, one in enumerate(narrow, 1):
@@ -549,10 +593,11 @@ class _Race:
     def sampling(self, first: Sequence[Ranked], count: int, seed: int) -> list[dict[str, Any]]:
         """Estimate the sampling intervals of the rows, by subsamples of query and member."""
         entries = {entry.name: entry for entry in self.known.entries}
+        same = [entry.name for entry in self._same]
         found = []
         for row in first:
             value = row.lower if math.isnan(row.value) else row.value
-            rows = self.known.rows(entries[row.name])
+            rows = self.query if row.name in same else self.known.rows(entries[row.name])
             drawn: dict[str, Any] = {"count": count, "seed": seed, **self.known.settings.arguments}
             drawn["compute"] = self.known.compute
             interval = subsample_interval(self.query, rows, value, **drawn)

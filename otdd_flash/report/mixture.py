@@ -16,6 +16,7 @@ from otdd_flash.arguments import takes
 from otdd_flash.data.writing import write_hugging_face, write_npz
 from otdd_flash.errors import choose
 from otdd_flash.files.atomic import write_text
+from otdd_flash.report.bars import Barred, barred_page
 from otdd_flash.report.figures.page import (
     CONTENTS,
     SOURCE_COLOR,
@@ -32,7 +33,7 @@ from otdd_flash.report.figures.page import (
 )
 from otdd_flash.report.tables import write_table_csv
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.shown import display, html_text, shorten
+from otdd_flash.shown import display, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,15 +45,6 @@ if TYPE_CHECKING:
 COLUMNS = ("source", "weight", "lower", "upper", "marginal_cost", "limit", "rows")
 # Sources that are drawn, the heaviest, and the size of a picture.
 MOST_BARS, WIDTH, HEIGHT, LONGEST = 40, 7.6, 0.28, 32
-
-STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 1rem auto;
-       padding: 0 1rem; overflow-wrap: anywhere }
-h1 { font-size: 1.4rem } table { border-collapse: collapse; width: 100% }
-th, td { padding: .15rem .6rem; border-bottom: 1px solid #ddd; text-align: right }
-td.name, th.name { text-align: left }
-td.bars { width: 40%; min-width: 8rem } svg { display: block; width: 100%; height: 1rem }
-"""
 
 
 @takes()
@@ -153,26 +145,13 @@ def _rows(mixture: Mixture) -> list[tuple[object, ...]]:
 
 def _page(mixture: Mixture, other: Mixture | None) -> str:
     """Return the page: sentences, and the table with bars of the weights."""
-    title = html_text(f"Mixture for {mixture.target}")
-    heads, lines = _cells(mixture, other)
-    rows = []
-    for name, *cells in lines:
-        bar = (
-            f'<svg><rect x="0" y="25%" height="50%" width="{100 * mixture.weights[name]:.2f}%" '
-            f'fill="{SOURCE_COLOR}"/></svg>'
-        )
-        numbers = "".join(f"<td>{cell}</td>" for cell in cells)
-        rows.append(
-            f'<tr><td class="name">{html_text(name)}</td>{numbers}<td class="bars">{bar}</td></tr>'
-        )
-    said = "".join(f"<li>{html_text(one, None)}</li>" for one in mixture.sentences())
-    above = "".join(f"<th>{one}</th>" for one in (*heads[1:], ""))
-    return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{title}</h1><ul>{said}</ul>"
-        f'<table><thead><tr><th class="name">source</th>{above}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></body></html>\n"
-    )
+    (_, *heads), lines = _cells(mixture, other)
+    rows = [
+        Barred((name, *cells), 0, 100 * mixture.weights[name], SOURCE_COLOR)
+        for name, *cells in lines
+    ]
+    title = f"Mixture for {mixture.target}"
+    return barred_page(title, mixture.sentences(), ("source", *heads), "", rows)
 
 
 def _draw(mixture: Mixture, path: Path | None) -> Figure:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from otdd_flash.arguments import takes
 from otdd_flash.errors import choose
 from otdd_flash.files.atomic import write_text
+from otdd_flash.report.bars import Barred, barred_page
 from otdd_flash.report.figures.page import (
     CONTENTS,
     SOURCE_COLOR,
@@ -29,7 +30,7 @@ from otdd_flash.report.figures.page import (
     write_each,
 )
 from otdd_flash.report.tables import write_table_csv
-from otdd_flash.shown import display, html_text, shorten
+from otdd_flash.shown import display, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,15 +41,7 @@ if TYPE_CHECKING:
 # Members beyond the first k that bars are drawn of.
 MORE = 10
 WIDTH, HEIGHT, LONGEST = 7.6, 0.28, 32
-
-STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 1rem auto;
-       padding: 0 1rem; overflow-wrap: anywhere }
-h1 { font-size: 1.4rem } table { border-collapse: collapse; width: 100% }
-th, td { padding: .15rem .6rem; border-bottom: 1px solid #ddd; text-align: right }
-td.name, th.name { text-align: left } tr.other { color: #666 }
-td.bars { width: 40%; min-width: 8rem } svg { display: block; width: 100%; height: 1rem }
-"""
+COLUMNS = ("place", "name", "value", "lower", "upper", "proven")
 
 
 @takes()
@@ -96,7 +89,7 @@ def ranking_table(ranking: Ranking) -> Table:
 
     title = Text(f"Nearest to {display(ranking.query)}", style="table.title")
     table = Table(title=title, title_justify="left")
-    for name in ("place", "name", "value", "lower", "upper", "proven"):
+    for name in COLUMNS:
         table.add_column(name, justify="left" if name == "name" else "right")
     for place, row in enumerate(ranking.rows, 1):
         numbers = (_text(number) for number in (row.value, row.lower, row.upper))
@@ -133,7 +126,6 @@ def _ends(rows: list[Ranked]) -> tuple[float, float]:
 def _page(ranking: Ranking) -> str:
     """Return the page: sentences, and a table with a bar for each interval."""
     rows = [*ranking.rows, *ranking.others]
-    title = html_text(f"Nearest to {ranking.query}")
     low, high = _ends(rows)
     lines = []
     for place, row in enumerate(rows, 1):
@@ -142,25 +134,12 @@ def _page(ranking: Ranking) -> str:
             100 * (min(max(end, low), high) - low) / (high - low) for end in (row.lower, row.upper)
         )
         color = SOURCE_COLOR if row.proven else TARGET_COLOR if first else "#aaa"
-        bar = (
-            f'<svg><rect x="{left:.2f}%" y="25%" height="50%" '
-            f'width="{max(right - left, 0.4):.2f}%" fill="{color}"/></svg>'
-        )
-        proven = ("yes" if row.proven else "no") if first else ""
-        numbers = "".join(f"<td>{_text(one)}</td>" for one in (row.value, row.lower, row.upper))
-        lines.append(
-            f"<tr{'' if first else ' class=other'}><td>{place if first else ''}</td>"
-            f'<td class="name">{html_text(row.name)}</td>{numbers}<td>{proven}</td>'
-            f'<td class="bars">{bar}</td></tr>'
-        )
-    said = "".join(f"<li>{html_text(one, None)}</li>" for one in ranking.sentences())
-    heads = "".join(f"<th>{one}</th>" for one in ("value", "lower", "upper", "proven"))
-    return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{title}</h1><ul>{said}</ul>"
-        f'<table><thead><tr><th>place</th><th class="name">name</th>{heads}<th>interval</th></tr>'
-        f"</thead><tbody>{''.join(lines)}</tbody></table></body></html>\n"
-    )
+        known = (str(place), "yes" if row.proven else "no") if first else ("", "")
+        numbers = (_text(one) for one in (row.value, row.lower, row.upper))
+        cells = (known[0], row.name, *numbers, known[1])
+        lines.append(Barred(cells, left, max(right - left, 0.4), color, not first))
+    title = f"Nearest to {ranking.query}"
+    return barred_page(title, ranking.sentences(), COLUMNS, "interval", lines)
 
 
 def _draw(ranking: Ranking, path: Path | None) -> Figure:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pandas
 import pytest
+from command_runs import Ended
 
 import otdd_flash as otdd
 from otdd_flash.nearest import main
+from otdd_flash.ranking import index as index_module
 
+ROOT = str(Path(__file__).parents[2])
 BLOBS = "name: blobs, samples: 60, num_classes: 3"
 LIBRARY = ", ".join(f"{{{BLOBS}, seed: {k}, as: b{k}}}" for k in range(4))
 QUERY = f"query={{{BLOBS}, seed: 2, spread: 1.5}}"
@@ -21,7 +29,14 @@ COMMON = ("extractor=identity", "cache_dir=null", "hydra.run.dir=run", "overwrit
 @pytest.fixture
 def nearest(ended: Callable) -> Callable:
     """`nearest(*arguments)` runs the command on small datasets."""
-    return lambda *arguments: ended(main, QUERY, *COMMON, *arguments)
+
+    def run(*arguments: str) -> Ended:
+        query = () if any(one.startswith("query=") for one in arguments) else (QUERY,)
+        keys = {one.partition("=")[0] for one in arguments}
+        common = (one for one in COMMON if one.partition("=")[0] not in keys)
+        return ended(main, *query, *common, *arguments)
+
+    return run
 
 
 def read(name: str = "ranking.json") -> dict:
@@ -78,6 +93,95 @@ def test_an_index_in_a_folder_is_asked_again(nearest):
     assert read()["epsilon"] == 3
 
 
+@pytest.fixture
+def archives() -> list[str]:
+    """Members of two classes by path: an archive, arrays beside labels, a table."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(30) % 2
+    parts = [rng.normal(size=(30, 2)).astype("f4") + 2 * k for k in range(3)]
+    np.savez("one.npz", x=parts[0], y=labels)
+    np.save("two.npy", parts[1])
+    np.save("labels.npy", labels)
+    frame = pandas.DataFrame(parts[2], columns=["u", "v"]).assign(label=labels)
+    frame.to_csv("three.csv", index=False)
+    return [
+        "{name: arrays, path: one.npz, as: one}",
+        "{name: arrays, path: two.npy, labels_path: labels.npy, as: two}",
+        "{name: arrays, path: three.csv, as: three}",
+    ]
+
+
+def test_members_by_path(nearest, archives):
+    query = "query={name: arrays, path: two.npy, labels_path: labels.npy}"
+    said = nearest(query, f"library=[{', '.join(archives)}]", "index=lib", "ordered=true")
+    assert said.code == 0, said.err
+    rows = read()["rows"]
+    assert rows[0]["name"] == "two"
+    assert rows[0]["value"] == 0
+    # The folder has rows of its own.
+    for path in ("one.npz", "three.csv"):
+        Path(path).unlink()
+    assert nearest(query, "library=lib", "ordered=true").code == 0
+    assert read()["rows"] == rows
+    said = nearest("query={name: arrays, path: one.npz}", f"library=[{archives[1]}]", "k=1")
+    assert said.code == 2
+    assert "one.npz" in said.error
+    said = nearest(query, f"library=[{', '.join(archives)}]", "k=1")
+    assert said.code == 2
+    assert "one: " in said.error
+
+
+def test_members_of_another_dimension_than_the_query_are_skipped(nearest, archives):
+    np.savez("wide.npz", x=np.random.default_rng(1).normal(size=(30, 3)), y=np.arange(30) % 2)
+    wide = "{name: arrays, path: wide.npz, as: wide}"
+    library = f"library=[{', '.join([wide, *archives])}]"
+    query = "query={name: arrays, path: one.npz}"
+    said = nearest(query, library, "k=1")
+    assert said.code == 2
+    assert "wide has 3 features, and the index compares 2" in said.error
+    said = nearest(query, library, "k=3", "skip=true")
+    assert said.code == 0, said.err
+    assert {row["name"] for row in read()["rows"]} == {"one", "two", "three"}
+    assert "wide has 3 features" in said.err
+    said = nearest("query={name: arrays, path: wide.npz}", library, "k=1", "skip=true")
+    assert said.code == 0, said.err
+    assert read()["rows"][0]["name"] == "wide"
+
+
+def test_the_extractor_of_an_index_that_was_killed_while_it_was_built_is_known(
+    nearest, monkeypatch
+):
+    def killed(*_):
+        assert Path("lib/index.json").exists()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(index_module, "_solved", killed)
+        assert nearest(f"library=[{LIBRARY}]", "index=lib").code == 130
+    other = ("extractor=callable", "extractor.path=features:embed")
+    said = nearest(f"library=[{LIBRARY}]", "index=lib", *other)
+    assert said.code == 2
+    assert "the index in lib was built with extractor." in said.error
+    assert nearest(f"library=[{LIBRARY}]", "index=lib").code == 0
+
+
+def test_a_damaged_member_is_named_and_the_ranking_not_certified(nearest):
+    assert nearest(f"library=[{LIBRARY}]", "index=lib").code == 0
+    first = read()["rows"][0]["name"]
+    (entry,) = (one for one in otdd.Index.load("lib").entries if one.name == first)
+    Path("lib", f"{entry.digest}.rows.safetensors").unlink()
+    said = nearest("library=lib")
+    assert said.code == 0, said.err
+    assert f"members that cannot be read take no place: {first}; give them" in said.out
+    content = read()
+    assert content["unread"] == [first]
+    assert not content["certified"]
+    assert content["stopped_by"] == "damage"
+    # Given again it is written again.
+    assert nearest(f"library=[{LIBRARY}]", "index=lib").code == 0
+    assert read()["certified"]
+
+
 REFUSED = {
     "library=3": "library must be a list of datasets",
     "library=nowhere": "library=nowhere is no index; build one with",
@@ -122,6 +226,15 @@ def test_hostile_names_stay_text(nearest):
     node = f"{{{BLOBS}, seed: 5, as: '{name}'}}"
     assert nearest(f"library=[{node}, {{{BLOBS}}}]").code == 0
     assert "<script>" not in Path("run/ranking.html").read_text(encoding="utf-8")
+
+
+def test_the_public_name_is_the_function_where_the_command_is_not_imported():
+    text = (
+        "import inspect, otdd_flash as otdd; from otdd_flash.ranking.race import nearest; "
+        "assert otdd.nearest is nearest and 'k' in inspect.signature(otdd.nearest).parameters; "
+        "import otdd_flash.nearest; assert callable(otdd.nearest)"
+    )
+    subprocess.run([sys.executable, "-c", text], check=True, env={**os.environ, "PYTHONPATH": ROOT})
 
 
 def test_the_module_is_the_function_too():

@@ -20,7 +20,8 @@ def ranking():
     )
     others = (Ranked("d", 2.0, 1.8, 3.0, False, ()),)
     cost = Cost(3, 2, 1, 10.0, 100.0, 0.1)
-    return Ranking("q", rows, others, False, "max_seconds", cost, details={"tie": 1e-4})
+    details = {"k": 2, "tie": 1e-4, "unread": []}
+    return Ranking("q", rows, others, False, "max_seconds", cost, details=details)
 
 
 def test_bars_are_where_the_intervals_are(ranking, tmp_path):
