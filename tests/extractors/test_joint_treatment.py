@@ -82,7 +82,9 @@ def test_pca_beyond_the_dimension_or_the_rows_is_refused(make_samples, clouds):
 
 
 def test_different_dimensions_name_both_and_the_way_out(make_samples):
-    end = r"extractor.pca cannot help, as it is fitted on both sides together\..*ground=gromov.*each"
+    end = (
+        r"extractor.pca cannot help, as it is fitted on both sides together\..*ground=gromov.*each"
+    )
     for (d, e), way_out in {
         (784, 3072): r"extractor\.size=32 extractor\.grayscale=true",
         (512, 784): r"extractor\.size=N,.*same columns",
