@@ -160,7 +160,7 @@ class ScatteredFeatures(FileFeatures):
 @computes
 @takes()
 def features_file(path: str | os.PathLike[str] | Dataset, *, key: Word | None = None) -> Tensor:
-    """Open features (n, d) in files, as a matrix that is read as it is used.
+    """Open a feature matrix (n, d) in a file, without reading it into memory.
 
     Args:
         path: a .npy or .safetensors file with a matrix of floating-point numbers; an .arrow file or

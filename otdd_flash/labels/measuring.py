@@ -92,8 +92,8 @@ def class_distances(
         The whole table; `between(i, j)` is the table of two of the datasets.
 
     Raises:
-        InputError: not a list of datasets, `continuous`, labels are missing, the dimensions differ,
-            or a class is too small or too large for the method.
+        InputError: `datasets` is not a list, labels are missing or are `continuous`, dimensions
+            differ, or a class is too small or too large for the method.
     """
     metric, cost = metric_of(labels), GroundCost(ground=ground)
     if isinstance(metric, Continuous):

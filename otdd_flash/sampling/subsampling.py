@@ -142,7 +142,7 @@ def subsample_interval(
         level: the confidence level, in (0, 1).
         seed: seed of the draws.
         progress: called as progress(distances computed, their total).
-        **settings: those of `dataset_distance`, with the epsilon of `value`, and its penalties in
+        **settings: keywords of `dataset_distance`, with the epsilon of `value` and penalties in
             units of the cost. Settings of a cache or of progress have no effect: nothing of a
             subsample is cached.
 

@@ -61,13 +61,13 @@ def sliced_distances(
     device: DeviceName = "auto",
     progress: Progress | None = None,
 ) -> SlicedResult:
-    """Compare several labelled datasets along random draws, each with each.
+    """Compute the sliced distances between several labelled datasets, each with each.
 
     Args:
         datasets: K >= 2 labelled datasets of one dimension, as samples or as arrays (features,
             labels). Weights count; classes need not be the same.
-        projections: L, the number of draws, at least 2; confidence intervals need 30. Draw k is the
-            same whatever L is.
+        projections: L, the number of draws, each a random projection, at least 2; confidence
+            intervals need 30. Draw k is the same whatever L is.
         seed: seed of the draws.
         device: where to compute; everything is float64.
         progress: called as progress(draws done, their total).

@@ -43,9 +43,10 @@ class GeomlossSchedule(Schedule):
         scaling: ratio of successive blurs epsilon^(1/2), in (0, 1).
         diameter: the first blur, a length in units of the features; None is the diagonal of the
             box around both clouds.
-        tolerance: marginal error, as `Converged` has it, up to which a result counts as converged,
-            None is 1e-3; the number of updates does not depend on it.
-        require_convergence: raise a `ConvergenceError` instead of warning where it does not.
+        tolerance: marginal error, as in `Converged`, up to which a result counts as converged; None
+            is 1e-3. The number of updates does not depend on it.
+        require_convergence: raise a `ConvergenceError` instead of warning if the result is not
+            converged.
 
     Raises:
         InputError: one of them is out of its range.
