@@ -13,8 +13,8 @@ separable terms, which depend on one side alone:
     lambda_x c(x_i, y_j) = share lambda_x ||z_i - w_j||^2 + p_i + q_j.
 
 `operators.comparison` transforms points once; operators and solvers know squared distances only.
-Entry points name the choice by `Ground` and `GroundCost`. Separable terms do not change the plan,
-add <a, p> + <b, q> to OT_epsilon and cancel in the debiased divergence.
+Entry points (`otdd`, `flows.run`, `derivatives.loss`, ...) make a `GroundCost`. Separable terms do
+not change the plan, add <a, p> + <b, q> to OT_epsilon and cancel in the debiased divergence.
 """
 
 from __future__ import annotations
