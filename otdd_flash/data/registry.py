@@ -1,8 +1,9 @@
 """The registry of data sources by name, and `load`, which reads one of them.
 
 `load` is public; `commands.sides` calls it for the source and the target, `commands.study` for each
-task. `SOURCES` holds the readers of this package and those that other packages add by entry points
-(`plugins`). Names and options of the readers are keys of users' configurations, so they must stay.
+task; `ranking.index` calls `load` for members. `SOURCES` holds the readers of this package and
+those that other packages add by entry points (`plugins`). Names and options of the readers are keys
+of users' configurations, so they must stay.
 """
 
 from __future__ import annotations
