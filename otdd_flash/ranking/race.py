@@ -8,7 +8,8 @@ whose lower bound is above the k-th value is ever solved. A member is among the 
 k - 1 others may be nearer by more than `tie`, and out if k others are no farther than its lower
 bound and `tie`. So equal values, which no effort separates, end the race as well.
 
-`nearest` is the public function, and `Ranking` what it returns; `report.nearest` shows it.
+`nearest` is the public function, which `commands.nearest` and users call, and `Ranking` what it
+returns; `report.nearest` shows it.
 """
 
 from __future__ import annotations
