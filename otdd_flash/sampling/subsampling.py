@@ -30,8 +30,9 @@ small, so intervals that miss lie below the mean. Quantiles of S_n - S_m would b
 short above, where the distribution has its long tail. How much longer the upper part must be
 depends on the tail of the rows: see `sliced.result`.
 
-`otdd_flash.sampling` exports `subsample_interval`. `commands.compare` and `study.study` check
-settings by `check_count`; `commands.compare`, `study.measures.distances` and
+`otdd_flash.sampling` exports `subsample_interval`, which `ranking.race` calls too;
+`mixing.intervals` makes intervals of weights by the functions here. `commands.compare` and
+`study.study` check settings by `check_count`; `commands.compare`, `study.measures.distances` and
 `study.measures.network` take `subsample_sizes`. `study.measures.base` builds the intervals of a
 study by `deviation_interval` and `sampling_rate`, and `study.measures.distances` cuts the excess at
 MOST_EXCESS. A change must keep draw k the same for every number of ranks, so that an interval does
