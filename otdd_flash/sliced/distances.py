@@ -7,11 +7,11 @@ draw maps every sample to a number; every dataset is projected and sorted once p
 (`Projected`), and a pair then costs a subtraction (`squared_distances`).
 
 `sliced_distances` is public; `study.measures.distances` calls `prepare`, `draw_chunk` and
-`chunk_distances` to measure chunk by chunk. Everything is float64. A change must keep draw k of a
-seed the same however many draws there are, also if its chunk is computed alone: a study stores
-chunks and resumes from them. MOMENTS, DRAWS_PER_CHUNK and the order of the random calls in
-`draw_chunk` decide every draw; WORK_BYTES, BUFFERS and ROWS_AT_ONCE decide memory and speed, and of
-the result only its rounding.
+`chunk_distances` to measure chunk by chunk; `gromov.bounds` uses `Steps`. Everything is float64. A
+change must keep draw k of a seed the same however many draws there are, also if its chunk is
+computed alone: a study stores chunks and resumes from them. MOMENTS, DRAWS_PER_CHUNK and the order
+of the random calls in `draw_chunk` decide every draw; WORK_BYTES, BUFFERS and ROWS_AT_ONCE decide
+memory and speed, and of the result only its rounding.
 """
 
 from __future__ import annotations
