@@ -1,4 +1,7 @@
-"""The entry points of the solver for datasets: `sinkhorn` and `sinkhorn_divergence`."""
+"""The entry points of the solver for datasets: `sinkhorn` and `sinkhorn_divergence`.
+
+`otdd_flash` exports both; users alone call them.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ For a plan P with sums r = P 1, c = P^T 1 and a cotangent G (n, m), with M = G o
 
 The marginals r and c are the plan's own, and alpha and beta 1 where marginals are exact. At a row
 without mass u_i is the mean of G_ij - v_j under the conditional plan of that row, over alpha. Of
-relaxed marginals dL/da = alpha r / a o u, and likewise dL/db.
+relaxed marginals dL/da = alpha r / a o u, and likewise dL/db. `otdd_flash` exports `matrix_plan`;
+users alone call it.
 """
 
 from __future__ import annotations

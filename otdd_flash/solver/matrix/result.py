@@ -1,4 +1,8 @@
-"""The result of `matrix_transport`: value, bounds and plan, saved in two files."""
+"""The result of `matrix_transport`: value, bounds and plan, saved in two files.
+
+`solver.matrix.transport` makes it. The keys and names that `save` writes are a format on disk:
+results of earlier versions stay readable.
+"""
 
 from __future__ import annotations
 

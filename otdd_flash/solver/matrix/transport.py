@@ -1,8 +1,9 @@
 """Entropic transport for a given cost matrix: the entry point `matrix_transport`, and its solve.
 
-`loss` and `plan` call `solve_matrix` as well, which adds to `solver.solving` what is particular to
-forbidden pairs, of cost +inf: whether the masses admit a plan, `short_rows` before the solve, and
-an `upper_bound` of its cost after it.
+`otdd_flash` exports `matrix_transport`, and `shift.pooled` calls it. `loss` and `plan` call
+`solve_matrix` as well, which adds to `solver.solving` what is particular to forbidden pairs, of
+cost +inf: whether the masses admit a plan, `short_rows` before the solve, and an `upper_bound` of
+its cost after it.
 
 There is no plan if some rows have more mass than all columns that they may use (Hall's condition,
 for masses). Sinkhorn updates then increase the potentials of these rows without end, so that

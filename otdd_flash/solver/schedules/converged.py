@@ -1,4 +1,8 @@
-"""`solver=converged`: iterate until a goal is reached or a budget is spent."""
+"""`solver=converged`: iterate until a goal is reached or a budget is spent.
+
+Entry points take a `Converged` from the user and make one by default; `solver.solve` and
+`solver.small` iterate by it.
+"""
 
 from __future__ import annotations
 

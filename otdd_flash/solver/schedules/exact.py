@@ -1,4 +1,7 @@
-"""`solver=exact`: the unregularised transport cost, epsilon = 0, with a proven interval."""
+"""`solver=exact`: the unregularised transport cost, epsilon = 0, with a proven interval.
+
+Entry points call `schedule_of`; `solver.exact.solve` reads the options.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ its plan has the right marginals, `bounds` contain OT_epsilon but not necessaril
 
 `diameter` defaults to the diagonal of the box around the features, as there. The original OTDD code
 passes labels as one more coordinate, so that its diameter is the diagonal of a box with one more
-side, the highest class index; `blur` there is epsilon^(1/2) here.
+side, the highest class index; `blur` there is epsilon^(1/2) here. `solver.divergence` calls
+`solve_by_schedule`.
 """
 
 from __future__ import annotations
