@@ -1,8 +1,8 @@
 """`DistanceResult`: the distance with its bounds, what can be asked of the plan, and its files.
 
-`otdd` returns it; `commands.compare` and `report.distance` show it, `commands.results` logs it;
-`sampling.comparison`, `sampling.halves` and `study.measures` work with many of them.
-`pairwise`, `flows.result` and `study.setup` also use `versions`.
+`otdd` and `gromov.distance` make it; `commands.compare` and `report.distance` show it,
+`commands.results` logs it; `sampling.comparison`, `sampling.halves` and `study.measures` work with
+many of them. `pairwise`, `flows.result` and `study.setup` also use `versions`.
 
 A change must respect three things. Plans are evaluated again from potentials and the cost, never
 stored, because they have n x m entries. What reads the datasets again (questions about the plan,
