@@ -9,7 +9,7 @@ in record batches is not contiguous, so it cannot be one mapped tensor (`Scatter
 operation that takes rows reads only those rows, the largest entry is found block by block, and any
 other operation reads the whole matrix.
 
-`samples`, `fingerprint`, `operators`, `solver.tensors`, `flows.run` and
+`samples`, `fingerprint`, `cost.points`, `operators`, `solver.tensors`, `flows.run` and
 `extractors.feature_store` recognise or open such tensors; `operators.sharing` sends their files to
 other ranks (processes).
 

@@ -6,7 +6,7 @@ two. `labels.measuring` builds both, `labels.metrics` reads the first from a fil
 shows its `NearestClass` rows; `sliced.distances` uses `distinct_names`, and
 `flows.modes.feature_driven` `class_names`; `otdd`, `pairwise`, `result`, `sampling.comparison`,
 `commands.compare`, `study.measures` and modules of `flows` import one of them through
-`otdd_flash.labels`; `sliced.distances` calls `distinct_names`.
+`otdd_flash.labels`.
 
 A change must respect that any `ClassDistances` is valid: all checks run in the constructor, so a
 table of the user's, of a file or of a metric obeys the same rules. The npz keys must stay: users'
