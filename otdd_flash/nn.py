@@ -1,4 +1,4 @@
-"""Layers of networks: `otdd.nn.SinkhornAttention`, in the place of PyTorch's attention layer.
+"""Network layers: `otdd.nn.SinkhornAttention`, a replacement of PyTorch's attention layer.
 
 Users alone call it; it calls `attention.attention`.
 """
@@ -42,9 +42,9 @@ class SinkhornAttention(nn.MultiheadAttention):
         add_zero_attn: must be False.
         kdim: coordinates of a key; embed_dim by default.
         vdim: coordinates of a value; embed_dim by default.
-        batch_first: inputs are (batch, n, coordinates) instead of (n, batch, coordinates).
-        device: of the parameters.
-        dtype: of the parameters, float16, bfloat16, float32 or float64.
+        batch_first: True for inputs (batch, n, coordinates), False for (n, batch, coordinates).
+        device: device of the parameters.
+        dtype: type of the parameters: float16, bfloat16, float32 or float64.
         iterations: Sinkhorn iterations; 0 is softmax attention.
         tolerance: stop each head once the relative error of its column sums is no larger; instead
             of `iterations`.

@@ -42,11 +42,11 @@ def sinkhorn_attention(
 ) -> Tensor:
     """Compute attention with weights whose rows sum to 1 and columns to n / m, for autograd.
 
-    With S = scale q k^T, first u = -LSE_j(S); an iteration is v = log(n / m) - LSE_i(S + u), then u
-    = -LSE_j(S + v) (Sinkhorn & Knopp 1967; as attention Sander et al. 2022, Sinkformers). The
-    output is exp(u + S + v) values: rows sum to 1 up to rounding, columns nearly to n / m. With
-    `iterations=0` this is softmax attention. Nothing of size n x m is stored, and nothing waits for
-    a GPU.
+    With S = scale q k^T and LSE the logsumexp, first u = -LSE_j(S); an iteration is v = log(n / m)
+    - LSE_i(S + u), then u = -LSE_j(S + v) (Sinkhorn & Knopp 1967; as attention Sander et al. 2022,
+    Sinkformers). The output is exp(u + S + v) values: rows sum to 1 up to rounding, columns nearly
+    to n / m. With `iterations=0` this is softmax attention. Nothing of size n x m is stored, and
+    nothing waits for a GPU.
 
     Memory is linear in n + m: q, k, v, the output, and for an `unrolled` gradient
     (iterations + 1) (n + m) float32 numbers a head, of which a backward pass takes up to seven
@@ -70,7 +70,7 @@ def sinkhorn_attention(
         gradient: `unrolled`: the exact gradient of the iterations made. `implicit`: the gradient of
             the limit, at the sums that columns have; for iterations that converged. `none`: no
             gradient, and nothing is kept.
-        compute: options of the computation, or only a device; by default that of q.
+        compute: `otdd.ComputeOptions`, or only a device; by default that of q.
 
     Returns:
         The output (..., n, e), of the type of the inputs.

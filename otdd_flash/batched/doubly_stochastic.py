@@ -61,7 +61,7 @@ def doubly_stochastic(
         gradient: `unrolled`: the exact gradient of the iterations made; the backward pass makes
             them again, and only logits are kept. `implicit`: the gradient of the limit, at the sums
             that R has; only R is kept. `none`: no gradient, and nothing is kept.
-        compute: options of the computation, or only a device; by default that of the logits.
+        compute: `otdd.ComputeOptions`, or only a device; by default that of the logits.
 
     Returns:
         R (..., n, n) of the type of the logits.

@@ -81,14 +81,14 @@ def sinkhorn_plans(
         max_iterations: limit of iterations.
         gradient: `implicit`: the gradient of the solution, at the marginals that the plan has.
             `unrolled`: the exact gradient of the iterations made; it is NaN if exp(cost / epsilon)
-            of a row or column without mass overflows, so leave such rows out. `none`: no gradient,
-            and nothing is kept.
+            of a row or column without mass overflows, so leave these out. `none`: no gradient, and
+            nothing is kept.
         sizes: (B, 2) integers, how many rows and columns each problem uses. Those beyond have mass
             0 and no influence. Default masses are uniform over those in use.
         unbalanced: rho or [rho_x, rho_y], the price of mass that is not matched, in units of the
             cost, as in `matrix_transport`. Iterations then run in PyTorch in float64, up to ten
             times slower, and gradients are `implicit`.
-        compute: options of the computation, or only a device; by default that of the costs.
+        compute: `otdd.ComputeOptions`, or only a device; by default that of the costs.
 
     Returns:
         plans (B, n, m), potentials, values with solver bounds, and how each problem ended.

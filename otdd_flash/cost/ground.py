@@ -71,7 +71,7 @@ class GroundCost:
 
     @property
     def squared(self) -> GroundCost:
-        """The same cost with the weight that squared distances of transformed points have."""
+        """The same cost as squared distances of transformed points, with their weight."""
         if self.ground == "sqeuclidean":
             return self
         return GroundCost(SHARES[self.ground] * self.lambda_x, self.lambda_y)

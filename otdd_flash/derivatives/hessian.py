@@ -81,7 +81,7 @@ def sinkhorn_hessian(
         labels_x: (n,) class indices.
         labels_y: (m,) class indices.
         class_table: W (V_x + V_y, V_x + V_y).
-        class_totals: (V_x, V_y).
+        class_totals: (V_x, V_y), the numbers of classes.
         lambda_x: weight of ||x_i - y_j||^2.
         lambda_y: weight of W.
         debias: False leaves both self terms out.
@@ -90,7 +90,7 @@ def sinkhorn_hessian(
         start: potentials by term to start from.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         cg: options of the linear systems of a product.
-        compute: options of the computation, as in `sinkhorn_loss`.
+        compute: as in `sinkhorn_loss`.
 
     Raises:
         InputError: as `sinkhorn_loss`.
@@ -141,7 +141,7 @@ class HessianProduct:
             estimate.
         iterations: (s,) int64, of conjugate gradients, summed over terms; 0 for factorized systems.
         residual: (s,) relative residual of the linear system, the largest over terms; 0 where the
-            right-hand side is only rounding.
+            right-hand side is only rounding error.
         converged: whether residuals are within the tolerance, (s,) bool.
     """
 

@@ -92,14 +92,15 @@ def sinkhorn_loss(
         y: (m, d) or (B, m, d) points on the same device.
         a: (n,) or (B, n) non-negative masses that sum to 1; uniform by default.
         b: (m,) or (B, m) masses, likewise.
-        epsilon: regularisation, in units of the cost, of all pairs.
+        epsilon: regularisation of all pairs, in units of the cost.
         labels_x: (n,) or (B, n) class indices in [0, V_x); None is one class.
         labels_y: (m,) or (B, m) class indices in [0, V_y), numbered apart from `labels_x`.
-        class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes, which labels
-            need and which needs labels. The blocks [x, y], [x, x] and [y, y] are read, the block
-            [y, x] is not and gets the gradient 0. The last two must be symmetric but for rounding,
-            and so are their gradients; they are not read without `debias`.
-        class_totals: (V_x, V_y), needed where the last class of a side has no point.
+        class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; given with
+            labels, and only with them. The block [y, x] is not read and gets the gradient 0. The
+            blocks [x, x] and [y, y] must be symmetric but for rounding, and so are their gradients;
+            without `debias` they are not read.
+        class_totals: (V_x, V_y), the numbers of classes; needed where the last class of a side has
+            no point.
         lambda_x: weight of ||x_i - y_j||^2, or of the cost that `ground` names; a number or a 0-dim
             tensor.
         lambda_y: weight of W, likewise.

@@ -79,7 +79,8 @@ def sinkhorn_losses(
         labels_x: class indices of x, B tensors (n_k,) or one (B, n).
         labels_y: class indices of y, likewise.
         class_table: W (V_x + V_y, V_x + V_y), the same for all pairs, as in `sinkhorn_loss`.
-        class_totals: (V_x, V_y), needed with labels unless the table has two equal sides.
+        class_totals: (V_x, V_y), the numbers of classes; needed with labels unless the table has
+            two equal sides.
         lambda_x: weight of ||x_i - y_j||^2, or of the cost that `ground` names.
         lambda_y: weight of W.
         ground: `sqeuclidean`, `cosine` or `inner`.
@@ -87,7 +88,7 @@ def sinkhorn_losses(
         unbalanced: the price of mass that is not matched, as in `sinkhorn_loss`.
         unbalanced_relative: the same as multiples of the mean cost of each pair.
         options: how to solve and when to stop, `otdd.Converged()` by default.
-        compute: options of the computation, as in `sinkhorn_loss`.
+        compute: as in `sinkhorn_loss`.
 
     Returns:
         (B,) tensor in units of the cost.

@@ -128,7 +128,7 @@ def sinkhorn_potentials(
         labels_x: (n,) class indices.
         labels_y: (m,) class indices.
         class_table: W (V_x + V_y, V_x + V_y), of which the block [x, y] is read.
-        class_totals: (V_x, V_y).
+        class_totals: (V_x, V_y), the numbers of classes.
         lambda_x: weight of ||x_i - y_j||^2.
         lambda_y: weight of W.
         unbalanced: the price of mass that is not matched, rho or [rho_x, rho_y], as in
@@ -137,7 +137,7 @@ def sinkhorn_potentials(
         start: potentials by term to start from, {"xy": g}.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         cg: options of the linear system of the backward pass.
-        compute: options of the computation, as in `sinkhorn_loss`.
+        compute: as in `sinkhorn_loss`.
 
     Returns:
         f and g in units of the cost, float64, on the points' device.
@@ -327,7 +327,7 @@ def transport_map(
         labels_x: (n,) class indices.
         labels_y: (m,) class indices.
         class_table: W (V_x + V_y, V_x + V_y), of which the block [x, y] is read.
-        class_totals: (V_x, V_y).
+        class_totals: (V_x, V_y), the numbers of classes.
         lambda_x: weight of ||x_i - y_j||^2.
         lambda_y: weight of W.
         unbalanced: the price of mass that is not matched, rho or [rho_x, rho_y], as in
@@ -336,7 +336,7 @@ def transport_map(
         start: potentials by term to start from, {"xy": g}.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         cg: options of the linear system of the backward pass.
-        compute: options of the computation, as in `sinkhorn_loss`.
+        compute: as in `sinkhorn_loss`.
 
     Returns:
         T (n, k) on the points' device, float64 if a cloud is and float32 otherwise.

@@ -109,9 +109,9 @@ def mixture(
         labels: how distances between classes are measured, as for `dataset_distance`.
         class_distances: a table to use instead, from `otdd.class_distances([*sources, target])`.
         min_class_size: drop classes with fewer samples, with a notice.
-        lambda_x: weight of the squared distance between features.
+        lambda_x: weight of the cost between features.
         lambda_y: weight of the squared distance between classes.
-        ground: `sqeuclidean` or `cosine`.
+        ground: the cost between features, `sqeuclidean` or `cosine`.
         subsample: K, the number of subsamples for intervals of the weights, at least 39; None: no
             intervals.
         seed: seed of the subsamples.

@@ -243,8 +243,8 @@ def nearest(
 
     Args:
         query: samples of the members' dimension, as `dataset_distance` takes them.
-        library: an index of `otdd.index`, the folder of one, or datasets by name, of which one is
-            built in memory.
+        library: an index of `otdd.index`, the folder of one, or datasets by name, from which an
+            index is built in memory.
         k: how many members to find.
         epsilon: refused if the index has another one, unless `rebuild`.
         rebuild: with another epsilon, solve the self terms of all members again, in memory.
@@ -252,7 +252,8 @@ def nearest(
             the query, such as those of another dimension. False raises.
         ordered: prove the order of the first k as well.
         tie: values that differ by at most this, in units of the cost, count as equal.
-        max_seconds: stop after so long, with what is proven then; a budget that has begun ends.
+        max_seconds: wall time after which it stops, with what is proven then; iterations under way
+            are finished first.
         subsample: K, the number of subsamples for a sampling interval of each of the first k; None:
             none.
         seed: seed of the subsamples.

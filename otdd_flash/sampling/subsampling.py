@@ -80,12 +80,12 @@ class SubsampleInterval:
     """A confidence interval for the mean distance between samples of these sizes.
 
     Attributes:
-        lower: its lower end, in units of the cost; may be below 0.
-        upper: its upper end.
+        lower: lower end of the interval, in units of the cost; may be below 0.
+        upper: upper end of the interval.
         level: the confidence level.
         count: K, the number of subsamples compared.
         size: (m, m'), the rows of each subsample of the source and of the target.
-        rate: tau_m / tau_n, the factor of the subsamples' deviations.
+        rate: tau_m / tau_n, the factor by which deviations of the subsamples are scaled.
         values: (K,) the distances between subsamples; on average above that of the whole.
         excess: how heavy the tail of the rows is; the upper part of the interval is 1 + 3 excess
             times as long as the lower. About 0 for many normal rows, above 0.2 where the variance

@@ -14,7 +14,7 @@ from otdd_flash.solver.schedules.base import Schedule
 
 @dataclass(frozen=True)
 class Converged(Schedule):
-    """Iterate to convergence: epsilon scaling, then quasi-Newton steps on the dual of every term.
+    """Quasi-Newton steps on the dual, with epsilon scaling, until every term has converged.
 
     Args:
         tolerance: marginal error to reach in every term: the larger of the L1 errors of rows and of
