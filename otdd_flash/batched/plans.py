@@ -8,7 +8,7 @@ values, from any potentials, in float64:
 with P of f and g, and Q the plan with marginals a and b that P / sum P is rounded to (Altschuler,
 Weed & Rigollet 2017, Near-linear time approximation algorithms for optimal transport via Sinkhorn
 iteration): no row or column keeps more than its mass, and what is missing is filled with a product.
-`otdd_flash` exports both; users alone call `sinkhorn_plans`.
+`otdd_flash` exports `sinkhorn_plans` and `SmallPlans`; users alone call the first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Sinkhorn divergence as a differentiable function of tensors.
 
-`otdd_flash` exports `sinkhorn_loss`; `derivatives.losses` calls it for pairs that are not solved
-side by side.
+`otdd_flash` exports `sinkhorn_loss` for users; `derivatives.losses` calls it for pairs that are not
+solved side by side.
 """
 
 from __future__ import annotations

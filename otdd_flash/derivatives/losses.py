@@ -1,6 +1,6 @@
 """Sinkhorn divergences of many pairs of clouds as one differentiable tensor.
 
-`otdd_flash` exports `sinkhorn_losses`; `derivatives.loss` calls it for batches of clouds.
+`otdd_flash` exports `sinkhorn_losses` for users; `derivatives.loss` calls it for batches of clouds.
 """
 
 from __future__ import annotations
