@@ -206,7 +206,7 @@ class DistanceResult:
             ConvergenceError: the masses leave potentials undetermined, and `required` is set.
 
         Warns:
-            NotConvergedWarning: the same, if `required` is not set; once.
+            NotConvergedWarning: the same, if `required` is not set; warned once.
         """
         return self._settled.f, self._settled.g
 

@@ -36,7 +36,7 @@ def doubly_stochastic(
     gradient: BatchedGradient = "unrolled",
     compute: Compute | None = None,
 ) -> Tensor:
-    """Scale exp(logits / temperature) until all rows and columns sum to 1, for autograd.
+    """Scale exp(logits / temperature) to row and column sums of 1, for autograd.
 
     The result is R = diag(exp(u)) exp(logits / temperature) diag(exp(v)). An iteration scales rows,
     then columns (Sinkhorn & Knopp 1967): columns then sum to 1 up to rounding, rows nearly. No

@@ -331,7 +331,7 @@ class JointClassDistances:
         return self.pair(first, second)
 
     def pair(self, first: int, second: int) -> ClassDistances:
-        """Return the table of two datasets without checking the indices, as `between` does."""
+        """Return the table of two datasets, without the check of indices that `between` does."""
         rows = torch.cat([torch.arange(*self.offsets[k : k + 2]) for k in (first, second)])
         full, lower, upper = self._of(rows)
         names = self.class_names[first], self.class_names[second]

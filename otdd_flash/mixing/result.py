@@ -61,8 +61,8 @@ class Mixture:
 
     Attributes:
         weights: by source; they sum to 1.
-        value: the objective at these weights, transport cost plus penalty: an upper bound of it.
-            With `debias` the value that the solver reached.
+        value: upper bound of the objective at these weights, transport cost plus penalty. With
+            `debias` the value that the solver reached.
         bounds: (lower, upper) contain the least objective over all allowed weights, and the
             objective at `weights`. With `debias` they are solver bounds at these weights alone.
         transport: the value without the penalty.

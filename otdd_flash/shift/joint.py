@@ -73,7 +73,7 @@ def shift_test(
     Args:
         reference: n labelled rows, as samples, arrays or any dataset of vectors; without labels
             only `labels="none"` applies. Weights belong to rows, and are on one scale for both.
-        sample: m rows of the same features; classes of both sides are matched by name.
+        sample: m rows of the same features; classes of equal name on both sides are one class.
         permutations: B, at least 19 and 1 / alpha - 1; p cannot be below 1 / (1 + B).
         stop_after: h: stop once h permutations had a T as large as the observed one; p is then h
             over the permutations drawn (Besag & Clifford 1991). None: all are drawn.

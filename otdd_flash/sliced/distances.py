@@ -66,8 +66,8 @@ def sliced_distances(
     Args:
         datasets: K >= 2 labelled datasets of one dimension, as samples or as arrays (features,
             labels). Weights count; classes need not be the same.
-        projections: L, the number of draws, each a random projection, at least 2; confidence
-            intervals need 30. Draw k is the same whatever L is.
+        projections: L, the number of draws, each a random map of labelled samples to numbers, at
+            least 2; confidence intervals need 30. Draw k is the same whatever L is.
         seed: seed of the draws.
         device: where to compute; everything is float64.
         progress: called as progress(draws done, their total).

@@ -102,7 +102,7 @@ class SlicedResult:
             below 0; NaN below 30 draws, or if the upper end is not finite.
         upper: (K, K) upper ends.
         names: the datasets, in the order of rows and columns.
-        projections: L, the number of draws, each a random projection.
+        projections: L, the number of draws, each a random map of labelled samples to numbers.
         seed: seed of the draws.
     """
 

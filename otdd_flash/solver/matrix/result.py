@@ -74,7 +74,7 @@ class MatrixTransport:
 
         Warns:
             NotConvergedWarning: the masses do not determine potentials, and it was not required;
-                once.
+                warned once.
         """
         return self._shown(self._settled.f, 0)
 
