@@ -20,12 +20,12 @@ The same bound holds for zeros that were skipped or products that came in any ot
 
 Whole numbers. Where all products are whole numbers and S <= 2^24, every number that is aligned has
 an exponent of at most 24 and is a multiple of 1: nothing is ever cut off, with no extra bits and
-for
-any p, in float32 sums of any order just the same.
+for any p, in float32 sums of any order just the same.
 
 p and e are whole numbers of a card, found by `experiments.probe_adder`. A card that was not probed
 is taken to add one product at a time without extra bits. That is the worst of all p for e = 0: 6 u
 per product. It also covers float32 sums in any order, u per product, as the interpreter has them.
+`operators.class_pool` calls `adder_of` and `chain_error`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 What a launch takes by value is fixed when a CUDA graph records it; what its kernel loads is not. So
 one recording serves all levels of epsilon. Kernels derive from it in float64 and round once, to the
-bits that the host would get.
+bits that the host would get. `operators.triton_operator`, `operators.triton_plans`,
+`operators.matrix_kernel` and `operators.kernel_self_share` call `on_device`; kernels of `passes`,
+`points` and `matrix` take scales and constants from here.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ LN_2 = tl.constexpr(math.log(2.0))
 
 
 def on_device(epsilon: float | Tensor, device: torch.device) -> Tensor:
-    """Return epsilon () float64 on a device; the same tensor if it is there already."""
+    """Return a number as () float64 on `device`; a tensor is returned as it is, wherever it is."""
     if isinstance(epsilon, Tensor):
         return epsilon
     return torch.full((), epsilon, dtype=torch.float64, device=device)

@@ -1,7 +1,8 @@
 """Kernels run on the device of what they are given, whatever device is current.
 
 Triton launches on the current device and reads its stream there. `on_its_device` makes a kernel's
-device current for as long as it takes to launch it.
+device current for as long as it takes to launch it. It decorates the kernels of all folders beside
+this file.
 """
 
 from __future__ import annotations

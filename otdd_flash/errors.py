@@ -102,7 +102,7 @@ def placed(where: str) -> Iterator[None]:
 
 
 class ConvergenceError(RuntimeError):
-    """With `require_convergence`: a tolerance was missed, or potentials are undetermined."""
+    """A tolerance was missed, or potentials are undetermined, with `require_convergence`."""
 
 
 def exit_code(error: Exception) -> int:

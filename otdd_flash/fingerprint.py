@@ -20,8 +20,8 @@ is asked for something that reads the content.
 mark. Labels stay as they are while points move: their order in blocks, and who owns which, are the
 same at every step of a flow. So is the target, and particles stand in several costs of a step.
 
-`samples` uses `fingerprint` and a mark; `otdd`, `result`, `flows.run` and `flows.result` use
-`Unchanged`; `operators.comparison`, `derivatives.autograd`, `operators.sharing`,
+`samples` uses `fingerprint` and a mark; `otdd`, `result`, `gromov.distance`, `flows.run` and
+`flows.result` use `Unchanged`; `operators.comparison`, `derivatives.autograd`, `operators.sharing`,
 `distributed.copies` and `distributed.ranks` use marks; `cost.points` and operators use
 `remembered`; `extractors.feature_store` uses `digest_of_rows`. A change of what `fingerprint`
 digests must raise VERSION, because saved results hold fingerprints, and studies (`study.setup`) and

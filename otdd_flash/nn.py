@@ -1,4 +1,7 @@
-"""Layers of networks: `otdd.nn.SinkhornAttention`, in the place of PyTorch's attention layer."""
+"""Network layers: `otdd.nn.SinkhornAttention`, a replacement of PyTorch's attention layer.
+
+Users alone call it; it calls `attention.attention`.
+"""
 
 from __future__ import annotations
 
@@ -25,31 +28,32 @@ NOTHING = -10_000.0
 class SinkhornAttention(nn.MultiheadAttention):
     """Multi-head attention whose weights are balanced by `otdd.sinkhorn_attention`.
 
-    Arguments, parameters and their names are those of `torch.nn.MultiheadAttention`, so weights of
-    one load into the other, and it can be the `self_attn` of `torch.nn.TransformerEncoderLayer`.
-    Weights are not returned, as they are never there; dropout, `attn_mask`, `add_bias_kv` and
-    `add_zero_attn` are not offered.
+    Arguments, parameters and their names are those of `torch.nn.MultiheadAttention`, so a state
+    dict of one loads into the other, and it can be the `self_attn` of
+    `torch.nn.TransformerEncoderLayer`. Attention weights are never stored, so they are not
+    returned. Dropout, `attn_mask`, `add_bias_kv` and `add_zero_attn` are not supported.
 
     Args:
         embed_dim: coordinates of a query and of the output.
-        num_heads: heads, of embed_dim / num_heads coordinates each, 256 at the most.
+        num_heads: number of heads; each has embed_dim / num_heads coordinates, at most 256.
         dropout: must be 0.
         bias: whether projections add a bias.
         add_bias_kv: must be False.
         add_zero_attn: must be False.
         kdim: coordinates of a key; embed_dim by default.
         vdim: coordinates of a value; embed_dim by default.
-        batch_first: inputs are (batch, n, coordinates) instead of (n, batch, coordinates).
-        device: of the parameters.
-        dtype: of the parameters, float16, bfloat16, float32 or float64.
-        iterations: of Sinkhorn; 0 is softmax attention.
-        tolerance: instead of them, the largest relative error of a column sum.
-        max_iterations: with a tolerance, at the most.
-        gradient: `unrolled` or `implicit`.
+        batch_first: True for inputs (batch, n, coordinates), False for (n, batch, coordinates).
+        device: device of the parameters.
+        dtype: type of the parameters: float16, bfloat16, float32 or float64.
+        iterations: Sinkhorn iterations; 0 is softmax attention.
+        tolerance: stop each head once the relative error of its column sums is no larger; instead
+            of `iterations`.
+        max_iterations: limit of iterations with a `tolerance`.
+        gradient: `unrolled` or `implicit`, as in `otdd.sinkhorn_attention`.
 
     Raises:
-        InputError: embed_dim is no multiple of num_heads, heads are too wide, what is not offered
-            was asked for, or PyTorch has no such device or type.
+        InputError: embed_dim is no multiple of num_heads, heads are too wide, an unsupported
+            argument is given, or PyTorch has no such device or type.
     """
 
     @takes(
@@ -130,11 +134,11 @@ class SinkhornAttention(nn.MultiheadAttention):
                 GPU outputs of its batch entry are NaN.
             need_weights: must be False.
             attn_mask: must be None.
-            average_attn_weights: has no meaning without weights.
+            average_attn_weights: has no effect, as no weights are returned.
             is_causal: must be False.
 
         Raises:
-            InputError: what must not be given was given, or shapes do not fit.
+            InputError: an unsupported argument is given, or shapes do not fit.
         """
         if is_causal:
             raise InputError(

@@ -86,7 +86,7 @@ def dataset_distance(
     class_progress: Progress | None = None,
     progress: SolverProgress | None = None,
 ) -> DistanceResult:
-    """Compare two labelled datasets by optimal transport.
+    """Compute the Optimal Transport Dataset Distance between two labelled datasets.
 
     Args:
         source: n labelled points, as samples, as arrays (features, labels) or as any dataset of
@@ -101,26 +101,26 @@ def dataset_distance(
             as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points (n, d) and
             (m, d) of two classes that returns their squared distance.
         class_distances: a table to use instead of measuring one.
-        class_statistics: measure class distances on these datasets, of which `source` and `target`
-            are subsets.
+        class_statistics: (source, target) datasets on which class distances are measured instead,
+            of which `source` and `target` are subsets.
         min_class_size: drop classes with fewer samples, with a notice.
         lambda_x: weight of the squared distance between features, or of the `ground` cost.
-        lambda_y: weight of the squared distance between classes, 0.5 by default; to be given with
+        lambda_y: weight of the squared distance between classes, 0.5 by default; required with
             `ground="gromov"` unless `labels="none"`.
         ground: the cost between features: `sqeuclidean`, ||x - y||^2; `cosine`, 1 - <x, y> / (||x||
             ||y||), with class distances between features of length 1; `inner`, -<x, y>, with a
             class table of yours or `labels="none"`. `gromov` compares distances within each
             dataset (docs/gromov.md): lambda_x weighs the Gromov-Wasserstein energy, whose mean
             over independent pairs is the mean cost; `debias` must be false.
-        starts: the number of starts with `ground="gromov"`, 4 by default, of which the best is
-            kept.
-        debias: subtract half of both self terms; without, OT_epsilon itself is the value.
-        unbalanced: rho, the price of mass that is not matched, in units of the cost: marginals then
-            cost rho KL(P 1 | a) + rho KL(P^T 1 | b) in the place of being exact. Two numbers
-            [rho_x, rho_y], of which None is exact, need `debias=False`.
+        starts: the number of starts with `ground="gromov"`, 4 by default; the best one is kept.
+        debias: subtract half of both self terms, OT_epsilon of each dataset with itself. False: the
+            value is OT_epsilon itself.
+        unbalanced: rho, the price of mass that is not matched, in units of the cost: marginals are
+            not exact, but cost rho KL(P 1 | a) + rho KL(P^T 1 | b). Two numbers [rho_x, rho_y],
+            None for an exact side, need `debias=False`.
         unbalanced_relative: the same as multiples of the mean cost.
         solver: how to solve and when to stop, `otdd.Converged()` by default.
-        compute: where and how passes run, or only the device.
+        compute: `otdd.ComputeOptions`, or only a device.
         cache_dir: folder of a database of measured class distances, keyed by the content of the
             classes; known distances are read from it. None: no cache.
         class_progress: called as class_progress(pairs of classes measured, their total).

@@ -116,7 +116,7 @@ def pairwise_distances(
     class_progress: Progress | None = None,
     progress: Progress | None = None,
 ) -> PairwiseResult:
-    """Compare several labelled datasets, each with each.
+    """Compute the distances between several labelled datasets, each with each.
 
     Every number is that of `dataset_distance` between the same two datasets, the earlier one as the
     source, at the same epsilon.
@@ -136,14 +136,15 @@ def pairwise_distances(
         min_class_size: drop classes with fewer samples, with a notice.
         lambda_x: weight of the squared distance between features, or of the `ground` cost.
         lambda_y: weight of the squared distance between classes, as for `dataset_distance`.
-        ground: the cost between features, as for `dataset_distance`; with `gromov`, which is not
-            debiased, datasets may have any dimensions, and `converged` is of one solve a pair.
-        starts: as for `dataset_distance`; `details["gromov"]` has where each led.
+        ground: the cost between features, as for `dataset_distance`. With `gromov`, which is not
+            debiased, datasets may have any dimensions, and `converged` tells of one solve a pair.
+        starts: as for `dataset_distance`; `details["gromov"]` of the result holds where each start
+            led.
         unbalanced: rho, the price of mass that is not matched, in units of the cost, for all pairs.
         unbalanced_relative: the same as a multiple of the mean cost over all pairs of different
             datasets.
         solver: how to solve and when to stop, `otdd.Converged()` by default.
-        compute: where and how passes run, or only the device.
+        compute: `otdd.ComputeOptions`, or only a device.
         cache_dir: folder of a database of measured class distances, keyed by the content of the
             classes; known distances are read from it. None: no cache.
         class_progress: called as class_progress(pairs of classes measured, their total).
@@ -480,8 +481,8 @@ class PairwiseResult:
             order: order of the datasets: `given`, or `hierarchical` for near ones side by side.
 
         Returns:
-            A matplotlib figure that pyplot does not know: a notebook shows it, its `savefig` writes
-            it.
+            A matplotlib figure that pyplot does not register. Notebooks display it, and `savefig`
+            writes it to a file.
 
         Raises:
             InputError: no such order.

@@ -1,10 +1,10 @@
 """Columns of tables and raw labels as NumPy arrays: conversion without rounding or lost entries.
 
 `encode_labels` maps integers or text in any numbering to class indices; `samples` and
-`data.dataset` call it, and these, `data.given` and `integrations.sklearn` call its parts.
-`columns_of` reads columns of pandas, pyarrow and Hugging Face, nullable, categorical or nested;
-`real_numbers`, `data.arrays` and `data.hugging_face` use it. `frame_of` makes the pandas tables of
-`result`, `pairwise`, `flows.result`, `sliced.result` and `study.result`.
+`data.dataset` call it, and these, `data.given`, `label_sets` and `integrations.sklearn` call its
+parts. `columns_of` reads columns of pandas, pyarrow and Hugging Face, nullable, categorical or
+nested; `real_numbers`, `data.arrays` and `data.hugging_face` use it. `frame_of` makes the pandas
+tables of `result`, `pairwise`, `flows.result`, `sliced.result` and `study.result`.
 
 NumPy's own conversion turns integers into floats as soon as one is missing, or beside floats, and
 rounds large ones, so that two classes may become one. Here only the present entries are converted,

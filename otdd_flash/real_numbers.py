@@ -1,9 +1,8 @@
 """Numbers in any container of the user's, converted to tensors exactly or refused.
 
-Every array that a user gives passes here: `samples`, `data.dataset`, `data.given`, `data.arrays`,
-`data.hugging_face`, `labels.table`, `extractors.plain`, `extractors.module_features`,
-`solver.matrix`, `cost.class_table`, `cost.matrix`, `result`, `integrations.sklearn`
-and `integrations.torchmetrics` call it; `fingerprint` takes its `in_one_row`.
+Every array that a user gives passes here: `samples`, `data.given`, `labels.table`,
+`solver.matrix_comparison`, `cost.class_table` and others call it; `fingerprint` takes its
+`in_one_row`.
 
 A change must keep the rule, because a rounded identifier or value would give another result
 unnoticed: a number from 2^53 on that float64 cannot hold is refused with its row, in whatever

@@ -1,8 +1,8 @@
 """`DistanceResult`: the distance with its bounds, what can be asked of the plan, and its files.
 
-`otdd` returns it; `commands.compare` and `report.distance` show it, `commands.results` logs it;
-`sampling.comparison`, `sampling.halves` and `study.measures` work with many of them.
-`pairwise`, `flows.result` and `study.setup` also use `versions`.
+`otdd` and `gromov.distance` make it; `commands.compare` and `report.distance` show it,
+`commands.results` logs it; `sampling.comparison`, `sampling.halves` and `study.measures` work with
+many of them. `pairwise`, `flows.result` and `study.setup` also use `versions`.
 
 A change must respect three things. Plans are evaluated again from potentials and the cost, never
 stored, because they have n x m entries. What reads the datasets again (questions about the plan,
@@ -70,29 +70,29 @@ class DistanceResult:
         source: the n points that were compared.
         target: the m points they were compared with.
         class_distances: W in blocks, squared distances between classes.
-        divergence: the solved terms.
-        cost: the weights of the ground cost.
-        compute: where and how passes ran, and will run for the plan.
+        divergence: the solved transport problems, called terms: the cross term and, if debiased,
+            both self terms.
+        cost: the ground cost and its weights.
+        compute: where and how this was computed; the plan is computed likewise.
         method: the method of class distances.
-        labels_epsilon: the regularisation of class distances by `sinkhorn`, alone or added to a
-            tree, in units of ||.||^2; else None.
-        target_scale: what each of q numbers of a row was divided by, of `labels="continuous"`; else
-            None.
+        labels_epsilon: the regularisation of class distances by `sinkhorn`, also where a tree adds
+            them, in units of ||.||^2; else None.
+        target_scale: with `labels="continuous"`, what each of the q numbers of a row was divided
+            by; else None.
         seconds: wall time of each phase.
-        comparison: both datasets on the device, for the plan; a loaded result prepares its own at
-            the first question.
-        streamed: for points that did not fit on the device: bytes read, speed, and whether passes
-            waited for them; else None.
-        shared: the number of processes that shared the passes, and the bytes that this one
-            received; this process alone answers questions about the plan.
-        unchanged: marks of both datasets, to refuse questions after they were changed in place.
-            None if no array of the user's shares their memory.
-        constraints: what the marginals of the plans owe.
-        required: whether it is an error, as with the solve's `require_convergence`, or a warning
-            that the masses leave potentials of groups of points undetermined; False for a loaded
-            result.
-        gromov: of `ground="gromov"`, lower bounds, starts and the last linearised cost, whose
-            solve `divergence` is but for its value and bounds; else None.
+        comparison: both datasets on the device, from which the plan is computed; a loaded result
+            prepares them when they are first needed.
+        streamed: for points that did not fit on the device: bytes read, speed, and whether the
+            computation waited for them; else None.
+        shared: the number of processes that shared the passes, the bytes that rank 0 sent and
+            received, and the layout. Methods that use the plan run in this process alone.
+        unchanged: fingerprints of both datasets; methods raise once one of them was modified in
+            place. None if nothing else shares their memory.
+        constraints: whether the marginals of the plan are exact or relaxed, and by which penalties.
+        required: what happens if the masses leave potentials of groups of points undetermined: True
+            raises an error, as with `require_convergence`, False warns. False for a loaded result.
+        gromov: with `ground="gromov"`: lower bounds, starts and the last linearised cost.
+            `divergence` is the solve of that cost, except for its value and bounds. Else None.
     """
 
     source: LabeledSamples
@@ -133,7 +133,7 @@ class DistanceResult:
     def value(self) -> float:
         """The distance S_epsilon, in units of the cost; never clipped at 0.
 
-        With geomloss' schedule it is that library's number, which `bounds` need not hold.
+        With `otdd.GeomlossSchedule` it is the value of geomloss, which may lie outside `bounds`.
         """
         return self.divergence.value
 
@@ -141,11 +141,11 @@ class DistanceResult:
     def bounds(self) -> tuple[float, float]:
         """Solver bounds (lower, upper): an interval that holds S_epsilon of these rows.
 
-        They hold whatever the solver did, for the class distances as they are. The sampling error,
-        that is how far other rows of the same datasets would be apart, is for `subsample_interval`.
-        The error of the class distances themselves, which are between `class_distances.lower` and
-        `.upper`, is not in the interval. It moves S_epsilon by at most twice the largest difference
-        times lambda_y.
+        They hold even if the solver stopped early. Two errors are not in the interval. One is the
+        sampling error, how far other rows of the same datasets would be apart: see
+        `subsample_interval`. The other is the error of the class distances, which are between
+        `class_distances.lower` and `.upper`: it moves S_epsilon by at most 2 lambda_y times the
+        largest difference.
         """
         return self.divergence.bounds
 
@@ -171,7 +171,7 @@ class DistanceResult:
 
     @property
     def ground(self) -> str:
-        """What the cost compares; of `gromov` the attribute `cost` is the linearised one."""
+        """The ground cost; with `gromov` the attribute `cost` is the linearised one."""
         return self.cost.ground if self.gromov is None else "gromov"
 
     @cached_property
@@ -198,16 +198,15 @@ class DistanceResult:
     def potentials(self) -> tuple[Tensor, Tensor]:
         """The cross term's potentials f (n,) and g (m,), in units of the cost.
 
-        With `ground=inner` they belong to the equivalent squared distances: terms of one side alone
-        are left out. Groups of points that exchange almost no mass are balanced against each other
-        here. Questions about the plan take the potentials of `divergence.xy`, as the solve left
-        them.
+        With `ground="inner"` they belong to the equivalent squared distances: terms of one side
+        alone are left out. Offsets between groups of points that exchange almost no mass are
+        corrected here. Methods that use the plan take the uncorrected potentials, `divergence.xy`.
 
         Raises:
-            ConvergenceError: `required`, and the masses leave potentials undetermined.
+            ConvergenceError: the masses leave potentials undetermined, and `required` is set.
 
         Warns:
-            NotConvergedWarning: the same, if not required; reported once.
+            NotConvergedWarning: the same, if `required` is not set; warned once.
         """
         return self._settled.f, self._settled.g
 
@@ -216,7 +215,7 @@ class DistanceResult:
         """Return the plan P (n, m) at epsilon 0: sparse COO, coalesced, float64.
 
         Raises:
-            InputError: epsilon is positive, and the plan has n x m entries.
+            InputError: epsilon is positive: the plan then has n x m entries and is not sparse.
         """
         term = self.divergence.xy
         if not isinstance(term, ExactTerm):
@@ -249,9 +248,9 @@ class DistanceResult:
     def class_coupling(self) -> Tensor:
         """Return the mass moved from each source class to each target class, (V_x, V_y) float64.
 
-        Of rows with several labels each label moves its part, u_i^T P_ij v_j. It sums to 1, as the
-        rounding error of the sum is divided out, or to the mass that moves where marginals are
-        relaxed.
+        If rows have several labels, each label moves its share of the row. The entries are scaled
+        to sum to 1, without the rounding error of the sum, or to the mass that moves if marginals
+        are relaxed.
         """
         per_row = self._applied(self._one_hot(self.target)).values
         per_row = per_row.double()
@@ -262,9 +261,10 @@ class DistanceResult:
     def target_changes(self) -> Tensor:
         """Return the mean of |t_i - s_j| under the plan, (q,) float64, in units of the numbers.
 
-        It is over the mass that moves.
+        The mean is over the mass that moves.
 
-        Target numbers count in groups of neighbours if there are more than 512 different ones.
+        If the target has more than 512 different numbers, neighbours are grouped; within a group,
+        changes up and down cancel.
 
         Raises:
             InputError: rows have no numbers.
@@ -301,16 +301,16 @@ class DistanceResult:
         """Return where the plan sends each source point on average: (P y)_i / r_i, shape (n, d_y).
 
         Points without mass are mapped too, by the conditional plan that their potential defines; at
-        epsilon 0 they have none, and are mapped to NaN, as are rows of less than about 1e-16 of the
-        mass.
+        epsilon 0 there is no such plan, and they are mapped to NaN, as are rows of less than about
+        1e-16 of the mass.
 
         Raises:
             InputError: there is not enough memory.
-            ConvergenceError: `required`, and the masses leave images of points without mass
-                undetermined.
+            ConvergenceError: the masses leave images of points without mass undetermined, and
+                `required` is set.
 
         Warns:
-            NotConvergedWarning: the same, if not required.
+            NotConvergedWarning: the same, if `required` is not set.
         """
         self._check_unchanged()
         if isinstance(self.divergence.xy, ExactTerm):
@@ -324,18 +324,19 @@ class DistanceResult:
         """Compute how much of the distance each source row contributes: s (n,), in cost units.
 
         Without row i the distance changes by -a_i s_i to first order. Class distances by `gaussian`
-        and `means` move with the masses; others are fixed, as the result says. At epsilon 0, where
-        the distance has kinks, they are fixed, s_i is what row i pays under the plan, and `slopes`
-        are those of both sides of each kink.
+        and `means` change with the masses; others are fixed, which `through_classes` of the result
+        says. At epsilon 0 the distance has kinks: class distances are fixed, s_i is the mean cost
+        of row i under the plan, and `slopes` holds the least and the largest slope of each source
+        class.
 
         Raises:
             InputError: there is not enough memory, or at epsilon 0 the plan is not proven optimal
                 or self terms are not 0.
-            ConvergenceError: `required`, and the masses leave potentials of groups of points
-                undetermined against each other.
+            ConvergenceError: the masses leave potentials of groups of points undetermined against
+                each other, and `required` is set.
 
         Warns:
-            NotConvergedWarning: the same, if not required; `slopes` then gives the range.
+            NotConvergedWarning: the same, if `required` is not set; `slopes` then gives the range.
         """
         self._check_unchanged()
         if self.gromov is not None:
@@ -350,7 +351,7 @@ class DistanceResult:
 
     @computes
     def unmatched(self) -> Unmatched:
-        """Return how much of every class and row the plan leaves, where marginals are relaxed.
+        """Return how much mass of every class and row the plan leaves unmatched (`unbalanced`).
 
         Raises:
             InputError: marginals are exact, or a dataset was changed in place since.
@@ -415,8 +416,8 @@ class DistanceResult:
 
         The columns are: `source` and `target`, their names; `value`, `lower` and `upper`, the
         distance and its solver bounds, and `epsilon`, in units of the cost; `marginal_error`, the
-        largest of the terms', a mass; `converged`; `n` and `m` rows of `d` features; `labels`, the
-        method of class distances; `seconds` of wall time in all.
+        largest of all terms; `converged`; `n` and `m` rows of `d` features; `labels`, the method of
+        class distances; `seconds` of wall time in all.
         """
         row = {
             "source": self.source.name,
@@ -439,8 +440,8 @@ class DistanceResult:
         """Draw both datasets in their common plane, with the mass that moves between classes.
 
         Returns:
-            The report's projection.png as a matplotlib figure that pyplot does not know: a notebook
-            shows it, its `savefig` writes it.
+            The report's projection.png. A matplotlib figure that pyplot does not register.
+            Notebooks display it, and `savefig` writes it to a file.
 
         Raises:
             InputError: a dataset was changed in place since, or the plan's device does not exist
@@ -454,7 +455,7 @@ class DistanceResult:
     def save(self, path: str | Path, **more: Any) -> Path:
         """Write the directory `path`: result.json to read, result.safetensors with everything.
 
-        The second is complete in itself, so that an interrupted save can never mix two results.
+        result.safetensors is complete in itself, so an interrupted save never mixes two results.
 
         Args:
             path: created if it does not exist; its earlier result is replaced.
@@ -474,7 +475,7 @@ class DistanceResult:
 
         Args:
             path: the directory.
-            compute: where and how passes run for the plan, or only the device; by default as in the
+            compute: where and how the plan is computed, or only a device; by default as in the
                 original comparison.
 
         Raises:

@@ -60,32 +60,32 @@ class LabeledSamples:
 
     Args:
         features: (n, d) real matrix, n >= 1. Types other than float32 and float64 become float32,
-            or float64 if they hold integers beyond 2^24 that float32 cannot. Numbers that float64
-            would round are refused. Tables of pandas and pyarrow are read with all types of
-            numbers, sparse matrices made dense.
-        labels: (n,) class indices in [0, V), also as whole floats, or an indicator (n, V) of 0 and
-            1, or None for unlabelled data. Of an indicator whose rows have one label each,
-            classes are made.
-        class_names: V names, one per class index; none for unlabelled data. Given an indicator of
-            rows with several labels, they become those of its distinct rows, which `labels` then
-            are indices of.
-        weights: (n,) non-negative masses, normalised here to sum to 1, those below 2^-1022 to 0;
+            or float64 for integers beyond 2^24 that float32 cannot hold. Numbers that float64 would
+            round are refused. Tables of pandas and pyarrow may have any numeric types. Sparse
+            matrices become dense.
+        labels: (n,) class indices in [0, V), as integers or whole floats; an indicator (n, V) of 0
+            and 1, for rows with several labels; or None for unlabelled data. An indicator with one
+            label in each row becomes class indices.
+        class_names: V names, one per class index; none for unlabelled data. If rows have several
+            labels, each distinct set of labels becomes a class: `labels` then holds its index, and
+            `class_names` the names of these sets.
+        weights: (n,) non-negative masses, scaled here to sum to 1; those below 2^-1022 become 0.
             None means uniform.
         name: the dataset's name in reports.
         subset_hash: identifies which rows of the original dataset these are.
-        mass: the total mass of these rows within the dataset that they are a part of. If `weights`
-            are given, it is multiplied here by their sum. Shards of several processes are joined by
-            it.
-        feature_names: d names, by which the order of features is checked if both datasets have
-            some; None takes the names of a table's columns, and other features have none.
-        label_sets: of rows with several labels, which are in each set; made of an indicator, and
-            replaced by one. `class_names` are its names of sets.
+        mass: total mass of these rows within the dataset that they are a part of, by which the
+            shards of several processes are joined. If `weights` are given, the mass is multiplied
+            here by their sum.
+        feature_names: d names. If both datasets of a comparison have names, their order is checked.
+            None takes the column names of a table; other features have no names.
+        label_sets: for rows with several labels, the labels in each set. An indicator in `labels`
+            determines it. `class_names` are its names of sets.
         targets: (n, q) or (n,) numbers that `labels="continuous"` compares; `labels` is then None.
 
     Raises:
-        InputError: shapes or names disagree, a value is not finite or has an imaginary part, a
-            label is missing or out of range, there are labels and targets, or all weights are 0, or
-            label_sets are of other names.
+        InputError: shapes or names disagree; a value is not finite or has an imaginary part; a
+            label is missing or out of range; there are both labels and targets; all weights are 0;
+            or `label_sets` has other names.
     """
 
     features: Tensor
@@ -181,7 +181,7 @@ class LabeledSamples:
 
     @classmethod
     def of(cls, given: SamplesOrArrays, name: str = "samples") -> LabeledSamples:
-        """Return samples unchanged, or made from features or (features, labels); no gradient flows.
+        """Return samples unchanged, or build them from features or (features, labels), detached.
 
         Args:
             given: the argument of an entry point, of a type that `arguments.samples` accepts.
@@ -211,9 +211,9 @@ class LabeledSamples:
         """Build samples from raw labels: integers or strings in any numbering, gaps allowed.
 
         Classes are the distinct labels in sorted order; their names are the labels as text. Whole
-        numbers in floats are integers. Several labels a row are an indicator (n, V) of 0 and 1, or
-        a list of lists or sets; lists of one length of 0 and 1 are an indicator. Floats with
-        fractions, (n,) or (n, q), are numbers.
+        floats count as integers. Rows with several labels are an indicator (n, V) of 0 and 1, or a
+        list of lists or sets of labels; lists of equal length with only 0 and 1 are read as an
+        indicator. Floats with fractions, (n,) or (n, q), become `targets`.
         """
         found = encode_rows(labels)
         return cls(
@@ -265,7 +265,7 @@ class LabeledSamples:
 
     @property
     def shares(self) -> Tensor:
-        """The part of a row that each label is, (n, V) float64; rows sum to 1."""
+        """The share of each label in each row, (n, V) float64; every row sums to 1."""
         if self.labels is None:
             return torch.ones(len(self), 1, dtype=torch.float64)
         of_sets = torch.eye(len(self.class_names), dtype=torch.float64)
@@ -274,7 +274,7 @@ class LabeledSamples:
         return of_sets.to(self.labels.device)[self.labels]
 
     def label_counts(self, rows: Tensor | None = None) -> list[int]:
-        """Return the rows that have each label (V,), of all or of those of a mask (n,)."""
+        """Count the rows that have each label (V,), among all rows or those of a mask (n,)."""
         assert self.labels is not None
         labels = self.labels if rows is None else self.labels[rows]
         counts = torch.bincount(labels, minlength=len(self.class_names)).cpu()
@@ -295,7 +295,7 @@ class LabeledSamples:
         """SHA-256 of features, labels, targets, class names and weights, in row order.
 
         It is the same on every device, and in every floating-point type that holds the numbers
-        exactly. It is kept until they are changed in place.
+        exactly. It is cached until the tensors are modified in place.
         """
         mark = mark_of(self)
         known: tuple[Mark, str] | None = self.__dict__.get("_fingerprint")
@@ -328,7 +328,7 @@ class LabeledSamples:
     # `takes` checks arguments by their annotations.
     @takes()
     def to(self, device: str | torch.device) -> LabeledSamples:
-        """Return the samples on a device; themselves if they are there, as a tensor does."""
+        """Return the samples on a device, without a copy if they are there."""
         try:
             place = torch.device(device)
         except RuntimeError:
@@ -384,8 +384,7 @@ class LabeledSamples:
     def keep_classes(self, keep: Sequence[Index]) -> LabeledSamples:
         """Keep the samples of these classes, which are renumbered in the given order.
 
-        If these are all samples, as when the dropped classes have none, features are not copied:
-        they stay in files or in shared memory.
+        If no sample is dropped, features are not copied: they stay in files or in shared memory.
         """
         if self.labels is None:
             raise needs_classes(self)

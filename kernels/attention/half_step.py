@@ -11,6 +11,7 @@ After the first half-steps there is a potential of rows of the half-step before,
 exp(S + v + guess) are at most 1, or n / m, and sums need no maximum. Where a sum then leaves the
 range of float32, as potentials have moved far, the online pass follows. The output is made by that
 alone: relative to the largest of a row, weights keep their digits in float16.
+`otdd_flash.attention.passes` launches `half_step_kernel`.
 
 Memory: rows, columns and values are read, u and O written; nothing is (n, m). Work: 2 n m (d + e)
 operations on tensor cores and n m exponentials a head.

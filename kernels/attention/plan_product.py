@@ -8,6 +8,7 @@ or, with matrices Z of columns and R of rows,
 
 of H heads side by side, w a number of each. No maximum is needed: entries of the plans of
 half-steps are at most 1, or n / m. P is rounded to the type of Z in both sums, as they cancel.
+`otdd_flash.attention.passes` launches `plan_product_kernel`.
 
 Memory: nothing is (n, m). Work: 2 n m (d + e) operations on tensor cores, n m exponentials a head.
 """

@@ -12,6 +12,7 @@ The exponentials of all iterations are P = exp(S + u_c + v_c) times numbers of r
 exp(u_t - u_c) and exp(v_t - v_c): one exponential a score, and a multiplication and an addition a
 term. In a head whose potentials have moved too far for that, as P might be 0 where a term is not
 (`near` is 0), each term has an exponential of its own. The kernel is launched for either kind.
+`otdd_flash.attention.passes` launches `score_gradient_kernel`.
 
 Memory: nothing is (n, m); vectors of all iterations lie side by side. Work: 2 n m (2 d + e)
 operations on tensor cores, n m exponentials a head that is near, else (2 c + 1) n m.

@@ -4,7 +4,8 @@ A program has one block of rows of one head, loads it once and streams all colum
 Rows and columns are queries and keys, or keys and queries. Scores and potentials of half types are
 multiplied by log2(e) where they are added, one operation a score, for exp2. Of float32 that would
 cost digits: large ones cancel before they are multiplied. On a processor blocks are large, as
-Triton's interpreter pays for each tile.
+Triton's interpreter pays for each tile. The three other files of this folder load and compute by
+these functions; `otdd_flash.attention.passes` calls `launch`.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def load_logits(
     matrices_ptr, scale_ptr, count, m_row, m_column, stride, row_stride, column_stride,
     scale_stride, TYPE: tl.constexpr, NEGATED: tl.constexpr, CONTIGUOUS: tl.constexpr,
 ):  # fmt: skip
-    """(x - h 1^T) / t by log2(e), -inf beyond the matrix, h (N, BATCH) largest of rows, and 1 / t.
+    """(x - h 1^T) / t times log2(e), -inf beyond the matrix; h (N, BATCH), the row maxima; 1 / t.
 
     Less the largest of its row, no entry is rounded by more than the range of the matrix.
     """

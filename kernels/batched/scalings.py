@@ -6,7 +6,8 @@ With LOG kernel and masses are logarithms to base 2, and a scaling is a pair who
 logarithm: the largest exponent of its sum, with the opposite sign, and what is left, which is
 small. Logits and the first of a pair are multiples of a number, so that their sums are exact: in
 float32 those of logits of 1e4 would be rounded by 1e-3, in every iteration anew. A grid (BATCH,) is
-a number that values are rounded by, as (value + grid) - grid.
+a number that values are rounded by, as (value + grid) - grid. `small_balance`, `tiny_balance` and
+their backward passes call these functions.
 """
 
 from __future__ import annotations

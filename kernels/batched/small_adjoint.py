@@ -11,7 +11,7 @@ P diag(c)^(-1/2), of the smaller side, A applied from the registers that hold P.
 One program holds BATCH matrices as a tile (rows, BATCH, columns), padded by rows and columns of 0
 to powers of two, and iterates until the last of them has stopped. A matrix that has stopped stays
 as it is. Sums have an order that depends on sizes and type alone, so a matrix gets the same bits
-among any others.
+among any others. `otdd_flash.batched.adjoint` calls `small_adjoint`.
 
 Memory: P and G are read, and `out` is written, once. Padded matrices of 64 KB and more are read
 twice, and those in float64 at every step. Work: 4 n m operations a step, and 12 n m.

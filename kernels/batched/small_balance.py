@@ -15,7 +15,8 @@ log domain, from the first iteration; so is one whose scalings went above 2^96. 
 what they have.
 
 One program holds BATCH matrices, padded to powers of two. Sums have an order that depends on sizes
-and type alone, so a matrix gets the same bits among any others.
+and type alone, so a matrix gets the same bits among any others. `otdd_flash.batched.balance` calls
+`small_balance`.
 
 Memory: x is read, and R written, once. Work: 4 n m operations an iteration, 3 n m exponentials.
 """

@@ -9,7 +9,8 @@ scalings before and after it. Iterations are made again: column scalings of ever
 on chip, and from there those of LENGTH at a time. So nothing grows with iterations but on chip, as
 their root, and no work faster than they.
 
-E in place of K, its rounding, and what is done in the log domain are as in `small_balance`.
+E, defined in `small_balance`, takes the place of K; its rounding, and what is done in the log
+domain, are as there. `otdd_flash.batched.balance` calls `small_balance_backward`.
 
 Memory: x and the cotangent are read, and the gradient written, once.
 """

@@ -19,7 +19,8 @@ and in the end it goes through the first.
 
 Column scalings of every LENGTH-th iteration are kept in registers, and from there the scalings of
 LENGTH iterations are made again at a time. What is done in the log domain is as in `tiny_balance`;
-there phi, gamma and E are logarithms to base 2.
+there phi, gamma and E are logarithms to base 2. `otdd_flash.batched.balance` calls
+`tiny_balance_backward` for the problems that `takes` accepts.
 
 Memory: x and the cotangent are read, and the gradient written, once. Work: for 4 x 4 some 210
 operations an iteration, four of them on the special-function unit.

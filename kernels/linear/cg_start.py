@@ -3,6 +3,7 @@
 What is done is said where it is done in PyTorch, `engine.conjugate_gradients`; a program owns
 a direction, as in `cg_step`. All three end with new iterations from the residual that is kept,
 whose first direction they leave as halves, or as 0 to `cg_turn`.
+`engine.conjugate_gradients_kernels` calls `cg_start`.
 
 Shapes: vectors (m, s), those of a solve with columns of stride m; masses (m,); numbers (s,).
 """

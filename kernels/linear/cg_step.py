@@ -1,10 +1,10 @@
 """One step of conjugate gradients for several right-hand sides, in one launch.
 
-`engine.conjugate_gradients_kernels` calls `cg_step` and `cg_turn`. The formulas of a step are
-those of `engine.conjugate_gradients`, which computes in PyTorch. Here a program owns one of
-the right-hand sides, with its search direction: its vectors lie in the cache, and its sums are
-added in the same order whatever other directions there are. It takes the image of the direction as
-the last product of a plan leaves it,
+`engine.conjugate_gradients_kernels` calls `cg_step` and `cg_turn`; `cg_start` uses their device
+functions. The formulas of a step are those of `engine.conjugate_gradients`, which computes in
+PyTorch. Here a program owns one of the right-hand sides, with its search direction: its vectors lie
+in the cache, and its sums are added in the same order whatever other directions there are. It takes
+the image of the direction as the last product of a plan leaves it,
 
     image = diagonal direction + weights found / scale,
 

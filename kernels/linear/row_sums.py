@@ -2,6 +2,8 @@
 
     out_i = a_i sum_i
 
+`operators.triton_plans` calls `row_sums`.
+
 Shapes: sums (stored, parts, 1) as products leave them, a (N,) masses and out (N,) float64.
 """
 

@@ -1,1 +1,4 @@
-"""Passes over a cost matrix in memory: half-steps, both by one read, sums of its plan, facts."""
+"""Passes over a cost matrix in memory: half-steps, both by one read, sums of its plan, facts.
+
+`operators.matrix_kernel` and `operators.matrix_pool` call them.
+"""

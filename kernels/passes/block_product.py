@@ -4,6 +4,7 @@
 
 Neither V nor A and B are copied, and no result as large as the points has to be there at once. Rows
 out of `ROW_RANGE` go by the potential that makes them sum to 1, and are corrected after.
+`operators.triton_plans` makes a `BlockProduct` for a plan and one for its transpose.
 
 Shapes: V (m, d), A (n, d), B (m, d) packed, s (N,), t (M,).
 """

@@ -1,5 +1,8 @@
 """What a block of a plan adds to a product, by the library's matrix products.
 
+`block_product` and `weighted_product` call `add_columns`; `block_product` and `plan_application`
+call `add_halves`.
+
 Shapes: a block (1 or 2, height, width) float16, hi and lo parts; V (m, k), of which the block's
 columns are read.
 """

@@ -10,7 +10,8 @@ off what they add to long sums, so products of tiles are added up without them.
 
 One program owns a block of rows, whose coordinates it holds if they are few, and a range of column
 blocks. V has COLUMNS columns, a power of two, and EXTRA more, which is what a number per point
-beside its coordinates needs.
+beside its coordinates needs. `operators.triton_plans` calls `apply_plan_fused` for one product, and
+makes a `FusedProduct` for many.
 
 Work: 2 n m (d + k) operations on tensor cores, times the parts, and n m exponentials; nothing of
 size n m is stored.

@@ -20,7 +20,8 @@ block, part, K block) as one flat sequence, so that loads are in flight across c
 Exponentials are shifted by a running maximum per row (Ye et al. 2026, arXiv:2602.03067, Algorithm
 1), or by a guess of the result, which saves finding the maximum. A sum that left float32's
 comfortable range marks its block of rows, which is done again with the maximum: a bad guess costs
-time, not accuracy.
+time, not accuracy. `operators.triton_operator` and `operators.triton_plans` call `half_step`;
+`symmetric_step` and `operators.kernel_self_share` call `bias_of` and `repair`.
 
 Work: 2 n m d PARTS operations on tensor cores and n m exponentials. Memory traffic: y once per row
 block, through the second-level cache.
@@ -172,7 +173,7 @@ def half_step(
     if partly:
         merge_ranges(_launch(rows, columns, scores, bias, epsilon, shift=shift), rows, epsilon, out)
         return out
-    # Given up before the repair makes its own.
+    # No name holds the partial sums, so their memory is free when `repair` allocates its own.
     merge_ranges(
         _launch(rows, columns, scores, bias, epsilon, shift=shift), rows, epsilon, out, mark=marked
     )

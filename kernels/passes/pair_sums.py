@@ -6,7 +6,7 @@ A block beside the diagonal of a self term, whose points are not all on the devi
 what `half_step` would, and its columns as well. The kernel is that of `symmetric_step`, and so are
 shifts by the potentials and the stripes: of_columns (stripe, m) and of_rows (slots, stripe
 BLOCK_ROWS) hold the sums over tiles of one stripe of row blocks, which are then added in float64 in
-their order.
+their order. `operators.triton_operator` calls `pair_sums`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ a quarter of a tile at a time: all at once would not fit registers. Points are c
 chunk at a time, so memory does not grow with their number but for the sums. Between a cloud and
 itself only tiles on and above the diagonal are computed; each gives its sums of columns to the
 mirrored rows, and a tile on the diagonal half of both, so that the sums are those of an exactly
-symmetric plan.
+symmetric plan. `operators.fixed_point` calls `plan_marginals`.
 
 Work: n m d D (D + 1) / 2 int8 products for D digits, n m exponentials, 4 n m operations in float64.
 """
@@ -322,7 +322,7 @@ class _Launch:
             bottom: end of the rows.
             left: first column.
             right: end of the columns.
-            y_first: the packed column that `y` begins with.
+            y_first: the row of `y` that holds column `left`.
         """
         device, height, width = x.device, bottom - top, right - left
         rows, tile, registers = marginal_tile(x.shape[2], self._digits, device)

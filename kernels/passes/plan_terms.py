@@ -3,6 +3,8 @@
     row_term_i = (f_i - lambda_x ||x_i||^2) log2(e) / epsilon + LOG2_SCALE
     bias_j = log2(b_j) + (g_j - lambda_x ||y_j||^2 [- lambda_y W_j]) log2(e) / epsilon
 
+`operators.triton_plans`, `block_product`, `fused_product` and `plan_application` call `plan_terms`.
+
 Shapes: f (N,), g (M,) and masses (N,) in the points' own order; squares, row terms (n,) and bias
 (m,) in packed order. Rows of padding are not there, nor are those of points without mass where
 masses are given. Class distances are as `class_terms` says.

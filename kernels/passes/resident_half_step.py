@@ -11,7 +11,8 @@ energy into time. Plain Triton cannot keep a tile there, its dialect Gluon can.
 
 One program has nine warps. One loads: the rows once, then blocks of y through a ring of stages. Two
 groups of four multiply and sum 64 rows each, at their own pace, so that one's exponentials run
-beside the other's products. A stage is free again once both have used it.
+beside the other's products. A stage is free again once both have used it. `half_step` calls
+`resident_half_step`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""What passes read and what they leave to be merged."""
+"""What passes read and what they leave to be merged.
+
+`operators.triton_operator`, `operators.triton_plans` and `operators.kernel_self_share` make `Side`
+and `Scores`, which all passes of this folder take; `half_step` leaves a `Partial`, which
+`merge_ranges` reads.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
     out = (Q o sum A B^T) V,      Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon)
 
 Blocks go through memory as in `plan_application`; what does not depend on the weights is prepared
-once, and what is found stays in packed order, as products of `halves` do.
+once, and what is found stays in packed order, as products of `halves` do. `operators.triton_plans`
+makes a `WeightedProduct` for either side of a plan.
 """
 
 from __future__ import annotations

@@ -1,1 +1,5 @@
-"""What kernels read of points: rounded, in digits and their losses, on lattices, with biases."""
+"""What kernels read of points: rounded, in digits and their losses, on lattices, with biases.
+
+Kernels of `passes` and `linear`, the operators in Triton (`operators.triton_operator`,
+`operators.triton_plans`, `operators.fixed_point`) and `cost.rounding` call them.
+"""

@@ -8,6 +8,9 @@ No table of all columns is made for it. What is looked up depends on how rows an
     blocks    blocks of both sides have one class  a number for every 128 columns of a tile
     columns   blocks of rows have one class        a number for every column of a tile
     scores    a block of rows has several          a number for every score
+
+`passes.half_step`, `passes.symmetric_step`, `passes.pair_sums` and `passes.plan_terms` make
+`ClassTerms`; the kernels of `passes` call `row_offsets` and `add_bias`.
 """
 
 from __future__ import annotations

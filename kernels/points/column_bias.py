@@ -2,6 +2,9 @@
 
     bias_j = log2(b_j) + (g_j - lambda_x ||y_j||^2 [- lambda_y W_j]) log2(e) / epsilon
 
+`passes.half_step`, `passes.pair_sums` and `passes.symmetric_step` call `column_bias`; the kernel of
+`passes.plan_terms` calls `store_bias`.
+
 Shapes: g (M,) in the points' own order; everything else, and bias (m,), in packed order. Distances
 between classes are part of it where all rows have one class; `class_terms` says what tiles do
 otherwise.

@@ -21,7 +21,8 @@ where four digits of few coordinates keep levels 2 and 3 as a number of their ow
 integers.
 
 What the digits themselves leave of v is `lost`, for the caller to account for. `digit_losses`
-computes `omitted` and `lost`.
+computes `omitted` and `lost`. `passes.plan_marginals` calls `pack_digits`, and
+`operators.fixed_point` calls `longest` and `carry_error`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether points are whole multiples of a step, and between which.
 
 A coordinate x is beside the multiples of 1 / s where |s x - round(s x)| exceeds the rounding of
-s x. Two steps are tried at once.
+s x. Two steps are tried at once. `cost.rounding` calls `lattice_facts`.
 
 Shapes: points (N, d) of any real type and strides, facts (blocks, 4) float64.
 """
@@ -66,8 +66,8 @@ def lattice_facts_kernel(
 def lattice_facts(points: Tensor, scales: tuple[float, float], rounding: float) -> Tensor:
     """Compute facts of each block of points, largest over columns: (blocks, 4) float64.
 
-    Whether a coordinate is beside the multiples of 1 / scale, 0 or 1, for both scales; less the
-    lowest coordinate, and the highest.
+    The first two are 1 if a coordinate is beside the multiples of 1 / scale, else 0, for either
+    scale; then minus the lowest coordinate, and the highest one.
 
     Args:
         points: (N, d) of any real type and strides.

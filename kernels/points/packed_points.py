@@ -7,7 +7,8 @@ distances, which lie side by side for points in order.
 Coordinates are centred and scaled, as a rule by the power of two that brings the largest into
 [2^14, 2^15). A float16 then carries the same 11 significant bits as a TF32 rounding of the
 original, and what underflows is below 2^-39 of the largest. A second float16 holds what the first
-rounded off.
+rounded off. `operators.triton_operator` and `operators.triton_plans` call `pack`; passes and
+products of plans read `PackedPoints` and their `Layout`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ Of relaxed marginals an evaluation has the numbers that `segmented_evaluation` a
 `segmented_softmin` say, of untranslated updates. The translation follows from them here, and
 corrects the sums that hold r or y; it is the last number of a move before its weights.
 
-One lane per segment, as all of them do the same with few numbers.
+One lane per segment, as all of them do the same with few numbers. `engine.quasi_newton_kernels`
+calls `segmented_decision`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ and level <- h where a level of epsilon ends. Of relaxed marginals r is less by 
 last number of a move before its weights. Columns without mass take h = g° + r°, and nothing of
 theirs is remembered.
 
-One program per block of columns of a segment.
+One program per block of columns of a segment. `engine.quasi_newton_kernels` calls `segmented_move`.
 """
 
 from __future__ import annotations

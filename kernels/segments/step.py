@@ -30,6 +30,7 @@ h . h' scale, whose factors are cut into pieces of 12 bits so that the products 
 are rounded up to whole numbers, so that shifts are exact; what is left after the shift is the
 exponent itself, and its rounding is relative to it. Exponentials are added in eights in float32,
 everything else in float64. `operators.kernel_segments` bounds what remains.
+`operators.kernel_segments` calls `segmented_step`; other passes of the engine return its `Sums`.
 """
 
 from __future__ import annotations

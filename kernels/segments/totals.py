@@ -1,5 +1,7 @@
 """The numbers of whole segments from those of their blocks, always added in the same order.
 
+`engine.quasi_newton_kernels` calls `segmented_totals`.
+
 Shapes: partial numbers (P, 2) of rows and (P', 14 + 4 memory) of columns, the third and fourth of
 which are a minimum and a maximum; totals (S, 2) and (S, 14 + 4 memory), all float64. Of relaxed
 marginals they are 3 and 17 + 4 memory.

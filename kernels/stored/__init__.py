@@ -1,1 +1,4 @@
-"""Small problems whose scores are stored: making them, passes over them, plans."""
+"""Small problems whose scores are stored: making them, passes over them, plans.
+
+`operators.kernel_pool` calls them.
+"""

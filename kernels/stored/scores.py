@@ -3,7 +3,8 @@
     S_ij = -C_ij = lambda_x (2 x_i . y_j - ||x_i||^2 - ||y_j||^2) - lambda_y W[l_i, l_j]
 
 is made in float64 and rounded once. A score is written where rows are those of x and where they are
-those of y, so that passes over either read whole rows, and the same number.
+those of y, so that passes over either read whole rows, and the same number. `operators.kernel_pool`
+calls `stored_scores`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The function `otdd.sinkhorn_attention`: checks, types and shapes around `operation`."""
+"""The function `otdd.sinkhorn_attention`: checks, types and shapes around `operation`.
+
+`otdd_flash` exports `sinkhorn_attention`, and `nn.SinkhornAttention` calls it.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,13 @@ def sinkhorn_attention(
     gradient: BatchedGradient = "unrolled",
     compute: Compute | None = None,
 ) -> Tensor:
-    """Attention with weights whose rows sum to 1 and whose columns sum to n / m, for autograd.
+    """Compute attention with weights whose rows sum to 1 and columns to n / m, for autograd.
 
-    With S = scale q k^T, first u = -LSE_j(S); an iteration is v = log(n / m) - LSE_i(S + u), then
-    u = -LSE_j(S + v) (Sinkhorn & Knopp 1967; as attention Sander et al. 2022, Sinkformers). The
-    output is exp(u + S + v) values: rows sum to 1 but for rounding, columns nearly to n / m. No
-    iteration is softmax attention. Nothing (n, m) is stored, and nothing waits for a GPU.
+    With S = scale q k^T and LSE the logsumexp, first u = -LSE_j(S); an iteration is v = log(n / m)
+    - LSE_i(S + u), then u = -LSE_j(S + v) (Sinkhorn & Knopp 1967; as attention Sander et al. 2022,
+    Sinkformers). The output is exp(u + S + v) values: rows sum to 1 up to rounding, columns nearly
+    to n / m. With `iterations=0` this is softmax attention. Nothing of size n x m is stored, and
+    nothing waits for a GPU.
 
     Memory is linear in n + m: q, k, v, the output, and for an `unrolled` gradient
     (iterations + 1) (n + m) float32 numbers a head, of which a backward pass takes up to seven
@@ -51,22 +55,22 @@ def sinkhorn_attention(
     float32 inputs are cast, as those of `scaled_dot_product_attention` are.
 
     Args:
-        q: queries (..., n, d), d up to 256, float16, bfloat16, float32 or float64. Leading
-            dimensions, as batch and heads, are problems of their own.
+        q: queries (..., n, d), d up to 256, float16, bfloat16, float32 or float64. Each index of
+            the leading dimensions, such as batch and heads, is a separate problem.
         k: keys (..., m, d), of the same type and leading dimensions.
         v: values (..., m, e), e up to 256, likewise.
-        iterations: how many are made.
-        tolerance: instead of them, the largest relative error of a column sum, of each head by
-            itself.
-        max_iterations: with a tolerance, at the most.
-        scale: of the scores; 1 / sqrt(d) by default.
-        key_mask: (..., m) bool, leading dimensions broadcast; True leaves a key out. Then m counts
-            those that are left. A head without keys is refused on a CPU; on a GPU its output is
+        iterations: number of iterations.
+        tolerance: stop each head once the relative error of its column sums is no larger; instead
+            of `iterations`.
+        max_iterations: limit of iterations with a `tolerance`.
+        scale: factor of the scores; 1 / sqrt(d) by default.
+        key_mask: (..., m) bool, leading dimensions broadcast; True leaves a key out. m then counts
+            the keys that are left. A head without keys is refused on a CPU; on a GPU its output is
             NaN.
-        gradient: `unrolled` is that of the iterations made, exactly. `implicit` is that of the
-            limit, with the sums that columns have; for iterations that converged. `none` keeps
-            nothing.
-        compute: where and how, or only the device; by default where q is.
+        gradient: `unrolled`: the exact gradient of the iterations made. `implicit`: the gradient of
+            the limit, at the sums that columns have; for iterations that converged. `none`: no
+            gradient, and nothing is kept.
+        compute: `otdd.ComputeOptions`, or only a device; by default that of q.
 
     Returns:
         The output (..., n, e), of the type of the inputs.

@@ -17,7 +17,7 @@ makes dL/dV as well, and one with matrices for each of q and k. y is kept times 
 of the limit is P o (D - a 1^T - 1 b^T), with a = delta - P b and (diag(P^T 1) - P^T P) b = y_T.
 
 `attend` runs `attend_now` and, backward, `gradients_now`, from Python or recorded by
-`torch.compile`. Nothing waits for a GPU.
+`torch.compile`. Nothing waits for a GPU. `attention.attention` calls `attend`.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ By e = ((G o P) 1 + s) / r, u = e - P v / r and the scaling w = c^(1/2) o v ther
 
 of eigenvalues in [0, 1]. A is applied as it stands and A^T A never formed. The matrix takes c^(1/2)
 to 0, and residuals keep no part along it. Conjugate gradients solve it, each matrix by itself.
+`batched.balance` calls `plan_gradient` and `gradient_with_masses`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 
 Arguments are those of `Problems`, one by one, as an operation takes tensors and numbers. Kernels
 never wait for a GPU, where PyTorch's own path asks it once for each chunk.
+`batched.doubly_stochastic` and `batched.plans` call `differentiable_balance`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ product with E and a division.
 An entry of E may be lost to 0. Those of R are then put in by logarithms, and are too small to be
 missed in a sum as long as scalings are up to 2^30. A matrix whose scalings go beyond that, and one
 that lost nothing whose scalings go beyond 2^48, is done again by logarithms throughout.
+`batched.balance` calls `balance` and `balance_backward`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Doubly stochastic matrices from logits, for layers that mix or permute."""
+"""Doubly stochastic matrices from logits, for layers that mix or permute.
+
+`otdd_flash` exports `doubly_stochastic`; users alone call it.
+"""
 
 from __future__ import annotations
 
@@ -33,39 +36,40 @@ def doubly_stochastic(
     gradient: BatchedGradient = "unrolled",
     compute: Compute | None = None,
 ) -> Tensor:
-    """R = diag(exp(u)) exp(logits / temperature) diag(exp(v)) with sums of 1, for autograd.
+    """Scale exp(logits / temperature) to row and column sums of 1, for autograd.
 
-    An iteration scales rows, then columns (Sinkhorn & Knopp 1967), so that columns sum to 1 to
-    rounding and rows nearly. Nothing is added to a sum. For logits / temperature up to +-1e4,
-    entries of R above 2^-126 are those of the log domain in float64 to a relative
-    16 u (1 + range of logits / temperature + 2 iterations), u = 2^-24 in float32: sums of up to 128
-    terms, products and quotients round both scalings by 11 u at the most in each iteration, and
-    iterations do not enlarge what earlier ones rounded. Differentiable once by logits and by a
-    tensor `temperature`. A matrix gets the same bits among any others. On a GPU all matrices are
-    one launch, forward and backward each, and nothing waits for the device.
+    The result is R = diag(exp(u)) exp(logits / temperature) diag(exp(v)). An iteration scales rows,
+    then columns (Sinkhorn & Knopp 1967): columns then sum to 1 up to rounding, rows nearly. No
+    constant is added to the sums. For logits / temperature up to +-1e4, entries of R above 2^-126
+    are those of the log domain in float64 to a relative 16 u (1 + range of logits / temperature + 2
+    iterations), u = 2^-24 in float32: sums of up to 128 terms, products and quotients round both
+    scalings by 11 u at the most in each iteration, and iterations do not enlarge what earlier ones
+    rounded. Differentiable once by logits and by a tensor `temperature`. The bits of a result do
+    not depend on the other matrices. On a GPU the forward and the backward pass are one launch each
+    for all matrices, and nothing waits for the device.
 
     Args:
         logits: (..., n, n), n up to 128, float16 or bfloat16 or float32, computed in float32, or
             float64. -inf forbids a pair. A row or column of -inf, NaN or +inf are refused on a CPU;
             on a GPU such a matrix becomes NaN, and no other.
-        iterations: how many are made, 20 by default.
-        tolerance: instead of them, the largest deviation of a row sum from 1, of each matrix by
-            itself.
-        max_iterations: with a tolerance, at the most.
+        iterations: number of iterations, 20 by default.
+        tolerance: stop each matrix once its row sums deviate from 1 by no more; instead of
+            `iterations`.
+        max_iterations: limit of iterations with a `tolerance`.
         temperature: positive, a number or a 0-dim tensor; between 2^-126 and 2^126 unless logits
             are float64.
-        gradient: `unrolled` is that of the iterations made, exactly: they are made again, and only
-            logits are kept. `implicit` is that of the limit, with the sums that R has; only R is
-            kept. `none` keeps nothing.
-        compute: where and how, or only the device; by default where the logits are.
+        gradient: `unrolled`: the exact gradient of the iterations made; the backward pass makes
+            them again, and only logits are kept. `implicit`: the gradient of the limit, at the sums
+            that R has; only R is kept. `none`: no gradient, and nothing is kept.
+        compute: `otdd.ComputeOptions`, or only a device; by default that of the logits.
 
     Returns:
         R (..., n, n) of the type of the logits.
 
     Raises:
-        InputError: matrices that are not square or are too large, types that are not floating,
-            iterations and a tolerance, or what the arguments above exclude; in a backward pass, a
-            second derivative.
+        InputError: matrices are not square or too large, types are not floating, both iterations
+            and a tolerance are given, or an argument is out of the range above; a second derivative
+            is asked for.
     """
     if not torch.compiler.is_compiling():
         check_transforms("doubly_stochastic", (logits, temperature))

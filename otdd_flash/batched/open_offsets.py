@@ -18,7 +18,7 @@ side holds p of the rows' mass and q of the columns', p + q <= 1, twice the shar
 crosses, which is the share of the lighter side's mass.
 
 Potentials are not balanced here, unlike in `derivatives.groups`: they stay where the iterations
-ended.
+ended. `batched.plans` calls `report_open`.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ values, from any potentials, in float64:
 with P of f and g, and Q the plan with marginals a and b that P / sum P is rounded to (Altschuler,
 Weed & Rigollet 2017, Near-linear time approximation algorithms for optimal transport via Sinkhorn
 iteration): no row or column keeps more than its mass, and what is missing is filled with a product.
+`otdd_flash` exports `sinkhorn_plans` and `SmallPlans`; users alone call the first.
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ def sinkhorn_plans(
     unbalanced: Unbalanced | None = None,
     compute: Compute | None = None,
 ) -> SmallPlans:
-    """P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon) of many matrices C, for autograd.
+    """Compute the entropic plans of many small cost matrices at once, for autograd.
 
-    Alternating updates of f and g, from g = 0, until |P 1 - a| sums up to the tolerance; each
-    problem stops by itself and gets the same bits among any others. Differentiable once by costs,
-    masses and epsilon, from plans, potentials and values. On a GPU all problems are one launch, and
-    nothing waits for the device: there, what is refused below is told when a result is first read.
+    P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon). f and g are updated in turn, from g = 0, until
+    ||P 1 - a||_1 is within the tolerance. Each problem stops by itself; its bits do not depend on
+    the others. Differentiable once by costs, masses and epsilon, from plans, potentials and values.
+    On a GPU all problems are one launch, and nothing waits for the device: the errors below are
+    raised when a result is first read.
 
     Args:
         costs: C (B, n, m), n and m up to 128, of a floating type; float16 and bfloat16 are computed
@@ -74,17 +76,19 @@ def sinkhorn_plans(
         b: (m,) or (B, m), likewise.
         epsilon: regularisation in units of the cost, positive: a number, a 0-dim tensor or (B,).
             Between 2^-126 and 2^126 unless costs are float64.
-        tolerance: of the marginal error, which is that of rows: columns have their masses.
-        max_iterations: at the most.
-        gradient: `implicit` is that of the solution, with the marginals that the plan has;
-            `unrolled` is that of the iterations made, exactly, and NaN where exp(cost / epsilon) of
-            a row or column without mass is beyond the type: leave it out. `none` keeps nothing.
-        sizes: (B, 2) integers, rows and columns of each problem that there are. Those beyond have
-            mass 0 and no influence; masses not given are uniform over the rest.
+        tolerance: marginal error to reach, that of rows: columns have their masses after each
+            update.
+        max_iterations: limit of iterations.
+        gradient: `implicit`: the gradient of the solution, at the marginals that the plan has.
+            `unrolled`: the exact gradient of the iterations made; it is NaN if exp(cost / epsilon)
+            of a row or column without mass overflows, so leave these out. `none`: no gradient, and
+            nothing is kept.
+        sizes: (B, 2) integers, how many rows and columns each problem uses. Those beyond have mass
+            0 and no influence. Default masses are uniform over those in use.
         unbalanced: rho or [rho_x, rho_y], the price of mass that is not matched, in units of the
-            cost, as in `matrix_transport`. Iterations are operations of PyTorch in float64 then,
-            up to ten times slower, and gradients `implicit`.
-        compute: where and how, or only the device; by default where the costs are.
+            cost, as in `matrix_transport`. Iterations then run in PyTorch in float64, up to ten
+            times slower, and gradients are `implicit`.
+        compute: `otdd.ComputeOptions`, or only a device; by default that of the costs.
 
     Returns:
         plans (B, n, m), potentials, values with solver bounds, and how each problem ended.
@@ -95,8 +99,8 @@ def sinkhorn_plans(
             backward pass, a second derivative.
 
     Warns:
-        NotConvergedWarning: masses require an implicit gradient, which is undetermined, as
-            potentials are (`SmallPlans.f`); told with the first result that is read.
+        NotConvergedWarning: masses require an implicit gradient that is undetermined, as potentials
+            are (`SmallPlans.f`); given with the first result that is read.
     """
     constraints = resolve_constraints(unbalanced, None, lambda: 1.0)
     if not constraints.exact and gradient == "unrolled":
@@ -254,10 +258,10 @@ FLAWS = (
 
 @dataclass(frozen=True, eq=False)
 class SmallPlans:
-    """Entropic plans of B problems, of `otdd.sinkhorn_plans`.
+    """The entropic plans of B problems, the result of `otdd.sinkhorn_plans`.
 
-    Plans, potentials and values are differentiable. Of problems on a GPU that the function would
-    have refused, the first of these that is read raises the `InputError`.
+    Plans, potentials and values are differentiable. On a GPU invalid problems are found late: the
+    first result that is read raises the `InputError`.
     """
 
     _costs: Tensor = field(repr=False)
@@ -290,13 +294,14 @@ class SmallPlans:
     def f(self) -> Tensor:
         """Potentials (B, n) of rows, in units of the cost, float32, or float64 of such costs.
 
-        As the iterations left them. Where groups of points of a problem exchange less mass than its
-        rounding, each group's are determined but for a constant, which is said once, when f or g is
-        read first. Groups that exchange more, but less than the marginal error, are balanced only
-        as far as the iterations got. `matrix_transport` balances both.
+        They are those of the last iteration. If groups of points exchange less mass than its
+        rounding, the potentials of each group are determined only up to a constant; a warning says
+        so once, when f or g is first read. Groups that exchange more, but less than the marginal
+        error, are balanced only as far as the iterations got. `matrix_transport` balances both.
 
         Warns:
-            NotConvergedWarning: potentials of a problem are undetermined, the first of these.
+            NotConvergedWarning: potentials of a problem are undetermined; the first such problem is
+                named.
         """
         _ = self._reported
         return self._at_home(self._shifted[0])
@@ -309,17 +314,18 @@ class SmallPlans:
 
     @property
     def value(self) -> Tensor:
-        """OT_epsilon (B,), in units of the cost: <a, f> + <b, g> of exact marginals."""
+        """OT_epsilon (B,), in units of the cost: <a, f> + <b, g> if marginals are exact."""
         return self._at_home(self._value.to(self._found.rows.dtype))
 
     @cached_property
     def bounds(self) -> Tensor:
         """Solver bounds (B, 2) of OT_epsilon, lower and upper, float64.
 
-        They hold for the masses as given, float64 ones too, divided by their sums.
+        They hold for the masses as given, before rounding to another type, divided by their sums.
 
-        The dual value of f and g, and what a plan with exactly these marginals costs; infinite
-        where that needs a forbidden pair. Evaluated in float64, rounding included.
+        The lower bound is the dual value of f and g, the upper one the cost of a plan with exactly
+        these marginals, infinite if that needs a forbidden pair. Both are evaluated in float64 and
+        include rounding errors.
         """
         solved, matrices = self._checked, self._costs
         count, n, m = matrices.shape
@@ -349,11 +355,12 @@ class SmallPlans:
 
     @property
     def marginal_error(self) -> Tensor:
-        """The larger of ||P 1 - a||_1 and ||P^T 1 - b||_1 (B,), exact but for rounding.
+        """The larger of ||P 1 - a||_1 and ||P^T 1 - b||_1 (B,), exact up to rounding.
 
-        It is that of rows: columns have their masses after the last update. Of relaxed marginals it
-        is the larger distance between sums and what potentials owe, over the mass that moves. Plans
-        that are given back in float16 or bfloat16 are rounded after it was measured.
+        It is the error of rows: columns have their masses after the last update. With relaxed
+        marginals it is the larger distance between the sums of the plan and those that the
+        potentials imply, over the mass that moves. Rounding of plans to float16 or bfloat16 is not
+        included.
         """
         return self._at_home(self._checked.errors)
 

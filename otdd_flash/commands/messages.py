@@ -1,10 +1,10 @@
 """The messages of a command: errors, warnings, notices and log records, on standard error.
 
 `commands.start`, `commands.outcome`, `commands.progress` and `commands.ranks` print messages
-through it; `commands.adapt`, `commands.study` and `commands.results` print tables and lines of
-results by `Terminal`. conf/runtime.yaml names `SafeFormatter` by its path, which must stay.
-Standard output holds the result only, because scripts read it. Texts may come from data or
-arguments, so nothing printed here may act on the terminal: no markup, no escapes.
+through it; `commands.results` and the work of the commands (`commands.adapt`, `commands.mix`, ...)
+print tables and lines of results by `Terminal`. conf/runtime.yaml names `SafeFormatter` by its
+path, which must stay. Standard output holds the result only, because scripts read it. Texts may
+come from data or arguments, so nothing printed here may act on the terminal: no markup, no escapes.
 """
 
 from __future__ import annotations

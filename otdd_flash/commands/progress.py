@@ -1,8 +1,8 @@
 """What a command shows while it runs, and Ctrl-C: bars on a terminal, lines of text elsewhere.
 
-Without a terminal there is a line when a stage begins, and then at most one per minute.
-`commands.compare`, `commands.adapt`, `commands.study`, `commands.sides` and `commands.results` use
-`Phases`; `commands.start.run_work` enters `importing` for all three entry points. `commands.adapt`
+Without a terminal there is a line when a stage begins, and then at most one per minute. The work of
+the six commands (`commands.compare`, `adapt`, ...), `commands.sides` and `commands.results` use
+`Phases`; `commands.start.run_work` enters `importing` for all six entry points. `commands.adapt`
 and `commands.study` enter `interrupts_noted` and hand the function that it yields to the run. The
 run calls it between two steps and ends early if it returns True, so that what was reached can be
 written: the first Ctrl-C ends a run after the current step, the second at once.

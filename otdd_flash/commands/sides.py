@@ -1,8 +1,9 @@
 """The loading of both datasets of a command, from their settings to the features that are compared.
 
 `prepare_sides` loads, embeds, standardises, projects and clusters both sides; `commands.compare`,
-`commands.adapt` and `commands.shift` call it, and `commands.study` calls its steps. The functions
-after `KEYS` read the keys with which a side asks for clusters as labels (`pseudo_labels`, `k`).
+`commands.adapt` and `commands.shift` call it; `commands.study`, `commands.mix` and
+`commands.nearest` call its steps. The functions after `KEYS` read the keys with which a side asks
+for clusters as labels (`pseudo_labels`, `k`).
 
 Features of both sides go through one map, fitted to all rows of both: after two different maps
 their distance would mean nothing. So neither side can be prepared alone. Errors name the side whose

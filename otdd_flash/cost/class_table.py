@@ -1,7 +1,8 @@
 """The blocks [x, y], [x, x] and [y, y] of a class table W; those of self terms are symmetric.
 
 `operators.comparison` cuts a table into its blocks here, on the device; `labels.table` holds one
-with its names and bounds, and symmetrises by the same rule, as recorded solves do.
+with its names and bounds, and symmetrises by the same rule, as recorded solves do;
+`solver.small.route` reads `ROUNDING`.
 
 A self term OT(x, x) has one potential for both of its sides. That potential is optimal only if the
 cost is the same in both directions, so a block W that is not symmetric would give a wrong value and

@@ -2,6 +2,7 @@
 
 Entry points take a `ComputeOptions`; `uses_triton` and `scores_fit` decide for a device what
 follows from it. An impossible request raises and is never replaced by another one.
+`operators.build`, `operators.sharing`, `solver.small` and `derivatives.losses` call `uses_triton`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """The device, precision, backend and memory of passes.
+    """The device, backend, precision, memory and processes of a computation.
+
+    A solve makes many passes; a pass evaluates all n x m costs once.
 
     Args:
         device: `auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...
@@ -38,12 +41,13 @@ class ComputeOptions:
         precision: in Triton, `fast` iterates on points rounded to float16 (unless float16 holds
             them exactly) and ends on the original ones; `high` has float32 accuracy throughout. In
             PyTorch both compute in float32. `double` is float64.
-        memory_budget: bytes that stored scores may take in PyTorch, and that points with all that
-            is made of them may take on the device before they are streamed: `auto` (half of free
-            memory, and all of it) or `4GiB`; per process.
-        group: processes that share every pass: a group of `torch.distributed`, or "world" for its
-            default group, where all of them call, each with its shards of the datasets; or the
-            result of `otdd.led`. None: this process alone.
+        memory_budget: limit in bytes for each process, as a number or as text such as `4GiB`.
+            PyTorch stores scores up to this limit. Points, with all that is computed from them,
+            stay on the device up to this limit; larger ones are streamed. `auto`: half of the free
+            memory for scores, all of it for points.
+        group: processes that share every pass. A group of `torch.distributed`, or "world" for its
+            default group: every process makes the same call, each with its shards of the datasets.
+            Or the ranks that `otdd.led` hands to its function. None: this process alone.
     """
 
     device: DeviceName = "auto"
@@ -67,7 +71,7 @@ class ComputeOptions:
 
     @classmethod
     def of(cls, given: Compute | None) -> ComputeOptions:
-        """Return the given options, or the defaults on a named device."""
+        """Return the given options; of a device or None, the defaults on that device."""
         if isinstance(given, ComputeOptions):
             return given
         return cls() if given is None else cls(str(given))

@@ -1,10 +1,10 @@
 """Range, mean and error of a cost, and the names of the terms of a divergence.
 
 Operators report `CostFacts`, from which bounds and tolerances are computed: the engine,
-`solver.evidence` and `solver.certificate` read them. Costs report their `CostRange`. `TERMS` are
-the terms of a divergence, as comparisons, `solver`, `derivatives` and results name them, and
-`SIDES` the two datasets that each compares, a `Pair`. The functions take a float, of one problem,
-or a tensor, of many, alike.
+`solver.evidence`, `solver.certificate` and others read them. Costs report their `CostRange`.
+`TERMS` are the terms of a divergence, as comparisons, `solver`, `derivatives` and results name
+them, and `SIDES` the two datasets that each compares, a `Pair`. The functions take a float, of one
+problem, or a tensor, of many, alike.
 """
 
 from __future__ import annotations

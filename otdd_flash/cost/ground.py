@@ -13,8 +13,8 @@ separable terms, which depend on one side alone:
     lambda_x c(x_i, y_j) = share lambda_x ||z_i - w_j||^2 + p_i + q_j.
 
 `operators.comparison` transforms points once; operators and solvers know squared distances only.
-Separable terms do not change the plan, add <a, p> + <b, q> to OT_epsilon and cancel in the debiased
-divergence.
+Entry points (`otdd`, `flows.run`, `derivatives.loss`, ...) make a `GroundCost`. Separable terms do
+not change the plan, add <a, p> + <b, q> to OT_epsilon and cancel in the debiased divergence.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ NO_OFFSET = Offset(0.0, 0.0)
 
 @dataclass(frozen=True)
 class GroundCost:
-    """C_ij = lambda_x c(x_i, y_j) + lambda_y W[l_i, l_j].
+    """The ground cost C_ij = lambda_x c(x_i, y_j) + lambda_y W[l_i, l_j].
 
     Args:
         lambda_x: weight of the cost between features.
         lambda_y: weight of the squared distance between classes.
-        ground: c: `sqeuclidean`, ||x - y||^2; `cosine`, 1 - <x, y> / (||x|| ||y||), with class
-            distances measured between points of length 1; `inner`, -<x, y>, which defines no class
-            distances.
+        ground: the cost c between features. `sqeuclidean`: ||x - y||^2. `cosine`: 1 - <x, y> /
+            (||x|| ||y||); class distances are then measured between points of length 1. `inner`:
+            -<x, y>, which defines no class distances.
 
     Raises:
         InputError: a weight is negative, both are 0, or the ground cost is unknown.
@@ -71,7 +71,7 @@ class GroundCost:
 
     @property
     def squared(self) -> GroundCost:
-        """The same cost with the weight that squared distances of transformed points have."""
+        """The same cost as squared distances of transformed points, with their weight."""
         if self.ground == "sqeuclidean":
             return self
         return GroundCost(SHARES[self.ground] * self.lambda_x, self.lambda_y)

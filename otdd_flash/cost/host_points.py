@@ -2,7 +2,8 @@
 
 While passes use one block, a thread reads the next into page-locked memory and copies it on a CUDA
 stream of its own: a pass over enough rows hides both. `cost.points` reads these clouds as it reads
-tensors; `operators.packed_blocks` streams them, or the packed form of their blocks.
+tensors; `operators.packed_blocks` streams them, or the packed form of their blocks; other operators
+ask whether points are streamed.
 """
 
 from __future__ import annotations

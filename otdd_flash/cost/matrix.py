@@ -3,7 +3,8 @@
 `CostBlocks` is a user's function, `FunctionCosts` calls it in every pass and checks its results.
 `matrix_facts` computes range, mean and forbidden pairs of a matrix from blocks of its rows.
 `solver.matrix_comparison` makes `FunctionCosts` and calls `matrix_facts`; `operators.given_costs`
-reads both, and `operators.matrix_kernel` computes `MatrixFacts` on a GPU.
+reads both, and `operators.matrix_kernel` computes `MatrixFacts` on a GPU. `otdd_flash` exports
+`CostBlocks`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class CostBlocks:
         n: rows.
         m: columns.
         block: called as block(rows, columns) with two slices; returns C[rows, columns], a dense
-            real tensor, the same for the same slices, always of one type and on one device.
+            real tensor. Equal slices must give equal values. All blocks have one type and are on
+            one device.
 
     Raises:
         InputError: a size is not positive, or `block` is not callable.

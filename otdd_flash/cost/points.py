@@ -10,6 +10,9 @@ computed once for all of them, and for all steps of a flow towards it.
 
 A `LabelledCost` has the data and the statistics from which operators are built. They read points
 relative to the mean of both clouds' means: C is unchanged by that and the rounding error shrinks.
+`operators.comparison`, `operators.sharing` and `labels.sinkhorn_pairs` make a `LabelledCost`;
+derivatives, flows and others call functions of points, such as `squared_distances` and
+`less_origin`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The registry of data sources by name, and `load`, which reads one of them.
 
 `load` is public; `commands.sides` calls it for the source and the target, `commands.study` for each
-task. `SOURCES` holds the readers of this package and those that other packages add by entry points
-(`plugins`). Names and options of the readers are keys of users' configurations, so they must stay.
+task; `ranking.index` calls `load` for members. `SOURCES` holds the readers of this package and
+those that other packages add by entry points (`plugins`). Names and options of the readers are keys
+of users' configurations, so they must stay.
 """
 
 from __future__ import annotations
@@ -74,16 +75,17 @@ def load(
     generator.
 
     Args:
-        name: one of `SOURCES`, or a dataset that an installed package adds.
+        name: name of a dataset, such as `digits`: one of `otdd_flash.data.registry.SOURCES`, or one
+            that an installed package adds.
         root: folder of named datasets (on the command line: data_root).
         split: `train`, `test` or `all`, or a split's name in the source; None means `all`.
-        max_samples: draw at most so many rows, in proportion to the classes and at least one of
-            each; if there are fewer, all are taken, with a `DataNotice`.
+        max_samples: draw at most this many rows, in proportion to the classes and at least one of
+            each. If there are fewer rows, all are taken, with a `DataNotice`.
         classes: keep only these classes, by name or index, and number them in this order.
         seed: seed of the draw, and of synthetic data.
         weights: a column or key of the data, or a .npy file, with one mass per row of the split.
         download: whether a missing dataset may be fetched.
-        **options: the source's own options (see its reader).
+        **options: options of the reader of this dataset, such as `path` (see its reader).
 
     Raises:
         InputError: an unknown name, option, split or class; missing or unreadable files; labels

@@ -12,5 +12,6 @@ Where a plan does not tie groups of points together, offsets of their potentials
 offsets says so.
 
 Entry points, whose tensors `solver.tensors` checks: `loss`, `losses`, `potentials` and `hessian`.
-Given matrices have entry points of their own, in `solver.matrix`.
+Given matrices have entry points of their own, in `solver.matrix`. `flows`, `contributions`,
+`result`, `labels.gaussian` and `batched` use modules of this folder.
 """

@@ -1,8 +1,8 @@
 """Hessian-vector products of the Sinkhorn divergence by the points; no Hessian is stored.
 
-`sinkhorn_hessian` is the entry point; `SecondDerivatives` are the products for autograd's second
-pass through a `loss`. Both sum the terms' second derivatives (`curvature`) as `DivergenceCurvature`
-does.
+`sinkhorn_hessian` is the entry point, which users alone call; `SecondDerivatives` are the products
+for autograd's second pass through a `loss`. Both sum the terms' second derivatives (`curvature`) as
+`DivergenceCurvature` does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def sinkhorn_hessian(
     of more points are solved by conjugate gradients (see `CGOptions`).
 
     Args:
-        x: (n, d) points; all arguments as in `sinkhorn_loss`, but for lambdas that are numbers.
+        x: (n, d) points. Arguments are as in `sinkhorn_loss`, except that lambdas must be numbers.
         y: (m, d) points, held fixed.
         a: (n,) masses, uniform by default.
         b: (m,) masses, likewise.
@@ -81,16 +81,16 @@ def sinkhorn_hessian(
         labels_x: (n,) class indices.
         labels_y: (m,) class indices.
         class_table: W (V_x + V_y, V_x + V_y).
-        class_totals: (V_x, V_y).
+        class_totals: (V_x, V_y), the numbers of classes.
         lambda_x: weight of ||x_i - y_j||^2.
         lambda_y: weight of W.
         debias: False leaves both self terms out.
         unbalanced: the price of mass that is not matched, as in `sinkhorn_loss`.
-        unbalanced_relative: the same as multiples of the mean cost, which is a constant then.
+        unbalanced_relative: the same as multiples of the mean cost, which counts as a constant.
         start: potentials by term to start from.
         options: how to solve and when to stop, `otdd.Converged()` by default.
-        cg: the tolerance of the linear systems of a product.
-        compute: where and how passes run.
+        cg: options of the linear systems of a product.
+        compute: as in `sinkhorn_loss`.
 
     Raises:
         InputError: as `sinkhorn_loss`.
@@ -137,10 +137,11 @@ class HessianProduct:
     Attributes:
         values: T v, in the shape and type of the directions and on their device.
         curvature: <v, T v> (s,), float64. Without debiasing it is, up to rounding, a lower bound of
-            the exact one, however early conjugate gradients stopped; with it an estimate.
+            the exact number, however early conjugate gradients stopped. With debiasing it is an
+            estimate.
         iterations: (s,) int64, of conjugate gradients, summed over terms; 0 for factorized systems.
         residual: (s,) relative residual of the linear system, the largest over terms; 0 where the
-            right-hand side is only rounding.
+            right-hand side is only rounding error.
         converged: whether residuals are within the tolerance, (s,) bool.
     """
 
@@ -154,16 +155,16 @@ class HessianProduct:
 class SinkhornHessian:
     """A divergence with its gradient and Hessian T by the points x.
 
-    T is the derivative of the gradient with the plan's marginals r and c held fixed, or of relaxed
-    ones with what they fall short of r and c: the Hessian of the converged problem up to the
-    marginal error, and always symmetric. y is held fixed, also
-    where it equals x. The first product computes what all of them need, plans included where memory
-    suffices, and keeps it.
+    T is the derivative of the gradient at fixed marginals r and c of the plan; with relaxed
+    marginals, the differences between these and r and c are fixed instead. It is the Hessian of the
+    converged problem up to the marginal error, and always symmetric. y is fixed, also where it
+    equals x. The first product computes and keeps what later ones need, plans included if memory
+    suffices.
 
     Attributes:
         divergence: the solved terms.
-        gradient: (n, d) by x, on its device and in its type; of integers in float32, or float64
-            where they need it.
+        gradient: (n, d) gradient by x, on the device and in the type of x; for integers in float32,
+            or float64 where they need it.
     """
 
     def __init__(

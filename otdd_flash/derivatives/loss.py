@@ -1,4 +1,8 @@
-"""The Sinkhorn divergence as a differentiable function of tensors."""
+"""The Sinkhorn divergence as a differentiable function of tensors.
+
+`otdd_flash` exports `sinkhorn_loss` for users; `derivatives.losses` calls it for pairs that are not
+solved side by side.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +71,8 @@ def sinkhorn_loss(
     For clouds (n, d) and (m, d) it is one number, for B pairs (B, n, d) and (B, m, d) a tensor
     (B,); `sinkhorn_losses` also takes clouds of different sizes.
 
-    Differentiable in x, y, a, b, class_table, lambda_x and lambda_y, and twice in x and y where no
-    other of them requires a gradient (`create_graph=True`). The forward pass solves to
+    Differentiable in x, y, a, b, class_table, lambda_x and lambda_y. Twice differentiable in x and
+    y (`create_graph=True`) if none of the others requires a gradient. The forward pass solves to
     `options.tolerance` and computes the gradients of the inputs that require one; the backward pass
     only scales them. Memory is that of the solve, whatever the number of iterations. A second
     backward pass solves the linear systems of `sinkhorn_hessian`, to 1e-5, or 1e-10 for points in
@@ -88,25 +92,27 @@ def sinkhorn_loss(
         y: (m, d) or (B, m, d) points on the same device.
         a: (n,) or (B, n) non-negative masses that sum to 1; uniform by default.
         b: (m,) or (B, m) masses, likewise.
-        epsilon: regularisation, in units of the cost, of all pairs.
+        epsilon: regularisation of all pairs, in units of the cost.
         labels_x: (n,) or (B, n) class indices in [0, V_x); None is one class.
-        labels_y: (m,) or (B, m) class indices in [0, V_y), which are not those of `labels_x`.
-        class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes, which labels
-            need and which needs labels. The blocks [x, y], [x, x] and [y, y] are read, the block
-            [y, x] is not and gets the gradient 0. The last two must be symmetric but for rounding,
-            and so are their gradients; they are not read without `debias`.
-        class_totals: (V_x, V_y), needed where the last class of a side has no point.
-        lambda_x: weight of ||x_i - y_j||^2, or of what `ground` says, a number or a 0-dim tensor.
+        labels_y: (m,) or (B, m) class indices in [0, V_y), numbered apart from `labels_x`.
+        class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; given with
+            labels, and only with them. The block [y, x] is not read and gets the gradient 0. The
+            blocks [x, x] and [y, y] must be symmetric but for rounding, and so are their gradients;
+            without `debias` they are not read.
+        class_totals: (V_x, V_y), the numbers of classes; needed where the last class of a side has
+            no point.
+        lambda_x: weight of ||x_i - y_j||^2, or of the cost that `ground` names; a number or a 0-dim
+            tensor.
         lambda_y: weight of W, likewise.
         ground: `sqeuclidean`, `cosine` or `inner`, as in `GroundCost`.
         debias: False leaves both self terms out.
-        unbalanced: rho, the price of mass that is not matched, in units of the cost, or without
-            `debias` [rho_x, rho_y]: marginals then cost rho_x KL(P 1 | a) + rho_y KL(P^T 1 | b) in
-            the place of being exact.
-        unbalanced_relative: the same as multiples of the mean cost, which is a constant then.
+        unbalanced: rho, the price of mass that is not matched, in units of the cost; without
+            `debias` also [rho_x, rho_y]. Marginals are then not exact, but cost rho_x KL(P 1 | a) +
+            rho_y KL(P^T 1 | b).
+        unbalanced_relative: the same as multiples of the mean cost, which counts as a constant.
         start: potentials by term to start from, {"xy": g, "xx": f, "yy": g}, of one pair.
         options: how to solve and when to stop, `otdd.Converged()` by default.
-        compute: where and how passes run, or only the device; by default on the device of the
+        compute: `otdd.ComputeOptions`, or only a device; by default on the device of the
             points, in double precision if a cloud is float64.
 
     Returns:
@@ -121,7 +127,7 @@ def sinkhorn_loss(
             gradients by masses undetermined.
 
     Warns:
-        NotConvergedWarning: one of both.
+        NotConvergedWarning: the same, without `require_convergence`.
     """
     if x.ndim == 3 and y.ndim == 3:
         if start is not None:

@@ -1,4 +1,7 @@
-"""Sinkhorn divergences of many pairs of clouds as one differentiable tensor."""
+"""Sinkhorn divergences of many pairs of clouds as one differentiable tensor.
+
+`otdd_flash` exports `sinkhorn_losses` for users; `derivatives.loss` calls it for batches of clouds.
+"""
 
 from __future__ import annotations
 
@@ -70,28 +73,29 @@ def sinkhorn_losses(
     Args:
         x: B clouds, tensors (n_k, d) or one tensor (B, n, d).
         y: B clouds (m_k, d), likewise.
-        a: their masses, B tensors (n_k,) or one (B, n); uniform by default.
-        b: likewise.
-        epsilon: regularisation of all of them, in units of the cost.
-        labels_x: class indices, B tensors (n_k,) or one (B, n).
-        labels_y: likewise.
-        class_table: W (V_x + V_y, V_x + V_y), of all of them, as in `sinkhorn_loss`.
-        class_totals: (V_x, V_y), needed with labels unless the table has two equal sides.
-        lambda_x: weight of ||x_i - y_j||^2, or of what `ground` says.
+        a: masses of the clouds x, B tensors (n_k,) or one (B, n); uniform by default.
+        b: masses of the clouds y, likewise.
+        epsilon: regularisation of all pairs, in units of the cost.
+        labels_x: class indices of x, B tensors (n_k,) or one (B, n).
+        labels_y: class indices of y, likewise.
+        class_table: W (V_x + V_y, V_x + V_y), the same for all pairs, as in `sinkhorn_loss`.
+        class_totals: (V_x, V_y), the numbers of classes; needed with labels unless the table has
+            two equal sides.
+        lambda_x: weight of ||x_i - y_j||^2, or of the cost that `ground` names.
         lambda_y: weight of W.
         ground: `sqeuclidean`, `cosine` or `inner`.
         debias: False leaves self terms out.
         unbalanced: the price of mass that is not matched, as in `sinkhorn_loss`.
         unbalanced_relative: the same as multiples of the mean cost of each pair.
         options: how to solve and when to stop, `otdd.Converged()` by default.
-        compute: where and how passes run, as in `sinkhorn_loss`.
+        compute: as in `sinkhorn_loss`.
 
     Returns:
         (B,) tensor in units of the cost.
 
     Raises:
-        InputError: as `sinkhorn_loss`, with the place of the pair; or another number of clouds,
-            masses or labels on one side than on the other.
+        InputError: as `sinkhorn_loss`, with the number of the pair; or x, y, masses or labels are
+            of different numbers of clouds.
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
     """
     count = len(x)

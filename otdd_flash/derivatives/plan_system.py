@@ -97,19 +97,23 @@ MATRICES = 6
 
 @dataclass(frozen=True)
 class CGOptions:
-    """When a linear system counts as solved, and when conjugate gradients stop.
+    """Settings of the linear systems behind implicit and second derivatives.
 
-    Up to 3,000 points on the smaller side, 512 on a CPU, a system is factorized. Conjugate
-    gradients take over where that leaves a residual above the tolerance.
+    A system of at most 3,000 points on the smaller side (512 on a CPU) is factorized. Conjugate
+    gradients solve larger systems, and those whose factorization leaves a residual above the
+    tolerance.
 
     Attributes:
         tolerance: relative residual, in the norm scaled by the masses.
-        max_iterations: of conjugate gradients, for every right-hand side and system.
-        damping: delta >= 0; solve with S + delta diag(c), or (1 + delta) diag(r) + P, for systems
-            that are nearly singular. It changes the solution.
+        max_iterations: limit of conjugate gradient iterations, for every right-hand side and
+            system.
+        damping: delta >= 0, for nearly singular systems. With r and c the marginals of the plan,
+            delta diag(c) is added to the matrix of a cross term, delta diag(r) to that of a self
+            term. It changes the solution.
 
     Raises:
-        InputError: a tolerance outside of (0, 1), no iteration, a negative damping.
+        InputError: `tolerance` is not in (0, 1), `max_iterations` is below 1, or `damping` is
+            negative.
     """
 
     tolerance: Share = 1e-5

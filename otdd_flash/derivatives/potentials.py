@@ -37,7 +37,8 @@ the derivatives are dL/dV = b o e^T (T' / q), dL/da = u, dL/db = v and dL/dC = -
 
 V and T are relative to an origin near them, as A B^T cancels any common part. At points without
 mass u = -e (b o v) / (alpha q) and v = (B . e^T A - e^T (a o u)) / (beta p). Of relaxed marginals
-dL/da = alpha q o u and dL/db = beta p o v.
+dL/da = alpha q o u and dL/db = beta p o v. `otdd_flash` exports `sinkhorn_potentials` and
+`transport_map`; users alone call them.
 """
 
 from __future__ import annotations
@@ -104,38 +105,39 @@ def sinkhorn_potentials(
 ) -> tuple[Tensor, Tensor]:
     """Compute optimal potentials f (n,), g (m,) of OT_epsilon(x, y) with <b, g> = 0, for autograd.
 
-    With `unbalanced` they are unique, and not normalized.
+    With `unbalanced` potentials are unique, and <b, g> need not be 0.
 
     Differentiable once by x, y, a, b, class_table, lambda_x and lambda_y. The backward pass solves
-    one linear system, by a factorization where points are few and else by conjugate gradients (see
-    `CGOptions`), from the potentials alone: memory is that of the inputs, however many iterations
-    the solve took. The gradient is the implicit one of the optimum at the plan's own marginals, not
-    that of the iterations. By masses it is the one along the simplex, up to a constant. A cotangent
-    that is not finite gives NaN.
+    one linear system (see `CGOptions`), from the potentials alone: memory is that of the inputs,
+    however many iterations the solve took. The gradient is the implicit one of the optimum at the
+    plan's own marginals, not that of the iterations. By masses it is the one along the simplex, up
+    to a constant. An incoming gradient that is not finite gives NaN.
 
     Between groups of points that exchange almost no mass, potentials are balanced to far below the
-    marginal error, by the logarithms of the exchanged masses. Where the rounding of the masses is
-    larger than these, a common offset of each group is undetermined, and a warning says so.
+    marginal error, by the logarithms of the exchanged masses. Where the exchanged masses are below
+    the rounding of the masses, a common offset of each group is undetermined, and a warning says
+    so.
 
     Args:
-        x: (n, d) points; all arguments as in `sinkhorn_loss`.
+        x: (n, d) points. Arguments are as in `sinkhorn_loss`.
         y: (m, d) points.
-        a: (n,) masses, uniform by default. The potential of a point without mass is a softmin.
+        a: (n,) masses, uniform by default. The potential of a point without mass is the softmin
+            over the other side.
         b: (m,) masses, likewise.
         epsilon: regularisation, in units of the cost.
         labels_x: (n,) class indices.
         labels_y: (m,) class indices.
         class_table: W (V_x + V_y, V_x + V_y), of which the block [x, y] is read.
-        class_totals: (V_x, V_y).
+        class_totals: (V_x, V_y), the numbers of classes.
         lambda_x: weight of ||x_i - y_j||^2.
         lambda_y: weight of W.
         unbalanced: the price of mass that is not matched, rho or [rho_x, rho_y], as in
             `sinkhorn_loss`.
-        unbalanced_relative: the same as multiples of the mean cost, which is a constant then.
+        unbalanced_relative: the same as multiples of the mean cost, which counts as a constant.
         start: potentials by term to start from, {"xy": g}.
         options: how to solve and when to stop, `otdd.Converged()` by default.
-        cg: the tolerance of the linear system of the backward pass.
-        compute: where and how passes run.
+        cg: options of the linear system of the backward pass.
+        compute: as in `sinkhorn_loss`.
 
     Returns:
         f and g in units of the cost, float64, on the points' device.
@@ -149,7 +151,7 @@ def sinkhorn_potentials(
             solved.
 
     Warns:
-        NotConvergedWarning: one of these.
+        NotConvergedWarning: the same, without `require_convergence`.
     """
     given: dict[str, Any] = {"x": x, "y": y, "a": a, "b": b}
     options = options or Converged()
@@ -309,14 +311,13 @@ def transport_map(
     """Compute the barycentric map T = diag(1 / r) P V of OT_epsilon(x, y), for autograd.
 
     Differentiable once by x, y, values, a, b, class_table, lambda_x and lambda_y. The backward pass
-    solves one linear system, by a factorization where points are few and else by conjugate
-    gradients (see `CGOptions`), from the potentials alone: memory is that of the inputs, however
-    many iterations the solve took, and a plan of more than 256 MiB is never stored. The gradient is
-    the implicit one of the optimum at the plan's own marginals, not that of the iterations. By
-    masses it is the one along the simplex, up to a constant.
+    solves one linear system (see `CGOptions`), from the potentials alone: memory is that of the
+    inputs, however many iterations the solve took, and a plan of more than 256 MiB is never stored.
+    The gradient is the implicit one of the optimum at the plan's own marginals, not that of the
+    iterations. By masses it is the one along the simplex, up to a constant.
 
     Args:
-        x: (n, d) points; all arguments as in `sinkhorn_loss`.
+        x: (n, d) points. Arguments are as in `sinkhorn_loss`.
         y: (m, d) points.
         a: (n,) masses, uniform by default. Points without mass are mapped too, by the conditional
             plan that their potential defines.
@@ -326,16 +327,16 @@ def transport_map(
         labels_x: (n,) class indices.
         labels_y: (m,) class indices.
         class_table: W (V_x + V_y, V_x + V_y), of which the block [x, y] is read.
-        class_totals: (V_x, V_y).
+        class_totals: (V_x, V_y), the numbers of classes.
         lambda_x: weight of ||x_i - y_j||^2.
         lambda_y: weight of W.
         unbalanced: the price of mass that is not matched, rho or [rho_x, rho_y], as in
             `sinkhorn_loss`.
-        unbalanced_relative: the same as multiples of the mean cost, which is a constant then.
+        unbalanced_relative: the same as multiples of the mean cost, which counts as a constant.
         start: potentials by term to start from, {"xy": g}.
         options: how to solve and when to stop, `otdd.Converged()` by default.
-        cg: the tolerance of the linear system of the backward pass.
-        compute: where and how passes run.
+        cg: options of the linear system of the backward pass.
+        compute: as in `sinkhorn_loss`.
 
     Returns:
         T (n, k) on the points' device, float64 if a cloud is and float32 otherwise.
@@ -349,7 +350,7 @@ def transport_map(
             backward pass, the linear system was not solved.
 
     Warns:
-        NotConvergedWarning: one of these.
+        NotConvergedWarning: the same, without `require_convergence`.
     """
     images = None if values is None else _checked(values, y)
     given: dict[str, Any] = {"x": x, "y": y, "a": a, "b": b, "values": values}

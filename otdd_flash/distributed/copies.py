@@ -3,6 +3,7 @@
 Orders that change such a tensor change its copies alike, and rank 0 then calls `mark_equal`.
 PyTorch counts changes of a tensor, so that one which was changed otherwise is sent anew. It counts
 none through `.data` or by libraries that share its memory: content tells of what may be changed so.
+`flows.run` and `flows.stepping` hold what moves as `Copied`; `ranks` sends it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """What processes of a `torch.distributed` group exchange, put together in the order of the ranks.
 
 All processes call these methods together. A run of as many ranks repeats to the last bit, because
-nothing is added in the order in which it arrives.
+nothing is added in the order in which it arrives. `ranks` derives `Ranks` from `Exchange`;
+`operators.parts`, `operators.self_share` and `flows.owned_velocity` call `added`, and
+`commands.ranks` reads `PATIENCE`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An exception in the middle of an order leaves the other ranks there, where they wait for what does
 not come. So Ctrl-C is noted meanwhile and comes when the order is done; pressed twice, it comes at
-once.
+once. `exchange` makes `Interrupts`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 Rank 0 leads: it alone runs solvers, flows and reports, reads clocks and caches, and hears Ctrl-C.
 The others `serve`: they hold shares of what rank 0 works on, and do what it orders, until it says
 that it is done. An order is a function that every rank calls with the same arguments, rank 0 too;
-so ranks can never be of two minds about what comes next.
+so ranks can never be of two minds about what comes next. `commands.ranks` and `otdd.led` make
+`Ranks`; operators, `labels.by_ranks`, `flows.stepping`, `sampling.subsampling` and others order and
+exchange by it.
 """
 
 from __future__ import annotations
@@ -373,18 +375,18 @@ def ranks_of(group: ProcessGroup | Ranks | str) -> Ranks:
 
 @takes()
 def led(work: Callable[[Ranks], T], group: ProcessGroup | str | None = None) -> T:
-    """Call work(ranks) on rank 0 of a group, with the other processes to share its passes.
+    """Call work(ranks) on rank 0 of a process group; the other ranks share its passes.
 
     All processes of the group call `led`; rank 0 alone runs `work`, which may call whatever takes
     `compute=otdd.ComputeOptions(group=ranks)`, with whole datasets. All return what it returns.
 
     Args:
-        work: takes the ranks.
+        work: a function of the ranks, which it hands on as `group`.
         group: of `torch.distributed`; its default group for None.
 
     Raises:
-        InputError: there is no such group, or it is of several versions; on every rank, where the
-            work raises one.
+        InputError: there is no such group, or its processes run several versions; also, on every
+            rank, an error that `work` raises.
         LostRankError: another process has ended.
     """
     ranks = Ranks(None if group is None or isinstance(group, str) else group)

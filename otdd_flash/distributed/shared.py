@@ -1,4 +1,7 @@
-"""How work was shared by processes, for results to say."""
+"""How work was shared by processes, for results to say.
+
+`exchange` makes a `Shared`; `otdd` and `result` store it in results.
+"""
 
 from __future__ import annotations
 

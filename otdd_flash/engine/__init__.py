@@ -11,4 +11,6 @@ decisions are those of `formulas`.
 and `conjugate_gradients_kernels` the same in Triton.
 
 A single problem is a segment of its own, whatever holds its cost (`operators.one_problem`).
+`solver.solve`, `solver.small`, `labels.sinkhorn_pairs` and `derivatives.plan_system` run them on
+the problems that `operators` make.
 """

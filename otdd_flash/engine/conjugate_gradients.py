@@ -11,7 +11,8 @@ residual itself, such as a long one where the matrix is 0 but for rounding, is n
 iteration of that right-hand side ends.
 
 Iterations may use a nearby matrix with faster products. The true residual of the matrix itself then
-corrects their result: iterations restart from it.
+corrects their result: iterations restart from it. `derivatives.plan_system` makes `Iterates`;
+`conjugate_gradients_kernels` shares `Limits`, `Metric` and `Near`.
 """
 
 from __future__ import annotations

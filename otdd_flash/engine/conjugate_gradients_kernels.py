@@ -2,7 +2,8 @@
 
 All vectors and numbers of a step lie in the device's memory, at places that stay the same: a step
 is its products and one launch more, or a few with a preconditioner, asks the device nothing and can
-be recorded. What is recorded serves all later solves.
+be recorded. What is recorded serves all later solves. `derivatives.plan_system` makes
+`KernelIterates`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ r = T(g) - g. Where a marginal is relaxed, T'(T(g)) is translated by `Constraint
 
 Problems choose how they hold scores: `TorchProblems` in PyTorch, `KernelProblems` of
 `quasi_newton_kernels` in Triton. Their iterations are `Iterations`, which `run` repeats. The
-numbers of a segment must not depend on the segments beside it, to the last bit.
+problems are in `operators` (`operators.one_problem`, `operators.kernel_segments`, ...). The numbers
+of a segment must not depend on the segments beside it, to the last bit.
 """
 
 from __future__ import annotations

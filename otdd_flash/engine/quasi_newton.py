@@ -4,7 +4,8 @@ Every segment has its own differences, trust and level of epsilon, which depend 
 itself: `formulas.decision` and `formulas.differences` have the rules. This file decides in tensors,
 with vectors that are padded to one length, in float64 and plain PyTorch; entries of padding have no
 mass, and their residuals are 0. `quasi_newton_kernels` does by the same formulas in Triton, and
-`few_problems` in floats.
+`few_problems` in floats. `operators.stored_segments` and `operators.torch_pool` make a
+`QuasiNewton`.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ them. A graph launches all kernels of a step at once. A step changes tensors in 
 changes from one step to the next, epsilon and every decision, stands in the device's memory: so one
 recording serves all levels of epsilon.
 
-`Repeated` is for a step that is taken again and again: of `quasi_newton_kernels`, and of the
-solver's conjugate gradients. `Recorded` is for all that a small solve launches, whose room outlives
-it: the next problem in that room replays the recording.
+`Repeated` is for a step that is taken again and again: of `quasi_newton_kernels` and of
+`conjugate_gradients_kernels`. `Recorded` is for all that a small solve launches
+(`solver.small.pooled_solve`), whose room outlives it: the next problem in that room replays the
+recording.
 """
 
 from __future__ import annotations

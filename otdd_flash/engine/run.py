@@ -3,6 +3,8 @@
 `Iterations` say what one is and when a segment is done; this file runs them, keeps what every
 segment has proved when it finished, and goes on with those that are left. Whether a segment is done
 is decided on the device; the host reads their number late, and then leaves out the others.
+`solver.solve` calls `run` and `run_one`; `derivatives.plan_system` and `operators.parts` use
+`LateReader`.
 """
 
 from __future__ import annotations

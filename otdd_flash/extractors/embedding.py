@@ -104,7 +104,7 @@ def embed(
     progress: Progress | None = None,
     group: Ranks | None = None,
 ) -> LabeledSamples:
-    """Extract the features of every input.
+    """Make `LabeledSamples` of a dataset: extract the features of every input.
 
     ```python
     import otdd_flash as otdd
@@ -118,7 +118,7 @@ def embed(
     Args:
         dataset: the result of `otdd.load`; a PyTorch dataset of pairs (input, label), such as
             torchvision's, a `TensorDataset`, `Subset` or `ConcatDataset`, or an `IterableDataset`;
-            a `DataLoader` of such pairs, read once, in its order; a `datasets.Dataset` or
+            a `DataLoader` of such pairs, which is read once, in its order; a `datasets.Dataset` or
             `datasets.IterableDataset`; or arrays (inputs, labels). Labels are integers or text;
             class names come from `dataset.classes` or a `ClassLabel`. Inputs are vectors, texts, or
             images: of PIL, as arrays (h, w) or (h, w, c), or as tensors (h, w) or (c, h, w), which
@@ -129,8 +129,8 @@ def embed(
             `datasets.Dataset`, a `TensorDataset`, torchvision's datasets and subsets of these are
             drawn in proportion to the classes, as by `otdd.load`. Rows of other datasets with a
             length are drawn whatever their class, as only their items hold labels. Of a
-            `DataLoader` or an iterable dataset the first rows are taken; one without an end needs
-            this.
+            `DataLoader` or an iterable dataset the first rows are taken; an endless one needs
+            `max_samples`.
         seed: seed of the draw.
         input: the input column of a Hugging Face dataset, or several numeric ones; None chooses it,
             with a notice, if only one reading is possible.
@@ -149,9 +149,9 @@ def embed(
             in the file are computed again and compared. `cache_dir` is then not used.
         num_workers: processes that read items of a dataset, and prepare the inputs of a network.
         progress: called with (inputs done, n).
-        group: the result of `otdd.led`: ranks that share the batches of a network, of a function
-            that all of them can import, or of pixels of image files. Other extractors run in this
-            process alone. This process writes `features_path`.
+        group: the ranks that `otdd.led` hands to its function. They share the batches of a network,
+            of a function that all of them can import, or of pixels of image files. Other extractors
+            run in this process alone. This process writes `features_path`.
 
     Returns:
         Samples with features (n, d).

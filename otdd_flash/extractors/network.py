@@ -1,8 +1,8 @@
 """`Extractor`, the protocol of feature extractors, and `Network`, the one around a torch module.
 
 An extractor maps a batch of raw inputs to a feature matrix. `vision_models`, `sentence_embedding`
-and `module_features` make `Network`s; `otdd_flash.extractors`, `embedding`, `vision_models` and
-`commands.sides` take an `Extractor`.
+and `module_features` make `Network`s; `otdd_flash.extractors`, `embedding`, `vision_models`,
+`commands.sides` and `commands.nearest` take an `Extractor`.
 
 A change must respect that `key` identifies the features of a cacheable extractor (equal keys, equal
 features), as they are cached by it; that a network, which may be the user's, is left in its

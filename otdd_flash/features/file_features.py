@@ -9,7 +9,7 @@ in record batches is not contiguous, so it cannot be one mapped tensor (`Scatter
 operation that takes rows reads only those rows, the largest entry is found block by block, and any
 other operation reads the whole matrix.
 
-`samples`, `fingerprint`, `operators`, `solver.tensors`, `flows.run` and
+`samples`, `fingerprint`, `cost.points`, `operators`, `solver.tensors`, `flows.run` and
 `extractors.feature_store` recognise or open such tensors; `operators.sharing` sends their files to
 other ranks (processes).
 
@@ -160,7 +160,7 @@ class ScatteredFeatures(FileFeatures):
 @computes
 @takes()
 def features_file(path: str | os.PathLike[str] | Dataset, *, key: Word | None = None) -> Tensor:
-    """Open features (n, d) in files, as a matrix that is read as it is used.
+    """Open a feature matrix (n, d) in a file, without reading it into memory.
 
     Args:
         path: a .npy or .safetensors file with a matrix of floating-point numbers; an .arrow file or

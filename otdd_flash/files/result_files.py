@@ -2,7 +2,8 @@
 
 `result`, `flows.result` and `solver.matrix.result` save and load through this module;
 `pairwise` has one file of the name SUMMARY_FILE with a table of its own beside it, and takes
-SUMMARY_FILE and COMPUTE_AGAIN. `commands.results` removes an old result with `remove_result`.
+SUMMARY_FILE and COMPUTE_AGAIN. `commands.results` and `commands.shift` remove an old result with
+`remove_result`.
 
 `read_result` reads result.safetensors alone, which holds the summary too. So a write that was
 interrupted between both files never mixes two results, although result.json is then older. Both

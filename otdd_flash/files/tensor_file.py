@@ -2,10 +2,10 @@
 
 `write_tensors` and `read_tensors` handle named tensors and texts in one safetensors file, with a
 checksum over all of them, so that a flipped bit is found instead of computed with.
-`files.result_files`, `files.cache`, `flows.checkpoint`, `flows.residual_map` and `study.units` use
-them; `pairwise` uses the checksum for files of its own. `load_torch_file` reads files of
-`torch.save` without running code, for `extractors.checkpoint`. `write_arrays` and `read_arrays`
-handle npz files: tables of class distances (`labels.table`) and samples
+`files.result_files`, `files.cache`, `flows.checkpoint`, `flows.residual_map`, `ranking.index` and
+`study.units` use them; `pairwise` uses the checksum for files of its own. `load_torch_file` reads
+files of `torch.save` without running code, for `extractors.checkpoint`. `write_arrays` and
+`read_arrays` handle npz files: tables of class distances (`labels.table`) and samples
 (`data.writing`, `report.flow.writing`).
 
 Every saved file carries the version and a format number (STAMP), which `check_format` compares when

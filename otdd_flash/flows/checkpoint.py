@@ -223,7 +223,7 @@ class Checkpoints:
         folder: gets a manifest, `checkpoint.json`, and a folder `checkpoint` with its files.
             The last two checkpoints are kept there.
         every: steps between two writes; the end of a flow is always written.
-        resume: continue from the last one instead of starting.
+        resume: continue from the last checkpoint instead of starting anew.
 
     Raises:
         InputError: `every` is not positive.
@@ -272,10 +272,10 @@ class Checkpoints:
         """Write a state, the settings that it belongs to, and which of them may change.
 
         Args:
-            state: the state that belongs to no row, with `step`.
+            state: the part of the state that belongs to no single row, with `step`.
             settings: by key.
             may_change: keys of settings that a resumed run may change.
-            write: writes the files of all rows.
+            write: called to write the files of all rows.
 
         Raises:
             InputError: a file cannot be written; the previous checkpoint then remains.

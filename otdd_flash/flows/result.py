@@ -52,7 +52,8 @@ class FlowResult:
         target: the m points they moved towards, in the same space.
         samples: the n particles after the last step, with their labels and weights; row i was row
             i of `source`.
-        before: the start, evaluated on all points: the dataset distance of source and target.
+        before: the record of the start, evaluated on all points: the dataset distance of source and
+            target.
         history: one record per step, and one of the end.
         trajectory: positions of some particles at some steps.
         class_distances: W of the last evaluation; in mode `augmented`, that of the start.
@@ -64,7 +65,7 @@ class FlowResult:
         seconds: wall time of the preparation and of the flow.
         unchanged: fingerprints of source and target; methods raise once one of them was modified in
             place. None if nothing else shares their memory.
-        mean_cost: at the start, to which `epsilon_relative` refers.
+        mean_cost: the mean cost at the start, of which `epsilon_relative` is a multiple.
     """
 
     source: LabeledSamples

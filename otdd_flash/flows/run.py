@@ -114,7 +114,7 @@ def gradient_flow(
     cache_dir: str | os.PathLike[str] | None = None,
     callbacks: Callbacks | None = None,
 ) -> FlowResult:
-    """Move a labelled dataset towards another.
+    """Move a labelled dataset towards another, along the gradient of their distance.
 
     Args:
         source: n points, which the flow copies, as samples, as arrays (features, labels) or as any
@@ -137,9 +137,9 @@ def gradient_flow(
             them, by `DistanceResult.unmatched().source_rows`.
         unbalanced_relative: the same as a multiple of the mean cost at the start.
         solver: how a step is solved and when it stops, `otdd.Converged()` by default.
-        compute: where and how passes run, or only the device.
+        compute: `otdd.ComputeOptions`, or only a device.
         cache_dir: the cache of class distances of the start; None uses none.
-        callbacks: functions called with steps and solves, and to ask whether to stop.
+        callbacks: functions called with steps and solves, and asked whether to stop.
 
     Returns:
         The adapted dataset, in the space of `source`, with the records of the flow.

@@ -4,7 +4,8 @@ Each is written once and runs on tensors (S,) of many problems, on Python floats
 in a Triton kernel for a block of problems: `operations` has what differs between the three.
 `evidence` computes bounds and errors of an evaluation, `decision` accepts steps and ends levels and
 problems, `differences` is L-BFGS. The classes of `engine` evaluate softmins, call these functions,
-and move the potentials; `kernels.segments.decision` compiles them.
+and move the potentials; `kernels.segments.decision` compiles them. The modules of `solver` and
+`operators` use `marginals` and the bounds.
 
 A function that is compiled is at the top level of its module, has no loops, calls nothing but its
 neighbours and `operations`, and returns a number or a NamedTuple of fields alone. It branches only

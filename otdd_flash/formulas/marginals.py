@@ -34,6 +34,8 @@ transport: translation invariant Sinkhorn and 1-D Frank-Wolfe):
 
 Vectors have shape (..., k), their masses likewise; potentials and penalties are in units of the
 cost. `expm1` throughout: for a large rho all that matters is in the digits that e^(-f / rho) loses.
+`solver.penalties` makes `Constraints`; comparisons, `solver.certificate`, `engine` and derivatives
+read them.
 """
 
 from __future__ import annotations

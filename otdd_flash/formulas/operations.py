@@ -3,7 +3,8 @@
 The numbers of many problems are tensors (S,). Those of one problem on a CPU are Python floats, as
 an operation of PyTorch takes thirty times as long as its arithmetic there. Both follow IEEE 754:
 nothing here raises, and NaN passes through. Names and arguments are those of `triton.language`,
-which takes the place of this module where formulas are compiled for a kernel.
+which takes the place of this module where formulas are compiled for a kernel. `formulas.decision`,
+`formulas.differences` and `formulas.evidence` call it, and `operators.score_pool`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The table W of classes whose points have different dimensions, in units of E, length^4.
 
-`distance` calls `gromov_table`. The method `gaussian` is the Gromov-Wasserstein distance between
-Gaussians over Gaussian couplings (Delon, Desolneux and Salmona 2022, Gromov-Wasserstein distances
-between Gaussian distributions), an upper bound of that over all couplings of these Gaussians:
+`distance` and `otdd_flash.pairwise` call `gromov_table`. The method `gaussian` is the
+Gromov-Wasserstein distance between Gaussians over Gaussian couplings (Delon, Desolneux and Salmona
+2022, Gromov-Wasserstein distances between Gaussian distributions), an upper bound of that over all
+couplings of these Gaussians:
 
     4 (tr S - tr T)^2 + 8 sum_k (l_k - h_k)^2
 

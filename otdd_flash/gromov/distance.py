@@ -1,7 +1,7 @@
 """`ground="gromov"` of `dataset_distance` and `pairwise_distances`: checks, tables and results.
 
-`otdd` and `pairwise` call it after they have read their arguments. Errors of input must come before
-anything is solved, which may take long.
+`otdd` and `pairwise` call it after they have read their arguments, and `commands.compare` calls
+`gromov_options`. Errors of input must come before anything is solved, which may take long.
 """
 
 from __future__ import annotations

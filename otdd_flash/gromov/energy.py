@@ -15,7 +15,8 @@ with equality where X^T P Y = M_0. The plan of least <C, P> (+ epsilon KL) there
 (+ epsilon KL) than the plan M_0 is of. C is minus an inner product in min(d_x, d_y) + 1
 coordinates, for which no n x m matrix is needed.
 
-`Cloud` holds what is computed of one side once; `Energy` of a pair. All is float64.
+`Cloud` holds what is computed of one side once; `Energy` of a pair. All is float64. `distance` and
+`problem` make both; `bounds` and `starts` read an `Energy`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     F(P) = lambda_x E(P) + lambda_y <W, P>
 
-`solve` descends on F + epsilon KL(P | a b^T) by it.
+`solve` descends on F + epsilon KL(P | a b^T) by it; `distance` makes the `Problem`.
 """
 
 from __future__ import annotations

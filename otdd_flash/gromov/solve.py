@@ -1,8 +1,9 @@
 """The outer loop of Gromov-Wasserstein: linearise, solve, repeat, from several starts.
 
-`distance` calls `solve_gromov`. Each step is a `Comparison` of the same two datasets whose
-transformed points are those of the linearised cost, so that every solver, kernel and question about
-the plan takes it as any other comparison by inner products.
+`distance` calls `solve_gromov`; `otdd_flash.pairwise` and `result` call `prepare`. Each step is a
+`Comparison` of the same two datasets whose transformed points are those of the linearised cost, so
+that every solver, kernel and question about the plan takes it as any other comparison by inner
+products.
 
 The objective F(P) + epsilon KL(P | a b^T) does not rise from step to step, and decides between
 starts; F alone may rise, as entropy grows. `value` is F of a plan whose sums are corrected

@@ -35,7 +35,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  
 
     Args:
         steps: number of steps of the flow.
-        step_size: share of its way that a row moves in a step.
+        step_size: share of its way to the target that a row moves in a step.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost at the start; instead of
             `epsilon`. Neither given means 0.01 of that mean.

@@ -25,14 +25,14 @@ from otdd_flash.solver.term import refuse_both
 
 
 class DatasetDistance(Metric):  # type: ignore[misc]
-    """The Optimal Transport Dataset Distance between the rows seen of two datasets.
+    """The Optimal Transport Dataset Distance between two datasets, given in batches.
 
     `compute()` returns {"value", "lower", "upper"}, each a 0-dim float64 tensor. With several
     processes the rows are those of all of them, in their order. The value then equals, within the
     bounds of both, that of one process which saw all rows.
 
     Args:
-        max_rows: rows of each side that are kept, in each process; later ones are left out, with a
+        max_rows: limit of rows kept of each side, in each process; later rows are left out, with a
             notice.
         labels: how classes are compared; must be "none" if `update` gets no labels.
         epsilon: entropic regularisation, in units of the cost.

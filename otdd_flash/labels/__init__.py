@@ -2,12 +2,13 @@
 
 W holds squared 2-Wasserstein distances for the cost ||.||^2, whatever lambda_x is. The modules,
 from data to table: `classes` cuts datasets into class clouds; `pairs` lists pairs of classes and
-cuts such lists; `moments`, `gaussian`, `exact` and `sinkhorn_pairs` measure a list of pairs;
-`metrics` holds the methods that `labels=` names; `measuring` measures the tables of whole datasets,
-as far as `pair_cache` does not know them, `by_ranks` on several ranks; `table` holds such tables.
+cuts such lists; `gaussian`, `exact` and `sinkhorn_pairs` measure a list of pairs; `numbers` takes
+the place of classes where labels are numbers; `metrics` holds the methods that `labels=` names;
+`measuring` measures the tables of whole datasets, as far as `pair_cache` does not know them,
+`by_ranks` on several ranks; `table` holds such tables.
 
 `otdd`, `pairwise`, `result`, `commands.compare`, `commands.settings`, and modules of `flows`,
-`sampling` and `study` import their names from here.
+`gromov`, `mixing`, `ranking`, `sampling`, `shift` and `study` import their names from here.
 """
 
 from otdd_flash.labels.measuring import (

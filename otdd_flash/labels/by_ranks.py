@@ -1,9 +1,9 @@
 """A metric whose pairs are measured by several ranks, each a share of them.
 
-`measured_by_ranks` wraps a metric; `otdd`, `pairwise` and `flows.run` call it. The classes are sent
-to the ranks once. Each of R ranks selects its share of the pairs itself: it sorts them by size, the
-largest first, and takes every R-th one from its own rank on. If all pairs of the classes are
-wanted, their list is not sent.
+`measured_by_ranks` wraps a metric; `otdd`, `pairwise`, `mixing.sources` and `flows.run` call it.
+The classes are sent to the ranks once. Each of R ranks selects its share of the pairs itself: it
+sorts them by size, the largest first, and takes every R-th one from its own rank on. If all pairs
+of the classes are wanted, their list is not sent.
 
 A change must keep values and recipes those of the wrapped metric, so that cached distances stay
 valid. All ranks must run the same collectives in the same order, even if one of them fails, because

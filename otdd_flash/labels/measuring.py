@@ -6,10 +6,10 @@ below them a list of pairs: it reads the cache, measures the missing pairs in pa
 at intervals, so that a killed run loses little. `settled_metric`, `drop_small_classes` and
 `notice_single_samples` prepare metric and datasets before they are measured.
 
-`pairwise` calls `measure_all`, `flows.modes.feature_driven` `measure_pairs`,
-`study.measures.distances` `class_block`; `pairwise` and `sliced.distances` `as_datasets`. The
-others come through `otdd_flash.labels`: `otdd`, `pairwise`, `flows.run`, `sampling.comparison`,
-`study.study` and `study.setup`.
+`pairwise` calls `measure_all`, `flows.modes.feature_driven` and `ranking.bounds` `measure_pairs`,
+`study.measures.distances` and `mixing.sources` `class_block`; `pairwise` and `sliced.distances`
+`as_datasets`. The others come through `otdd_flash.labels`: `otdd`, `flows.run`, `ranking.index`,
+`sampling.comparison`, `study.study` and others.
 
 A change must keep the following rules. A distance has the same bits whatever other pairs are
 measured beside it, with and without a cache, so that a table can be measured block by block; this
@@ -92,8 +92,8 @@ def class_distances(
         The whole table; `between(i, j)` is the table of two of the datasets.
 
     Raises:
-        InputError: not a list of datasets, `continuous`, labels are missing, the dimensions differ,
-            or a class is too small or too large for the method.
+        InputError: `datasets` is not a list, labels are missing or are `continuous`, dimensions
+            differ, or a class is too small or too large for the method.
     """
     metric, cost = metric_of(labels), GroundCost(ground=ground)
     if isinstance(metric, Continuous):

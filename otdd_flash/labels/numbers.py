@@ -2,8 +2,9 @@
 
 `labels="continuous"` compares rows by lambda_y ||(t_i - s_j) / scale||^2. `with_numbers` finds the
 targets and one scale of all datasets, and puts it into the metric. `otdd`, `pairwise`, `flows.run`,
-`sampling.comparison` and `study.study` call it for every metric, before anything is measured, and
-give the scale (`scale_of`) to their `Comparison`, whose labels `operators.label_costs` embeds.
+`mixing.sources`, `ranking.index`, `sampling.comparison` and `study.study` call it for every metric,
+before anything is measured, and give the scale (`scale_of`) to their `Comparison`, whose labels
+`operators.label_costs` embeds.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ two. `labels.measuring` builds both, `labels.metrics` reads the first from a fil
 shows its `NearestClass` rows; `sliced.distances` uses `distinct_names`, and
 `flows.modes.feature_driven` `class_names`; `otdd`, `pairwise`, `result`, `sampling.comparison`,
 `commands.compare`, `study.measures` and modules of `flows` import one of them through
-`otdd_flash.labels`; `sliced.distances` calls `distinct_names`.
+`otdd_flash.labels`.
 
 A change must respect that any `ClassDistances` is valid: all checks run in the constructor, so a
 table of the user's, of a file or of a metric obeys the same rules. The npz keys must stay: users'
@@ -135,7 +135,7 @@ class ClassDistances:
         lower: Tensor | None,
         upper: Tensor | None,
     ) -> ClassDistances:
-        """Split a table that is known to be one; `from_full` checks what users give."""
+        """Split a valid table without checking it; `from_full` is for users."""
         blocks = full[:size_x, :size_x], full[:size_x, size_x:], full[size_x:, size_x:]
         return cls(*blocks, names_x, names_y, lower=lower, upper=upper)
 
@@ -331,7 +331,7 @@ class JointClassDistances:
         return self.pair(first, second)
 
     def pair(self, first: int, second: int) -> ClassDistances:
-        """Return the table of two datasets that are there; `between` checks what users give."""
+        """Return the table of two datasets, without the check of indices that `between` does."""
         rows = torch.cat([torch.arange(*self.offsets[k : k + 2]) for k in (first, second)])
         full, lower, upper = self._of(rows)
         names = self.class_names[first], self.class_names[second]

@@ -4,7 +4,7 @@ As `sampling.subsampling` for distances: the deviations of weights of subsamples
 times sqrt((m / n) / (1 - m / n)), give their standard errors at all rows. Rows are drawn from every
 source and from the target; classes are measured anew, unless a table is given; epsilon is that of
 the whole. Intervals are cut at 0 and 1: at a border weights are not normal, and an interval there
-is rough.
+is rough. `mixing.mixture` calls `weight_intervals`.
 """
 
 from __future__ import annotations

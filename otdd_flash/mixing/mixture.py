@@ -86,20 +86,21 @@ def mixture(
 ) -> Mixture:
     """Find the weights of sources whose mixture is nearest to a target, and prove how near.
 
-    Classes of different sources stay apart, also those of one name.
+    Classes of different sources stay separate, even if they share a name.
 
     Args:
         target: m points, as samples, as arrays (features, labels) or as any dataset of vectors that
             `otdd.embed` takes; without labels only `labels="none"` applies.
         sources: K datasets of the same dimension, 1 to 200, in a list or by name.
-        max_weights: largest weights by source; others may be 1.
-        max_rows: rows of the dataset to be drawn: no source gets more weight than its rows allow.
-        penalty: price of KL(weights | towards), in units of the cost.
-        towards: weights by source that the penalty draws to; equal ones by default.
-        debias: subtract half of both self terms. The value then need not be convex in the weights,
-            once labels count, and the result is a stationary point without a bound over others.
-            Without, epsilon draws weights to sources that are narrower than the target.
-        bound_width: (upper - lower) / value to reach.
+        max_weights: largest weights by source; 1 for sources that are not named.
+        max_rows: number of rows that will be drawn (`Mixture.rows`): no source gets more weight
+            than its rows allow.
+        penalty: factor of KL(weights | towards) in the objective, in units of the cost.
+        towards: weights by source towards which the penalty draws; equal ones by default.
+        debias: subtract half of both self terms. With labels the value may then not be convex in
+            the weights: the result is a stationary point, without a bound over other weights.
+            False: epsilon favours sources that are narrower than the target.
+        bound_width: relative width of the bounds to reach, (upper - lower) / value.
         max_seconds: wall time after which the search ends, with what is proven then; comparisons
             with other weights are left out. Subsamples take their own time.
         epsilon: entropic regularisation, in units of the cost.
@@ -108,17 +109,18 @@ def mixture(
         labels: how distances between classes are measured, as for `dataset_distance`.
         class_distances: a table to use instead, from `otdd.class_distances([*sources, target])`.
         min_class_size: drop classes with fewer samples, with a notice.
-        lambda_x: weight of the squared distance between features.
+        lambda_x: weight of the cost between features.
         lambda_y: weight of the squared distance between classes.
-        ground: `sqeuclidean` or `cosine`.
-        subsample: K, to estimate intervals of the weights from so many subsamples; 39 or more.
-        seed: of these draws.
-        compute: where and how passes run, or only the device.
+        ground: the cost between features, `sqeuclidean` or `cosine`.
+        subsample: K, the number of subsamples for intervals of the weights, at least 39; None: no
+            intervals.
+        seed: seed of the subsamples.
+        compute: `otdd.ComputeOptions`, or only a device.
         cache_dir: folder of a database of measured class distances.
-        progress: called as progress(solves, gap over the value).
+        progress: called as progress(solves, gap divided by the value).
 
     Returns:
-        Weights, the value with bounds, and what they leave open.
+        The weights, the value with bounds, and which weights stay undetermined.
 
     Raises:
         InputError: the request cannot be met; the message says what to change.

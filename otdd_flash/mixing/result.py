@@ -57,27 +57,29 @@ class WeightInterval(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Mixture:
-    """Weights of sources whose mixture is nearest to a target, and how sure they are.
+    """Weights of sources whose mixture is nearest to a target, with what is proven of them.
 
     Attributes:
         weights: by source; they sum to 1.
-        value: upper bound of the objective at these weights: the transport cost, and the penalty.
-            With `debias` the solver's value.
-        bounds: (lower, upper): the least objective over all allowed weights is between them, and
-            so is that of `weights`. With `debias` solver bounds at these weights, which say nothing
-            of others.
+        value: upper bound of the objective at these weights, transport cost plus penalty. With
+            `debias` the value that the solver reached.
+        bounds: (lower, upper) contain the least objective over all allowed weights, and the
+            objective at `weights`. With `debias` they are solver bounds at these weights alone.
         transport: the value without the penalty.
-        marginal_costs: by source, price less the mean price under the weights, per unit of weight:
-            about 0 where a source is in use, positive where it is not, negative only at a limit.
-        undetermined: changes of weights by source, of 0.05 or more, in each of which the objective
-            rises by less than `bound_width` of the value; with `debias` none are looked for.
-        others: other weights beside these.
-        intervals: by source, from subsamples; None if they were not asked for.
+        marginal_costs: by source: the change of the objective per unit of its weight, less the mean
+            of these under the weights. About 0 where a source is in use, positive where it is not,
+            negative only at a limit.
+        undetermined: changes of weights by source, of 0.05 or more, each of which raises the
+            objective by less than `bound_width` of the value. With `debias` none are looked for.
+        others: other weights for comparison, such as uniform ones, with their distances.
+        intervals: confidence intervals of the weights by source, from subsamples; None if they were
+            not asked for.
         limits: by source the largest weight that was allowed.
         sizes: rows of each source that have mass.
         converged: whether `bound_width` was reached.
         stopped_by: why the search ended.
-        debias: whether self terms were subtracted: a stationary point, unproven.
+        debias: whether self terms were subtracted. The weights are then a stationary point, not
+            proven to be the best.
         solves: transport problems solved for the weights.
         target: name of the target.
         details: epsilon, mean cost, settings, versions, seconds.
@@ -125,7 +127,7 @@ class Mixture:
         return f"value {bounded(self.value, *self.bounds)} of all allowed weights"
 
     def sentences(self) -> list[str]:
-        """Say what is proven, what is undetermined, and how other weights compare."""
+        """Say in words what is proven, what is undetermined, and how other weights compare."""
         said = [self._proof()]
         if not self.converged:
             said.append(
@@ -156,18 +158,19 @@ class Mixture:
 
     @takes()
     def rows(self, count: Count, seed: Seed = 0) -> dict[str, Tensor]:
-        """Draw rows without replacement: so many of each source as its weight says.
+        """Draw rows without replacement, from every source in proportion to its weight.
 
         Args:
             count: rows in all.
             seed: of the draw.
 
         Returns:
-            Ascending row numbers of each source, as it was compared: without classes that
-            `min_class_size` dropped.
+            Ascending row numbers of each source. Rows of classes that `min_class_size` dropped are
+            not counted.
 
         Raises:
-            InputError: a source has fewer rows than its share; `max_rows` keeps weights within.
+            InputError: a source has fewer rows than its share; `max_rows` of `otdd.mixture`
+                prevents that.
         """
         w = np.array(list(self.weights.values()))
         shares = _whole(w * count, count)
@@ -193,8 +196,8 @@ class Mixture:
     def dataset(self, rows: Count, seed: Seed = 0) -> LabeledSamples:
         """Draw a dataset to train on, see `rows`.
 
-        Classes of equal names are one class, as a network has one output for both. In the mixture
-        that was compared they stayed apart: `dataset_distance` of this dataset is another number.
+        Classes of equal names become one class, as a network has one output for both. For `value`
+        they stayed separate, so `dataset_distance` of this dataset is another number.
 
         Raises:
             InputError: as for `rows`, or some sources have labels and others none.

@@ -30,5 +30,6 @@ Problems of the engine (`engine.problems`): `one_problem` is an operator as the 
 scores in PyTorch, `kernel_segments` computes them in Triton on the points of a `class_pool`. The
 terms of a small divergence are the problems of a `score_pool`, which also has the terms for
 certificates: `kernel_pool` in Triton, `torch_pool` on a processor; a given matrix is a
-`matrix_pool`.
+`matrix_pool`. Entry points prepare a `comparison`; `solver`, `derivatives`, `gromov` and
+`labels.sinkhorn_pairs` call what is built from it.
 """

@@ -6,7 +6,8 @@ forbids a pair: its score is -inf and its entry of the plan is 0.
 
 `solver.matrix_comparison` and `solver.matrix.plan` build operators by `matrix_operator`. On a GPU
 `matrix_kernel` runs the passes in Triton and uses such an operator for the rest. What needs the
-costs themselves reads them in float64 by `exact_blocks`.
+costs themselves reads them in float64 by `exact_blocks` (`solver.matrix.result`,
+`solver.matrix.transport`, `derivatives.groups`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Potentials lie one segment after the other, float32, those of rows in one tensor and those of
 columns in another, and so do the other vectors of the columns: every point holds one of each per
 opposite class. Potentials belong to the cost -2 x'_i . y'_j of `class_pool`; what is left out of it
-is the `offset`.
+is the `offset`. `labels.sinkhorn_pairs` makes `KernelSegments`.
 
 What a pass of the exact form may get wrong, u = 2^-24, for n terms in a sum:
 

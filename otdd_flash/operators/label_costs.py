@@ -138,12 +138,12 @@ def has_sets(sides: Sequence[LabeledSamples]) -> bool:
 def set_table(table: Tensor, sides: Sequence[Samples]) -> Tensor:
     """Return the costs between sets of labels from the class distances of labels.
 
-    It is differentiable by W.
+    The result is differentiable by W.
 
     Args:
         table: W (V_x + V_y, V_x + V_y), squared distances between the labels of both sides.
         sides: the source and the target, as samples or as arrays (features, labels), with S_x and
-            S_y distinct sets of labels; without several labels a row each class is one set.
+            S_y distinct sets of labels; if no row has several labels, each class is a set.
 
     Returns:
         (S_x + S_y, S_x + S_y) float64, in units of W, on its device.

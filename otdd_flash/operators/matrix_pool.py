@@ -3,6 +3,7 @@
 The matrix is not copied: kernels read its address and its sizes from the device's memory. So the
 CUDA graphs that were recorded for one matrix serve every other of its type that fits the room. Rows
 are contiguous in memory: where columns of the given matrix are, its transpose is solved.
+`solver.small.pooled_solve` makes a `MatrixPool`.
 """
 
 from __future__ import annotations

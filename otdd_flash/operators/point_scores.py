@@ -7,7 +7,8 @@ Points are centred. The bias table (V_x, m) has all terms that depend on a row o
 class; a tile is that table gathered by class, plus a matrix product. Stored scores, and the costs
 that certificates read, are computed in float64, tile by tile: on a processor a tile stays in the
 cache until it has been read. Streamed scores take O((n + m) d + V_x m) memory and one block.
-`build` chooses between `stored_operator` and `streamed_operator`.
+`build` chooses between `stored_operator` and `streamed_operator`; `labels.sinkhorn_pairs` calls the
+latter for pairs of any size.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 If kernels pack points, a rank packs its own shard once, and the packed form circulates: 2 bytes a
 coordinate, or 4 if kernels read both parts. Labels, order and norms of all packed points stay on
-every rank. For certificates and products with the plan the unpacked points circulate.
+every rank. For certificates and products with the plan the unpacked points circulate. `ring` makes
+`RingBlocks` of either side, and `ring_pairs` passes over them.
 """
 
 from __future__ import annotations

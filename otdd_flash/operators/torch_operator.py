@@ -1,8 +1,8 @@
 """Softmins, plan sums and plan products in PyTorch, one cache-sized tile of scores at a time.
 
-A `Source` (`point_scores`, `given_costs`) provides blocks of the scores S (n, m) with C_ij =
-row_offset_i - S_ij; this file reduces them. In base-2 logarithms, with u_j = log2(b_j) + g_j
-log2(e) / epsilon, one half-step is
+`point_scores`, `given_costs` and `score_pool` make a `TorchOperator`. Its `Source` provides blocks
+of the scores S (n, m) with C_ij = row_offset_i - S_ij; this file reduces them. In base-2
+logarithms, with u_j = log2(b_j) + g_j log2(e) / epsilon, one half-step is
 
     f_i = row_offset_i - epsilon ln(2) LSE2_j[u_j + S_ij log2(e) / epsilon].
 

@@ -12,6 +12,7 @@ entropy regularized transport problems, absorbs potentials into the kernel in th
 
 p is float32, of rows and of columns. What underflows in it is smaller than e^-87, and after shifts
 of at most `MOST_SHIFT` each e^-47 of its sum. Certificates compute plans anew, from the scores.
+`solver.small.pooled_solve` makes a `TorchPool`.
 """
 
 from __future__ import annotations

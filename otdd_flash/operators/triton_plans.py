@@ -5,7 +5,8 @@ an `ExactFusedPlan`, which computes entries as sums hi + lo of two float16 in ev
 Iterations whose result is refined afterwards use plans rounded to float16, `HeldPlan` or
 `FusedPlan`, whose row and column sums are those of the rounded numbers. Values are multiplied as
 sums hi + lo of two float16, and added in float32. Sums are in the order of the points; layouts map
-it to packed rows.
+it to packed rows. `triton_operator` makes a `KernelPlan`; `derivatives.plan_points` multiplies
+points by its `PointProducts`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """An index of datasets: epsilon and settings fixed once, and of every member its self term.
 
-`index` builds or extends one, in memory or in a folder; `ranking.race` reads it. Values compare
-because a query takes epsilon, cost and method of class distances as they were when the index was
-built. A folder holds `index.json`, written before any member is solved, and two files for each
-member, named after its digest: its numbers, and its rows, which are read when a query cannot
-do without. Every file appears whole or not at all, so that a killed build goes on where it was; one
-that is damaged is found by its checksum, and that member is computed again.
+`index` builds or extends one, in memory or in a folder; `commands.nearest` and users call it, and
+`ranking.race` reads it. Values compare because a query takes epsilon, cost and method of class
+distances as they were when the index was built. A folder holds `index.json`, written before any
+member is solved, and two files for each member, named after its digest: its numbers, and its rows,
+which are read when a query cannot do without. Every file appears whole or not at all, so that a
+killed build goes on where it was; one that is damaged is found by its checksum, and that member is
+computed again.
 
 Keys of `Settings.to_dict` and of members' files are the format: indices of earlier versions stay
 readable, or `INDEX_FORMAT` rises.
@@ -238,15 +239,15 @@ def digest_of(samples: LabeledSamples) -> str:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Index:
-    """Datasets with their self terms, ready to be ranked by `otdd.nearest`.
+    """A library of datasets with their solved self terms, to be ranked by `otdd.nearest`.
 
     Attributes:
-        settings: what all values depend on.
-        entries: the members, in the order of the library, each content once.
-        compute: where and how passes run.
+        settings: the settings that all distances depend on, such as epsilon.
+        entries: the members, in the order of the library; datasets of equal content once.
+        compute: where and how distances are computed.
         folder: where it is stored; None in memory.
-        held: rows of members by digest that are in memory.
-        duplicates: names of members whose content another, earlier one has, with that one's.
+        held: the members whose rows are in memory, by digest.
+        duplicates: for each dataset that equals an earlier member: its name and that of the member.
         lost: names of members whose numbers and rows in the folder are missing or damaged.
     """
 
@@ -277,7 +278,7 @@ class Index:
 
     @property
     def members(self) -> dict[str, LabeledSamples | _StoredRows]:
-        """The members as `index` takes them: rows in memory, or where the folder has them."""
+        """The members as `index` takes them: rows in memory, or references to the folder."""
         return {
             one.name: self.held.get(one.digest) or _StoredRows(self.folder, one.digest, one.name)
             for one in self.entries
@@ -299,13 +300,13 @@ class Index:
 
         Args:
             folder: as `otdd.index` wrote it.
-            compute: where and how passes run, or only the device.
+            compute: where and how distances are computed, or only a device.
 
         Raises:
             InputError: there is no index, or a later version wrote it.
 
         Warns:
-            DataNotice: neither the numbers nor the rows of a member are whole, and it is left out.
+            DataNotice: a member was left out: its numbers and its rows are missing or damaged.
         """
         where = Path(folder)
         if (stored := _read_index(where)) is None:
@@ -339,32 +340,31 @@ def index(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Index:
-    """Solve the self terms of many datasets once, so that queries pay for cross terms alone.
+    """Build an index of datasets for `otdd.nearest`, which solves their self terms once.
 
     Args:
         library: datasets of one dimension by name: samples, arrays (features, labels), any datasets
             of vectors that `otdd.embed` takes, names of datasets for `otdd.load`, or files that its
-            reader `arrays` takes. With a folder those that it lacks are added; {} reads it, at
-            the same settings, as `Index.load` does without any.
-        folder: where to store the index; what it holds already is not computed again, and a name
-            that is given with other rows takes these. None: in memory.
-        epsilon: entropic regularisation, in units of the cost, for good.
+            reader `arrays` takes. They are added to those in `folder`. {} adds none: it reads the
+            folder and checks the settings, which `Index.load` does not ask for.
+        folder: where to store the index; None: in memory. Members that the folder holds are not
+            computed again; a name that comes with other rows gets these.
+        epsilon: entropic regularisation, in units of the cost; it stays that of the index.
         epsilon_relative: the same as a multiple of the mean cost over sampled pairs of members.
             Neither given means 0.01 of that mean; 0 is the unregularised cost.
-        labels: how distances between classes are measured, as for `dataset_distance`; in a folder a
-            named method.
+        labels: how distances between classes are measured, as for `dataset_distance`; with `folder`
+            only by a named method.
         min_class_size: drop classes with fewer samples, with a notice.
         lambda_x: weight of the squared distance between features, or of the `ground` cost.
         lambda_y: weight of the squared distance between classes.
         ground: the cost between features, as for `dataset_distance`.
         unbalanced: rho, the price of mass that is not matched, in units of the cost.
-        unbalanced_relative: the same as a multiple of that mean cost.
-        dim: the number of features of members; by default as in the folder, or as most of the
-            members have that give the mean cost.
-        rebuild: compute everything again where the folder's settings are others; without, they are
-            refused.
+        unbalanced_relative: the same as a multiple of the mean cost over sampled pairs of members.
+        dim: the number of features of members; by default that of the folder, or of most of the
+            members from which the mean cost is estimated.
+        rebuild: if the folder has other settings, compute everything again; False raises.
         skip: leave out datasets that cannot be members, with a notice, instead of refusing them.
-        compute: where and how passes run, or only the device.
+        compute: `otdd.ComputeOptions`, or only a device.
         cache_dir: folder of a database of measured class distances.
         progress: called as progress(members done, their total).
 
@@ -375,7 +375,7 @@ def index(
         InputError: the request cannot be met; the message says what to change.
 
     Warns:
-        DataNotice: members of one content, members left out, damaged files.
+        DataNotice: members have equal content or were left out, or files are damaged.
     """
     cost, metric = GroundCost(lambda_x, lambda_y, ground), metric_of(labels)
     options, epsilon, epsilon_relative = schedule_of(None, epsilon, epsilon_relative)

@@ -8,7 +8,8 @@ whose lower bound is above the k-th value is ever solved. A member is among the 
 k - 1 others may be nearer by more than `tie`, and out if k others are no farther than its lower
 bound and `tie`. So equal values, which no effort separates, end the race as well.
 
-`nearest` is the public function, and `Ranking` what it returns; `report.nearest` shows it.
+`nearest` is the public function, which `commands.nearest` and users call, and `Ranking` what it
+returns; `report.nearest` shows it.
 """
 
 from __future__ import annotations
@@ -118,12 +119,12 @@ class Ranking:
         query: its name.
         rows: the first k, the nearest first.
         others: all other members, by their lower bounds.
-        certified: whether all rows are proven, and no member that may be nearer is unread.
-        stopped_by: `proven`, `max_seconds`, `damage` of members that may be nearer, or `rounding`,
-            which keeps intervals from narrowing.
-        cost: what it took.
-        details: epsilon, tie, settings of the index, `unread` with the names of members that cannot
-            be read, sampling intervals of the rows if asked for.
+        certified: whether all k places are proven, and no unreadable member could be nearer.
+        stopped_by: `proven`; `max_seconds`; `damage`, members that may be nearer cannot be read; or
+            `rounding`, which keeps intervals from narrowing.
+        cost: the work that it took.
+        details: epsilon, tie, settings of the index, the names of members that cannot be read as
+            `unread`, and sampling intervals of the rows if asked for.
     """
 
     query: str
@@ -151,7 +152,7 @@ class Ranking:
         return "\n".join([*lines, *self.sentences()])
 
     def sentences(self) -> tuple[str, ...]:
-        """Say what is proven, what is tied, what was spent, and what sampling leaves open."""
+        """Say in words what is proven, tied and spent, and what sampling leaves open."""
         cost, count = self.cost, self.details["k"]
         # Unknown where nothing was solved to the end.
         known = cost.full_passes > 0
@@ -235,26 +236,28 @@ def nearest(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Ranking:
-    """Find the k members of an index that are nearest to a query, and prove it.
+    """Find the k datasets of an index that are nearest to a query, and prove it.
 
-    Values are those of `dataset_distance` at the index's settings, with intervals. A member with
-    the query's rows comes first, at 0.
+    Values are those of `dataset_distance` at the index's settings, with solver bounds. A member
+    with the query's rows comes first, at distance 0.
 
     Args:
         query: samples of the members' dimension, as `dataset_distance` takes them.
-        library: an index of `otdd.index`, the folder of one, or datasets by name, of which one is
-            built in memory.
-        k: how many.
+        library: an index of `otdd.index`, the folder of one, or datasets by name, from which an
+            index is built in memory.
+        k: how many members to find.
         epsilon: refused if the index has another one, unless `rebuild`.
         rebuild: with another epsilon, solve the self terms of all members again, in memory.
-        skip: of datasets by name, leave out with a notice those that cannot be compared with the
-            query, such as those of another dimension, instead of refusing them.
+        skip: with datasets by name: leave out, with a notice, those that cannot be compared with
+            the query, such as those of another dimension. False raises.
         ordered: prove the order of the first k as well.
-        tie: values that differ by no more are equal, in units of the cost.
-        max_seconds: stop after so long, with what is proven then; a budget that has begun ends.
-        subsample: K, to estimate sampling intervals of the first k from so many subsamples each.
-        seed: of these draws.
-        compute: where and how passes run, or only the device; by default as for the index.
+        tie: values that differ by at most this, in units of the cost, count as equal.
+        max_seconds: wall time after which it stops, with what is proven then; iterations under way
+            are finished first.
+        subsample: K, the number of subsamples for a sampling interval of each of the first k; None:
+            none.
+        seed: seed of the subsamples.
+        compute: `otdd.ComputeOptions`, or only a device; by default as for the index.
         cache_dir: folder of a database of measured class distances.
         progress: called as progress(members whose place is settled, all members).
 
@@ -262,9 +265,9 @@ def nearest(
         InputError: the request cannot be met; the message says what to change.
 
     Warns:
-        DataNotice: the library has fewer than k members, `tie` is large beside the costs, or the
-            rows of a member cannot be read: it takes no place, and where it may be nearer the
-            ranking is not certified.
+        DataNotice: the library has fewer than k members; `tie` is large compared with the costs; or
+            the rows of a member cannot be read. Such a member takes no place; if it may be nearer,
+            the ranking is not certified.
     """
     started = time.perf_counter()
     if subsample is not None:

@@ -1,9 +1,9 @@
 """Tables of reports: matrices and rows as csv files, and the table of one result in the terminal.
 
-`report.distance`, `report.pairwise`, `report.sweep`, `report.flow.writing` and
-`report.study.writing` call it. Files are written atomically, so that nobody reads half a table.
-Their lines end with a line feed, so that they are the same on every system, and their numbers read
-back as the same float64.
+The modules of `report` that write tables call it (`report.distance`, `report.nearest`,
+`report.study.writing`, ...). Files are written atomically, so that nobody reads half a table. Their
+lines end with a line feed, so that they are the same on every system, and their numbers read back
+as the same float64.
 """
 
 from __future__ import annotations

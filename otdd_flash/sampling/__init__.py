@@ -2,8 +2,8 @@
 
 `comparison` draws rows and computes the distance between them; `subsampling` repeats it on
 subsamples for an interval; `halves` compares disjoint halves of one dataset. `otdd_flash`,
-`commands.compare` and `study.measures` import their names from here, and others from the modules
-themselves; `study.study` uses `subsampling`.
+`commands.compare`, `ranking.race` and `study.measures` import their names from here, and others,
+such as `mixing.intervals` and `study.study`, from the modules themselves.
 """
 
 from otdd_flash.sampling.halves import NoiseFloor, noise_floor

@@ -2,8 +2,8 @@
 
 In a `SubsetComparison` all is fixed but the rows: epsilon, metric, ground cost and device are those
 of the whole. `subsample` draws rows without replacement. `sampling.subsampling`, `sampling.halves`,
-`study.measures.distances` and `study.measures.network` call it, and `commands.compare` calls
-`drawable`.
+`study.measures.distances`, `study.measures.network` and `mixing.intervals` call it;
+`commands.compare` and `shift.rows` call `drawable`.
 
 A change must keep the draws a function of the generator and of the labels alone, so that every
 process draws the same rows from a seed. All parts are compared at the epsilon of the whole, which

@@ -42,7 +42,7 @@ class BoundedValue:
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """Distances at one size within each dataset and between both.
+    """Distances between halves of each dataset, and between both datasets at that size.
 
     Attributes:
         source: between two halves of the source.
@@ -75,16 +75,16 @@ def noise_floor(
 ) -> NoiseFloor:
     """Compare disjoint halves of each dataset, and the datasets at the size of these halves.
 
-    All halves have one size, half of the smaller dataset's, and each dataset's two have equally
+    All halves have one size, half of the smaller dataset. The two halves of a dataset have equally
     many rows of every class. Class distances are measured between the halves.
 
     Args:
-        source: samples of which no row occurs twice.
-        target: samples of which no row occurs twice.
+        source: samples without repeated rows.
+        target: samples without repeated rows.
         seed: seed of the split.
         progress: called as progress(distances computed, their total).
-        **settings: those of `dataset_distance`, with the epsilon of the whole, as its result has
-            it, and its penalties in units of the cost. Settings of a cache or of progress have no
+        **settings: keywords of `dataset_distance`, with epsilon and penalties in units of the cost,
+            as in the result for the whole datasets. Settings of a cache or of progress have no
             effect.
 
     Raises:
@@ -93,7 +93,7 @@ def noise_floor(
 
     Warns:
         NotConvergedWarning: a distance stopped before the tolerance.
-        DataNotice: halves may lack labels of few rows, where rows have several.
+        DataNotice: rows have several labels, and halves may lack rare ones.
     """
     source, target = as_samples(source, "source"), as_samples(target, "target")
     comparison = SubsetComparison(source, target, settings)

@@ -30,8 +30,9 @@ small, so intervals that miss lie below the mean. Quantiles of S_n - S_m would b
 short above, where the distribution has its long tail. How much longer the upper part must be
 depends on the tail of the rows: see `sliced.result`.
 
-`otdd_flash.sampling` exports `subsample_interval`. `commands.compare` and `study.study` check
-settings by `check_count`; `commands.compare`, `study.measures.distances` and
+`otdd_flash.sampling` exports `subsample_interval`, which `ranking.race` calls too;
+`mixing.intervals` makes intervals of weights by the functions here. `commands.compare` and
+`study.study` check settings by `check_count`; `commands.compare`, `study.measures.distances` and
 `study.measures.network` take `subsample_sizes`. `study.measures.base` builds the intervals of a
 study by `deviation_interval` and `sampling_rate`, and `study.measures.distances` cuts the excess at
 MOST_EXCESS. A change must keep draw k the same for every number of ranks, so that an interval does
@@ -79,12 +80,12 @@ class SubsampleInterval:
     """A confidence interval for the mean distance between samples of these sizes.
 
     Attributes:
-        lower: its lower end, in units of the cost; may be below 0.
-        upper: its upper end.
+        lower: lower end of the interval, in units of the cost; may be below 0.
+        upper: upper end of the interval.
         level: the confidence level.
         count: K, the number of subsamples compared.
         size: (m, m'), the rows of each subsample of the source and of the target.
-        rate: tau_m / tau_n, the factor of the subsamples' deviations.
+        rate: tau_m / tau_n, the factor by which deviations of the subsamples are scaled.
         values: (K,) the distances between subsamples; on average above that of the whole.
         excess: how heavy the tail of the rows is; the upper part of the interval is 1 + 3 excess
             times as long as the lower. About 0 for many normal rows, above 0.2 where the variance
@@ -142,7 +143,7 @@ def subsample_interval(
         level: the confidence level, in (0, 1).
         seed: seed of the draws.
         progress: called as progress(distances computed, their total).
-        **settings: those of `dataset_distance`, with the epsilon of `value`, and its penalties in
+        **settings: keywords of `dataset_distance`, with the epsilon of `value` and penalties in
             units of the cost. Settings of a cache or of progress have no effect: nothing of a
             subsample is cached.
 

@@ -65,45 +65,45 @@ def shift_test(
     seed: Seed = 0,
     progress: Progress | None = None,
 ) -> ShiftReport:
-    """Test whether two labelled samples come from one law, by permutations of the dataset distance.
+    """Test by permutations whether two labelled samples come from one distribution.
 
-    The p-value is valid at any number of rows if rows are independent, or groups are. It computes
-    in float64 throughout.
+    The statistic T is the debiased dataset distance. The p-value is valid at any number of rows if
+    rows, or groups, are independent. All computation is in float64.
 
     Args:
         reference: n labelled rows, as samples, arrays or any dataset of vectors; without labels
             only `labels="none"` applies. Weights belong to rows, and are on one scale for both.
-        sample: m rows of the same features; classes of both sides are united by name.
+        sample: m rows of the same features; classes of equal name on both sides are one class.
         permutations: B, at least 19 and 1 / alpha - 1; p cannot be below 1 / (1 + B).
-        stop_after: h, permutations with a T as large after which no more are drawn: p is then h
+        stop_after: h: stop once h permutations had a T as large as the observed one; p is then h
             over the permutations drawn (Besag & Clifford 1991). None: all are drawn.
-        alpha: the level of `.shifted`, of classes as a family, and of when an effect has an
-            interval.
+        alpha: the level of `.shifted` and of the tests of all classes together; the effect gets an
+            interval only if the test rejects at this level.
         groups: two sequences, the group of every row of reference and of sample, such as patients,
             documents or days; groups are then exchanged as a whole. None: rows are independent.
-        labels: how labels are compared, as in `dataset_distance`. A table that is given is one
-            between the classes of both sides, the reference's first and then those that only the
-            sample has: xx, xy and yy are equal.
+        labels: how labels are compared, as in `dataset_distance`. A given table is between the
+            classes of both sides, first those of the reference, then those that only the sample
+            has: xx, xy and yy are equal.
         parts: whether to test and describe where the shift is.
-        min_effect: an effect, in units of the mean cost, that `.exceeds` compares with.
+        min_effect: the effect, as a share of the mean cost, that `.exceeds` compares with.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost of all rows; 0.1 by default.
         lambda_x: weight of the squared distance between features, or of the `ground` cost.
         lambda_y: weight of the squared distance between classes.
         ground: the cost between features, as in `dataset_distance`.
-        compute: the device, or options of which only that counts.
+        compute: a device, or options of which only the device is used.
         cache_dir: folder of a database of measured class distances. None: no cache.
         seed: seed of all draws.
         progress: called as progress(permutations done, their total).
 
     Returns:
-        p-value, effect and parts, and `sentences()` that say them.
+        The p-value, effect and parts; `sentences()` puts them in words.
 
     Raises:
         InputError: the request cannot be met; the message says what to change.
 
     Warns:
-        DataNotice: there are so few units that hardly any p-value can reach `alpha`.
+        DataNotice: there are so few rows, or groups, that hardly any p-value can reach `alpha`.
     """
     started = time.perf_counter()
     check_permutations(permutations, alpha)

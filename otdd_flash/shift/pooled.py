@@ -22,9 +22,9 @@ of potentials, so no entry of P is formed, and by the log-sum inequality KL of t
 
     KL(diag(s) P) + KL(r c^T / delta) - delta log delta - (1 - delta) log(1 - delta).
 
-`shift.permutation` calls it. All is float64. A problem whose scalings leave the range of float64,
-as with outliers at a tiny epsilon, or that MOST_STEPS do not decide is solved alone by
-`matrix_transport`.
+`shift.joint` and `shift.parts` make a `PooledCost`; `shift.permutation` and `shift.effect` call its
+`statistics`. All is float64. A problem whose scalings leave the range of float64, as with outliers
+at a tiny epsilon, or that MOST_STEPS do not decide is solved alone by `matrix_transport`.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ class Until(NamedTuple):
     """When a problem is done.
 
     Attributes:
-        width: at bounds so far apart, over the value.
-        threshold: as soon as T is proven to be above or below this number, too;
-        decided_width: then if bounds are so far apart, over the value: a value that is only proven
-            to be on one side may be far off.
+        width: stop when the bounds of T differ by at most this, over the value.
+        threshold: stop also when T is proven to be at or above this number, or below it, and its
+            bounds differ by at most `decided_width`.
+        decided_width: over the value; a value that is only proven to be on one side of the
+            threshold may be far off.
     """
 
     width: float = 1e-4

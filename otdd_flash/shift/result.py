@@ -29,24 +29,25 @@ WRITTEN = (
 
 @dataclass(frozen=True, eq=False)
 class ShiftReport:
-    """Whether data have shifted, how far and where.
+    """The result of a shift test: whether data have shifted, how far and where.
 
     Attributes:
         p_value: of the joint test of features and labels; valid at any number of rows.
         statistic: T, the debiased distance of reference and sample, in units of the cost.
         bounds: solver bounds of the statistic.
         null: (l,) float64, T of the permutations that were counted, in the order drawn.
-        hits: permutations whose T may be as large as the statistic.
-        requested: B, how many permutations there would have been without an early end.
+        hits: permutations whose T may be as large as the statistic, by their solver bounds.
+        requested: B, the number of permutations asked for, with or without an early end.
         alpha: the level that `shifted` compares the p-value with.
-        effect: what transport between the sides costs more than within them, over the mean cost.
+        effect: how much more transport between the sides costs than within them, divided by the
+            mean cost.
         parts: where the shift is; None if it was not asked for.
         min_effect: the least effect that counts as large; None if none was given.
         epsilon: regularisation, in units of the cost.
-        mean_cost: of all rows, the unit of effects.
+        mean_cost: mean cost of all rows, the unit of effects.
         labels: how classes were compared.
         sizes: rows of reference and sample that have weight.
-        groups: how many either side has; None if rows were exchanged one by one.
+        groups: numbers of groups of reference and sample; None if rows were exchanged one by one.
         names: of reference and sample.
         seconds: wall time.
     """

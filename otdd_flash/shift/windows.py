@@ -64,12 +64,13 @@ def shift_windows(
     Args:
         reference: rows as they should be.
         sample: rows in order of time.
-        window: rows of a window, at least 2.
+        window: number of rows of a window, at least 2.
         alpha: the level of all windows together; window t has alpha / (t (t + 1)).
-        permutations: of a window at least; raised to what its level takes.
+        permutations: least number of permutations per window; raised where the level of a window
+            needs more.
         groups: as in `shift_test`; a group that lies in two windows is exchanged with each.
         progress: called as progress(windows done, their total).
-        **settings: further keywords of `shift_test`; all windows have its seed.
+        **settings: further keywords of `shift_test`; all windows use the same seed.
 
     Returns:
         A report for each window, with its own level as `alpha`.

@@ -7,11 +7,11 @@ draw maps every sample to a number; every dataset is projected and sorted once p
 (`Projected`), and a pair then costs a subtraction (`squared_distances`).
 
 `sliced_distances` is public; `study.measures.distances` calls `prepare`, `draw_chunk` and
-`chunk_distances` to measure chunk by chunk. Everything is float64. A change must keep draw k of a
-seed the same however many draws there are, also if its chunk is computed alone: a study stores
-chunks and resumes from them. MOMENTS, DRAWS_PER_CHUNK and the order of the random calls in
-`draw_chunk` decide every draw; WORK_BYTES, BUFFERS and ROWS_AT_ONCE decide memory and speed, and of
-the result only its rounding.
+`chunk_distances` to measure chunk by chunk; `gromov.bounds` uses `Steps`. Everything is float64. A
+change must keep draw k of a seed the same however many draws there are, also if its chunk is
+computed alone: a study stores chunks and resumes from them. MOMENTS, DRAWS_PER_CHUNK and the order
+of the random calls in `draw_chunk` decide every draw; WORK_BYTES, BUFFERS and ROWS_AT_ONCE decide
+memory and speed, and of the result only its rounding.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def sliced_distances(
     device: DeviceName = "auto",
     progress: Progress | None = None,
 ) -> SlicedResult:
-    """Compare several labelled datasets along random draws, each with each.
+    """Compute the sliced distances between several labelled datasets, each with each.
 
     Args:
         datasets: K >= 2 labelled datasets of one dimension, as samples or as arrays (features,
             labels). Weights count; classes need not be the same.
-        projections: L, the number of draws, at least 2; confidence intervals need 30. Draw k is the
-            same whatever L is.
+        projections: L, the number of draws, each a random map of labelled samples to numbers, at
+            least 2; confidence intervals need 30. Draw k is the same whatever L is.
         seed: seed of the draws.
         device: where to compute; everything is float64.
         progress: called as progress(draws done, their total).

@@ -96,12 +96,13 @@ class SlicedResult:
 
     Attributes:
         values: (K, K) float64, means of W_2^2 over the draws; symmetric, 0 on the diagonal.
-        standard_errors: (K, K) s / sqrt(L), with s the deviation over draws.
+        standard_errors: (K, K) standard errors of the values, s / sqrt(L), with s the standard
+            deviation over draws.
         lower: (K, K) lower ends of 95% intervals for means over all possible draws, which may be
             below 0; NaN below 30 draws, or if the upper end is not finite.
         upper: (K, K) upper ends.
         names: the datasets, in the order of rows and columns.
-        projections: L.
+        projections: L, the number of draws, each a random map of labelled samples to numbers.
         seed: seed of the draws.
     """
 

@@ -10,5 +10,6 @@ on stored scores. `matrix` has the entry points for given costs, of which `matri
 a comparison.
 
 `clouds` is the entry point for clouds of points; `tensors` checks those that are given as tensors,
-to `derivatives` as well, which has losses and other functions for autograd.
+to `derivatives` as well, which has losses and other functions for autograd. `otdd`, `pairwise`,
+`flows`, `gromov`, `mixing` and `derivatives` call `solving`.
 """

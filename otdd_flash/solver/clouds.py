@@ -1,4 +1,7 @@
-"""The entry points of the solver for datasets: `sinkhorn` and `sinkhorn_divergence`."""
+"""The entry points of the solver for datasets: `sinkhorn` and `sinkhorn_divergence`.
+
+`otdd_flash` exports both; users alone call them.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +45,10 @@ def sinkhorn(
 
         min_P <C, P> + epsilon KL(P | a b^T) + rho_x KL(P 1 | a) + rho_y KL(P^T 1 | b).
 
-    A solve that stops early returns what it has reached, whose bounds hold, and warns. Potentials
-    are those of its last iteration: within the marginal error, offsets between groups of points
-    that exchange almost no mass may be anything. `sinkhorn_potentials` corrects or reports them.
+    A solve that stops early warns and returns the value reached so far, with valid bounds.
+    Potentials are those of the last iteration. The marginal error does not determine offsets
+    between groups of points that exchange almost no mass; `sinkhorn_potentials` corrects or reports
+    them.
 
     Args:
         source: n points: `LabeledSamples`, (features, labels), features alone, or any dataset of
@@ -53,11 +57,12 @@ def sinkhorn(
         epsilon: regularisation, in units of the cost; 0 is exact transport, of `otdd.Exact()`.
         class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; None is 0.
             Only the block [x, y] is read.
-        cost: what it compares and its weights, by default half the squared distances between
+        cost: the ground cost and its weights, by default half the squared distances between
             features and between classes.
         options: how to solve and when to stop, `otdd.Converged()` by default.
-        compute: where and how passes run, or only the device.
-        unbalanced: rho, or [rho_x, rho_y], in units of the cost; None is exact.
+        compute: `otdd.ComputeOptions`, or only a device.
+        unbalanced: rho, or [rho_x, rho_y], the price of mass that is not matched, in units of the
+            cost; None is exact.
         unbalanced_relative: the same as multiples of the mean cost.
         progress: called as progress("xy", iteration, marginal error).
 
@@ -123,10 +128,10 @@ def sinkhorn_divergence(
 ) -> Divergence:
     """Compute S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2.
 
-    Arguments and errors as for `sinkhorn`; without `debias`, the cross term alone. The blocks
-    [x, x] and [y, y] of `class_table` are read as well and must be symmetric but for rounding.
-    `start` holds potentials by term to start from, {"xy": g, "xx": f, "yy": g}. Clouds of equal
-    fingerprint are one cloud: a single self term, the value 0 and the bounds [0, 0].
+    Arguments and errors as for `sinkhorn`; without `debias`, the cross term alone. The blocks [x,
+    x] and [y, y] of `class_table` are read as well and must be symmetric but for rounding. `start`
+    holds potentials by term to start from, {"xy": g, "xx": f, "yy": g}. Clouds of equal fingerprint
+    count as one: a single self term is solved, the value is 0 and the bounds are [0, 0].
 
     With `unbalanced` (Sejourne et al. 2019, Sinkhorn divergences for unbalanced optimal transport)
     all three terms are relaxed, by one rho for both sides. A further term, epsilon / 2 times the

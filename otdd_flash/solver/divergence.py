@@ -7,7 +7,7 @@ but the value that they are compared with is known only once all terms are solve
 solved coarsely first; then those that make the interval wide continue from their potentials, to a
 marginal error smaller by the factor by which the interval is too wide.
 
-`solver.solving` calls it for what is not small.
+`solver.solving` calls it for what is not small; entry points and results read the `Divergence`.
 """
 
 from __future__ import annotations

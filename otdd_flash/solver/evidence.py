@@ -1,10 +1,11 @@
 """The error model of one problem, and its bounds from the row and column sums of its plan.
 
 `solver.certificate` combines them with the dual value and the bound by oscillation of
-`formulas.evidence`, and `solver.solve` refuses tolerances below what `rounding_floor` allows. A
-change must leave every bound valid: `tests/solver/test_certificate_evidence.py` and
-`tests/solver/test_primal.py` have problems that nearly attain them. Shapes are () for numbers,
-(n,), (m,) for potentials and sums; units those of the cost, or of mass.
+`formulas.evidence`, and `solver.solve` refuses tolerances below what `rounding_floor` allows;
+`solver.matrix.transport` calls `widen_bounds`. A change must leave every bound valid:
+`tests/solver/test_certificate_evidence.py` and `tests/solver/test_primal.py` have problems that
+nearly attain them. Shapes are () for numbers, (n,), (m,) for potentials and sums; units those of
+the cost, or of mass.
 
 **Errors of a plan's entries.** All bounds of one problem come from one operation,
 `Operator.marginals`: row sums r and column sums c of a plan P each of whose entries was computed

@@ -139,7 +139,7 @@ class Study:
         solver: how transport is solved to a marginal error, `otdd.Converged()` by default.
         compute: where and how distances are computed, or only the device. Networks are trained on
             the CPU.
-        projections: draws of the sliced distance.
+        projections: number of draws of the sliced distance, as for `sliced_distances`.
         subsample: K, the number of subsamples for the sampling intervals of every measure except
             sliced; None for none.
         subsample_size: rows of each subsample of a source; None for a quarter.

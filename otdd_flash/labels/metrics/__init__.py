@@ -55,14 +55,14 @@ from otdd_flash.plugins import Registry, blamed_on
 
 @dataclass(frozen=True)
 class Gaussian(LabelMetric):
-    """||m_i - m_j||^2 + tr S_i + tr S_j - 2 tr (S_i^1/2 S_j S_i^1/2)^1/2.
+    """Bures-Wasserstein, ||m_i - m_j||^2 + tr S_i + tr S_j - 2 tr (S_i^1/2 S_j S_i^1/2)^1/2.
 
     Args:
         unbiased: covariances S divide by n - 1, else by n.
         diagonal: covariances between features are taken as zero.
 
     Raises:
-        InputError: one of them is neither true nor false.
+        InputError: an argument is neither true nor false.
     """
 
     name = "gaussian"
@@ -90,7 +90,7 @@ class Gaussian(LabelMetric):
 
 @dataclass(frozen=True)
 class Exact(LabelMetric):
-    """min_P <||x_k - y_l||^2, P>, the squared 2-Wasserstein distance of the points themselves."""
+    """The squared 2-Wasserstein distance of the points themselves, min_P <||x_k - y_l||^2, P>."""
 
     name = "exact"
 
@@ -111,15 +111,15 @@ class Exact(LabelMetric):
 
 @dataclass(frozen=True)
 class Sinkhorn(LabelMetric):
-    """S_epsilon(i, j) = OT_epsilon(i, j) - OT_epsilon(i, i) / 2 - OT_epsilon(j, j) / 2, bounded.
+    """Debiased entropic distance, OT_epsilon(i, j) - OT_epsilon(i, i) / 2 - OT_epsilon(j, j) / 2.
 
     Args:
-        epsilon: entropic regularisation, in units of ||.||^2; None: the `epsilon` that a comparison
-            is given, else 0.01 of the mean squared distance between all rows compared.
+        epsilon: entropic regularisation, in units of ||.||^2. None: the `epsilon` of the comparison
+            if one is given, else 0.01 of the mean squared distance between all rows compared.
         tolerance: L1 marginal error at which solves stop.
 
     Raises:
-        InputError: one of them is not positive and finite.
+        InputError: an argument is not positive and finite.
     """
 
     name = "sinkhorn"
@@ -141,7 +141,7 @@ class Sinkhorn(LabelMetric):
 
 @dataclass(frozen=True)
 class Means(LabelMetric):
-    """||m_i - m_j||^2, a lower bound of the squared 2-Wasserstein distance."""
+    """Squared distance of means ||m_i - m_j||^2, a lower bound of the 2-Wasserstein one."""
 
     name = "means"
 
@@ -160,7 +160,7 @@ class UpperBound(LabelMetric):
         unbiased: covariances S divide by n - 1, else by n.
 
     Raises:
-        InputError: it is neither true nor false.
+        InputError: `unbiased` is neither true nor false.
     """
 
     name = "upper_bound"
@@ -181,7 +181,7 @@ class UpperBound(LabelMetric):
 
 @dataclass(frozen=True)
 class NoLabels(LabelMetric):
-    """0 between any two classes; datasets need no labels."""
+    """No class distances: 0 between any two classes; datasets need no labels."""
 
     name = "none"
     fixed = True
@@ -202,12 +202,12 @@ class Continuous(NoLabels):
     """||(t_i - s_j) / scale||^2 between the numbers of two rows, in place of class distances.
 
     Args:
-        scale: what each column of numbers is divided by: `pooled`, its standard deviation over all
-            datasets that are compared; None keeps their units; or one number a column, which may
-            be a number alone where there is one column.
+        scale: what each column of numbers is divided by. `pooled`: its standard deviation over all
+            datasets that are compared. None keeps the units. Or one number per column; a single
+            column may have it without a tuple.
 
     Raises:
-        InputError: it is none of these.
+        InputError: `scale` is none of these.
     """
 
     name = "continuous"
@@ -245,7 +245,7 @@ class Given(LabelMetric):
         table: `ClassDistances` of the two datasets, or the path of their npz file; required.
 
     Raises:
-        InputError: it is missing, or neither a table nor a path.
+        InputError: `table` is missing, or neither a table nor a path.
     """
 
     name = "given"
@@ -303,7 +303,7 @@ class PairFunction(LabelMetric):
         function: called as function(x, y) with copies of the points (n, d) and (m, d) of two
             classes, on their device; it returns a squared distance. It must be symmetric: the
             content of both classes decides which of them is x.
-        called: its name in results; None takes the function's own.
+        called: its name in results; None takes the name of the function.
         probe: its value for one pair of classes, by which a resumed study checks that the function
             is the same.
     """

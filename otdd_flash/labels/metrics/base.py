@@ -86,10 +86,10 @@ class LabelMetric(ABC):
         return None
 
     def by_names(self, names: Sequence[str]) -> Tensor | None:
-        """Return what names of classes alone decide, (V, V), which is added to measured distances.
+        """Return the part (V, V) of distances that names of classes decide, or None.
 
         Args:
-            names: of the classes of all datasets.
+            names: names of the classes of all datasets.
         """
         return None
 

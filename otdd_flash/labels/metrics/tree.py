@@ -31,13 +31,13 @@ from otdd_flash.shown import display, listing
 
 @dataclass(frozen=True)
 class Tree(LabelMetric):
-    """The length of the path between two classes in a tree, of both sides by name.
+    """The length of the path between two classes in a tree, found there by their names.
 
     Args:
         parents: the parent of every class and inner node, by name, None for the root; or (parent,
             length) or {"parent": parent, "length": length}, with the length of the edge, 1 by
             default; or the path of a file: json of such a mapping, or csv with columns name, parent
-            and perhaps length. Blanks around names are none.
+            and perhaps length. Spaces around names are ignored.
         power: the distance is the length to this power. Above 1 debiased values may be negative.
         add: a measured metric, or its name, whose distances are added; None: the tree alone.
 
@@ -97,7 +97,7 @@ class Tree(LabelMetric):
 
     @property
     def measured(self) -> LabelMetric:
-        """What is added to the tree, or a metric that is 0."""
+        """The metric that is added to the tree, or one that is 0."""
         from otdd_flash.labels.metrics import NoLabels
 
         return self.add if isinstance(self.add, LabelMetric) else NoLabels()

@@ -2,5 +2,6 @@
 
 `pricing` passes over all costs in float64, `program` solves on the arcs found, `bounds` proves,
 `solve` is the loop of these, `term` its result with the plan, `slopes` how OT_0 changes with the
-masses of a class.
+masses of a class. `solver.solving` and `solver.matrix.transport` call `solve`, `contributions`
+calls `slopes`, and results read `term`.
 """

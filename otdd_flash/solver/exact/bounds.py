@@ -32,7 +32,7 @@ plan is divided by its mass, which is 1 but for rounding. Its sums are sums of i
 error; where the integers are the masses, r = a and c = b. With forbidden pairs the upper bound
 holds for the masses r and c, as the rest may have no pair to use.
 
-`solve` calls these.
+`solve` calls these, and `slopes` calls `negligible`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ cost of artificial arcs, hence the rounding of potentials, is a multiple of the 
 instead of the largest cost.
 
 The simplex is the network simplex of POT for sparse costs (Bonneel et al. 2011, Displacement
-interpolation using Lagrangian mass transport), after LEMON's. `solve` calls this.
+interpolation using Lagrangian mass transport), after LEMON's. `solve` and `slopes` call
+`solve_program`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`ExactTerm`: an unregularised transport term with its plan, which has few entries.
 
 It is a `TransportTerm` at epsilon 0, so that divergences and results hold either. What asks for a
-plan asks the term first (`DistanceResult`, `MatrixTransport`).
+plan asks the term first (`DistanceResult`, `MatrixTransport`). `solver.exact.solve` makes it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ has the derivatives
 
 with r / a = exp((f - T(g)) / epsilon) for the softmin T, and likewise c / b. S_epsilon = OT(C) -
 OT(C_xx) / 2 - OT(C_yy) / 2 has the gradient -P / 2 by C_xx; in a self term the masses are on both
-sides, and their gradient counts twice.
+sides, and their gradient counts twice. `otdd_flash` exports `matrix_loss`; users alone call it.
 """
 
 from __future__ import annotations
@@ -64,14 +64,13 @@ def matrix_loss(
     options: Schedule | None = None,
     compute: Compute | None = None,
 ) -> Tensor:
-    """Compute OT_epsilon(C), or S_epsilon with costs within both sides, for autograd.
+    """Compute OT_epsilon of a cost matrix C, or S_epsilon with self costs, for autograd.
 
     Differentiable once, by matrices and masses. The gradient by C is the plan: the backward pass
-    computes it from f and g, scaled before it is rounded to the type of C, in one buffer of its
-    size.
-    The forward pass keeps nothing of that size. Gradients are exact for the dual value of the
-    potentials that the solver returned; those by masses are the ones along the simplex, with
-    <a, gradient> = 0.
+    computes it from the potentials f and g in one buffer of its size, and scales it before rounding
+    to the type of C. The forward pass keeps nothing of that size. Gradients are exact for the dual
+    value of the potentials that the solver returned. Gradients by masses are along the simplex: <a,
+    gradient> = 0.
 
     Args:
         costs: C (n, m) as for `matrix_transport`; of `otdd.CostBlocks` there is no gradient.
@@ -80,11 +79,11 @@ def matrix_loss(
         epsilon: regularisation, in units of the cost.
         self_costs: C_xx (n, n) and C_yy (m, m), finite and symmetric but for rounding, for the
             value S_epsilon = OT(C) - OT(C_xx) / 2 - OT(C_yy) / 2.
-        unbalanced: rho, the price of mass that is not matched, in units of the cost, or without
-            `self_costs` [rho_x, rho_y], as for `matrix_transport`.
+        unbalanced: rho, the price of mass that is not matched, in units of the cost; without
+            `self_costs` also [rho_x, rho_y], as for `matrix_transport`.
         start: potentials by term to start from, {"xy": g, "xx": f, "yy": g}.
         options: how to solve and when to stop, `otdd.Converged()` by default.
-        compute: where and how passes run, or only the device; by default where the costs are.
+        compute: `otdd.ComputeOptions`, or only a device; by default where the costs are.
 
     Returns:
         0-dim tensor in units of the cost, float64 if the costs are and else float32.
@@ -97,7 +96,7 @@ def matrix_loss(
             gradients by masses undetermined.
 
     Warns:
-        NotConvergedWarning: one of both, or no plan has these masses.
+        NotConvergedWarning: the same, without `require_convergence`; or no plan has these masses.
     """
     own = (None, None) if self_costs is None else self_costs
     given = {"costs": costs, "self_costs[0]": own[0], "self_costs[1]": own[1], "a": a, "b": b}

@@ -8,7 +8,8 @@ For a plan P with sums r = P 1, c = P^T 1 and a cotangent G (n, m), with M = G o
 
 The marginals r and c are the plan's own, and alpha and beta 1 where marginals are exact. At a row
 without mass u_i is the mean of G_ij - v_j under the conditional plan of that row, over alpha. Of
-relaxed marginals dL/da = alpha r / a o u, and likewise dL/db.
+relaxed marginals dL/da = alpha r / a o u, and likewise dL/db. `otdd_flash` exports `matrix_plan`;
+users alone call it.
 """
 
 from __future__ import annotations
@@ -60,25 +61,26 @@ def matrix_plan(
 ) -> Tensor:
     """Compute the optimal plan a_i b_j exp((f_i + g_j - C_ij) / epsilon), for autograd.
 
-    Differentiable once, by costs and masses. The backward pass solves one linear system, of few
-    points by a factorization, from the potentials alone: memory is that of the inputs and the plan,
-    however many iterations the solve took. The gradient is the implicit one of the optimum at the
-    plan's own marginals, not that of the iterations; by masses the one along the simplex. With
-    `epsilon_relative` epsilon counts as a constant. A cotangent that is not finite gives NaN.
+    Differentiable once, by costs and masses. The backward pass solves one linear system (see
+    `CGOptions`) from the potentials alone: memory is that of the inputs and the plan, however many
+    iterations the solve took. The gradient is the implicit one of the optimum at the plan's own
+    marginals, not that of the iterations. By masses it is the one along the simplex. An epsilon by
+    `epsilon_relative` counts as a constant. An incoming gradient that is not finite gives NaN.
 
     Args:
         costs: C (n, m) as for `matrix_transport`.
         a: (n,) non-negative masses that sum to 1; uniform by default.
         b: (m,) masses, likewise.
         epsilon: regularisation, in units of the cost.
-        epsilon_relative: the same in units of the mean of the finite costs; one of both.
+        epsilon_relative: epsilon as a multiple of the mean finite cost; give one of the two.
         unbalanced: the price of mass that is not matched, rho or [rho_x, rho_y], as in
             `matrix_transport`.
-        unbalanced_relative: the same in units of the mean of the finite costs, a constant then.
+        unbalanced_relative: the same as multiples of the mean finite cost, which counts as a
+            constant.
         start: a column potential to start from, {"xy": g}.
         options: how to solve and when to stop, `otdd.Converged()` by default.
-        cg: the tolerance of the linear system of the backward pass.
-        compute: where and how passes run, or only the device; by default where the costs are.
+        cg: options of the linear system of the backward pass.
+        compute: `otdd.ComputeOptions`, or only a device; by default where the costs are.
 
     Returns:
         P (n, m), float64 if the costs are and else float32, on the device of the costs.
@@ -89,7 +91,7 @@ def matrix_plan(
             the backward pass, the linear system was not solved.
 
     Warns:
-        NotConvergedWarning: one of both, or no plan has these masses.
+        NotConvergedWarning: the same, without `require_convergence`; or no plan has these masses.
     """
     check_one_epsilon(epsilon, epsilon_relative)
     inputs, options = Inputs({"costs": costs, "a": a, "b": b}), options or Converged()

@@ -1,4 +1,8 @@
-"""The result of `matrix_transport`: value, bounds and plan, saved in two files."""
+"""The result of `matrix_transport`: value, bounds and plan, saved in two files.
+
+`solver.matrix.transport` makes it. The keys and names that `save` writes are a format on disk:
+results of earlier versions stay readable.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +42,10 @@ class MatrixTransport:
     which must not be changed in place as long as the plan is used.
 
     Attributes:
-        term: the solved term, as for clouds.
+        term: the solved transport problem: potentials, value, bounds, and why it stopped.
         seconds: wall time of the call.
-        short_rows: (k,) int64, rows that have more mass than the columns they may use: the masses
-            then admit no plan, and nothing converges. Else empty.
+        short_rows: (k,) int64, rows that have more mass than the columns they may use. No plan then
+            has these masses, and the solve cannot converge. Else empty.
     """
 
     term: TransportTerm
@@ -66,10 +70,11 @@ class MatrixTransport:
         between these groups.
 
         Raises:
-            ConvergenceError: convergence was required, and the masses do not determine potentials.
+            ConvergenceError: the masses do not determine potentials, and convergence was required.
 
         Warns:
-            NotConvergedWarning: they do not, and it was not required; warned once.
+            NotConvergedWarning: the masses do not determine potentials, and it was not required;
+                warned once.
         """
         return self._shown(self._settled.f, 0)
 
@@ -80,7 +85,7 @@ class MatrixTransport:
 
     @property
     def value(self) -> float:
-        """The dual value D(f, g); at epsilon 0 the cost of the plan, inf if there is none."""
+        """The dual value D(f, g); at epsilon 0 the cost of the plan, inf if no plan exists."""
         return self.term.value
 
     @property
@@ -92,8 +97,8 @@ class MatrixTransport:
     def bounds(self) -> tuple[float, float]:
         """Solver bounds (lower, upper): an interval that holds OT_epsilon of the given matrix.
 
-        With forbidden pairs the upper end holds for the masses to rounding, and is inf where no
-        plan with their sums was found.
+        With forbidden pairs the upper bound is for the masses up to rounding. It is inf if no plan
+        with these masses was found.
         """
         return self.term.bounds
 
@@ -119,7 +124,7 @@ class MatrixTransport:
 
     @property
     def passes(self) -> float:
-        """Evaluations of all entries, without the pass for their range and mean."""
+        """Evaluations of all costs, not counting the one for their range and mean."""
         return self.term.passes
 
     @property

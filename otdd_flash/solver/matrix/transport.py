@@ -1,8 +1,9 @@
 """Entropic transport for a given cost matrix: the entry point `matrix_transport`, and its solve.
 
-`loss` and `plan` call `solve_matrix` as well, which adds to `solver.solving` what is particular to
-forbidden pairs, of cost +inf: whether the masses admit a plan, `short_rows` before the solve, and
-an `upper_bound` of its cost after it.
+`otdd_flash` exports `matrix_transport`, and `shift.pooled` calls it. `loss` and `plan` call
+`solve_matrix` as well, which adds to `solver.solving` what is particular to forbidden pairs, of
+cost +inf: whether the masses admit a plan, `short_rows` before the solve, and an `upper_bound` of
+its cost after it.
 
 There is no plan if some rows have more mass than all columns that they may use (Hall's condition,
 for masses). Sinkhorn updates then increase the potentials of these rows without end, so that
@@ -94,19 +95,20 @@ def matrix_transport(
     Costs may have any sign and type: float16, bfloat16 and float32 are stored as they are and
     computed with in float32, float64 in double precision. Integers become float32 if all are at
     most 2^24 in size, else float64. The bounds hold for the matrix in that type. A solve that stops
-    early returns the value reached so far, whose bounds hold, and warns.
+    early warns and returns the value reached so far, with valid bounds.
 
     Args:
         costs: C (n, m), of any strides, or `otdd.CostBlocks`. +inf forbids a pair.
         a: (n,) non-negative masses that sum to 1; uniform by default. A mass of 0 has no influence.
         b: (m,) masses, likewise.
         epsilon: regularisation, in units of the cost; 0 is exact transport, of `otdd.Exact()`.
-        epsilon_relative: the same in units of the mean of the finite costs; one of both.
+        epsilon_relative: epsilon as a multiple of the mean finite cost; give one of the two.
         options: how to solve and when to stop, `otdd.Converged()` by default.
-        compute: where and how passes run, or only the device; by default where the costs are.
-        unbalanced: rho, or [rho_x, rho_y], in units of the cost: marginals then cost
-            rho_x KL(P 1 | a) + rho_y KL(P^T 1 | b) in the place of being exact, as with None.
-        unbalanced_relative: the same in units of the mean of the finite costs.
+        compute: `otdd.ComputeOptions`, or only a device; by default where the costs are.
+        unbalanced: rho, or [rho_x, rho_y], the price of mass that is not matched, in units of the
+            cost: marginals are not exact, but cost rho_x KL(P 1 | a) + rho_y KL(P^T 1 | b). None is
+            exact.
+        unbalanced_relative: the same as multiples of the mean finite cost.
         start: a column potential to start from, {"xy": g}.
         progress: called as progress("xy", iteration, marginal error).
 
@@ -114,9 +116,9 @@ def matrix_transport(
         Potentials, value and bounds, and products with the plan.
 
     Raises:
-        InputError: both or none of the epsilons, or one that the precision cannot hold; costs that
-            are NaN or -inf; a row or column with mass all of whose pairs are forbidden; masses that
-            do not fit or do not sum to 1; a tolerance that the precision cannot reach.
+        InputError: both epsilons or none are given, or one that the precision cannot hold; costs
+            that are NaN or -inf; a row or column with mass all of whose pairs are forbidden; masses
+            that do not fit or do not sum to 1; a tolerance that the precision cannot reach.
         ConvergenceError: `options.require_convergence` is set and the solve stopped early.
 
     Warns:

@@ -1,4 +1,8 @@
-"""The options that all ways to solve share: the tolerance, and whether convergence is required."""
+"""The options that all ways to solve share: the tolerance, and whether convergence is required.
+
+`converged`, `exact` and `geomloss` derive their options from `Schedule`, which entry points and
+`commands.settings` name in annotations.
+"""
 
 from __future__ import annotations
 

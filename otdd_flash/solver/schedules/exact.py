@@ -1,4 +1,7 @@
-"""`solver=exact`: the unregularised transport cost, epsilon = 0, with a proven interval."""
+"""`solver=exact`: the unregularised transport cost, epsilon = 0, with a proven interval.
+
+Entry points call `schedule_of`; `solver.exact.solve` reads the options.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from otdd_flash.solver.term import refuse_both
 
 @dataclass(frozen=True)
 class Exact(Schedule):
-    """A linear program on few arcs, and passes over all pairs that prove how good its plan is.
+    """Linear programs on few pairs of points, and passes over all pairs that bound their error.
 
-    It goes with `epsilon=0`, which selects it. The interval holds whatever stopped the solve.
+    `epsilon=0` selects it, and it takes no other epsilon. The bounds hold even if it stopped early.
 
     Args:
-        bound_width: (upper - lower) / |upper| of the distance with its self terms. 0: until the
-            interval is as narrow as rounding allows.
-        max_seconds: wall time after which no further round begins, all terms together. Programs and
-            passes are not interrupted.
-        require_convergence: raise a `ConvergenceError` instead of warning where the width is
+        bound_width: relative width of the bounds to reach, (upper - lower) / |upper|, of the
+            distance with its self terms; 0: as narrow as rounding allows.
+        max_seconds: wall time after which no further round begins, all terms together. A linear
+            program or pass under way is not interrupted.
+        require_convergence: raise a `ConvergenceError` instead of warning if `bound_width` is
             missed.
 
     Raises:

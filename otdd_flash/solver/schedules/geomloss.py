@@ -15,7 +15,8 @@ its plan has the right marginals, `bounds` contain OT_epsilon but not necessaril
 
 `diameter` defaults to the diagonal of the box around the features, as there. The original OTDD code
 passes labels as one more coordinate, so that its diameter is the diagonal of a box with one more
-side, the highest class index; `blur` there is epsilon^(1/2) here.
+side, the highest class index; `blur` there is epsilon^(1/2) here. `solver.divergence` calls
+`solve_by_schedule`.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ class GeomlossSchedule(Schedule):
         scaling: ratio of successive blurs epsilon^(1/2), in (0, 1).
         diameter: the first blur, a length in units of the features; None is the diagonal of the
             box around both clouds.
-        tolerance: marginal error, as `Converged` has it, up to which a result counts as converged,
-            None is 1e-3; the number of updates does not depend on it.
-        require_convergence: raise a `ConvergenceError` instead of warning where it does not.
+        tolerance: marginal error, as in `Converged`, up to which a result counts as converged; None
+            is 1e-3. The number of updates does not depend on it.
+        require_convergence: raise a `ConvergenceError` instead of warning if the result is not
+            converged.
 
     Raises:
         InputError: one of them is out of its range.
