@@ -5,8 +5,9 @@
 The power of two of a column brings its largest number below 2^14, so that none overflows. Padding
 is 0. Results of products with hi and lo, or with their sum, go the same way back.
 `operators.triton_plans` and kernels of `passes` call `to_halves` before a product of a plan and
-`from_halves` after it. Kernels of conjugate gradients, `onward` and `row_sums` read products and
-write halves themselves, by the device functions here.
+`from_halves` after it; `engine.conjugate_gradients_kernels` calls `to_halves` to take the image of
+values that are no directions. Kernels of conjugate gradients, `onward` and `row_sums` read products
+and write halves themselves, by the device functions here.
 
 Shapes: values (N, s), packed (n, 2, s), or more columns.
 """

@@ -1,4 +1,8 @@
-"""How much of a plan `plan_marginals` computes at a time, by coordinates and digits of a point."""
+"""How much of a plan `plan_marginals` computes at a time, by coordinates and digits of a point.
+
+Its rows divide `tiling.BLOCK_ROWS`, as a tile has one class distance where a layout is pure; its
+columns are 64 or 128, of which `plan_marginals` takes quarters.
+"""
 
 from __future__ import annotations
 

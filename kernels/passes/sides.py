@@ -1,7 +1,7 @@
 """What passes read and what they leave to be merged.
 
-`operators.triton_operator`, `operators.triton_plans` and `operators.kernel_self_share` make `Side`
-and `Scores`, which all passes of this folder take; `half_step` leaves a `Partial`, which
+`operators.triton_operator` makes `Side` and `Scores`, and `operators.triton_plans` changes `parts`;
+all passes of this folder but `plan_marginals` take them. `half_step` leaves a `Partial`, which
 `merge_ranges` reads.
 """
 

@@ -10,7 +10,8 @@ has the derivatives
 
 with r / a = exp((f - T(g)) / epsilon) for the softmin T, and likewise c / b. S_epsilon = OT(C) -
 OT(C_xx) / 2 - OT(C_yy) / 2 has the gradient -P / 2 by C_xx; in a self term the masses are on both
-sides, and their gradient counts twice. `otdd_flash` exports `matrix_loss`; users alone call it.
+sides, and their gradient counts twice. `otdd_flash` exports `matrix_loss`; `matrix.plan`
+takes `check_gradient_type`.
 """
 
 from __future__ import annotations
