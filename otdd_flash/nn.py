@@ -25,6 +25,10 @@ UNDONE = ", as it would undo the sums of weights"
 NOTHING = -10_000.0
 
 
+def _is_type(value: object) -> bool:
+    return value is None or (isinstance(value, torch.dtype) and value in TYPES)
+
+
 class SinkhornAttention(nn.MultiheadAttention):
     """Multi-head attention whose weights are balanced by `otdd.sinkhorn_attention`.
 
@@ -60,9 +64,7 @@ class SinkhornAttention(nn.MultiheadAttention):
         dropout=number(f"be 0{UNDONE}", lambda value: value == 0),
         add_bias_kv=must(f"be False{UNDONE}", lambda value: value is False),
         add_zero_attn=must(f"be False{UNDONE}", lambda value: value is False),
-        dtype=must(
-            f"be one of {', '.join(map(str, TYPES))}", lambda value: value in (None, *TYPES)
-        ),
+        dtype=must(f"be one of {', '.join(map(str, TYPES))}", _is_type),
         gradient=choice("unrolled", "implicit"),
     )
     def __init__(

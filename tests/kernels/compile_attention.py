@@ -16,8 +16,8 @@ MATRICES = ("rows_ptr", "columns_ptr", "values_ptr", "product_ptr", "matrix_ptr"
 MATRICES += ("row_factor_ptr", "column_factor_ptr")
 
 KINDS = {
-    half_step.half_step_kernel: ("vector", "output"),
-    plan_product.plan_product_kernel: ("vector", "product"),
+    half_step.half_step_kernel: ("vector", "matrix"),
+    plan_product.plan_product_kernel: ("vector", "matrix"),
 }
 
 
@@ -31,6 +31,8 @@ def taken(kernel: Any, kind: str, width: int, dtype: torch.dtype, **constants: A
             return TYPES[dtype]
         if name == "counts_ptr":
             return "*i32"
+        if name == "near_ptr":
+            return "*i1"
         return "*fp32" if name.endswith("_ptr") else "fp32" if name == "scale" else "i32"
 
     with_matrix = kind != "vector"
@@ -41,6 +43,7 @@ def taken(kernel: Any, kind: str, width: int, dtype: torch.dtype, **constants: A
         "BLOCK_E": padded if with_matrix else 0,
         "BLOCK_M": blocks.rows,
         "BLOCK_N": blocks.columns,
+        "HALF": dtype != torch.float32,
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
     }
     options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
@@ -54,11 +57,13 @@ def main() -> None:
             for kernel, kinds in KINDS.items():
                 for kind in kinds:
                     name = f"{kernel.__name__} {kind} {width} {dtype}"
-                    found[name] = taken(kernel, kind, width, dtype)
+                    of_step = {"GUESSED": kind == "vector"}
+                    constants = of_step if kernel is half_step.half_step_kernel else {}
+                    found[name] = taken(kernel, kind, width, dtype, **constants)
             kernel = score_gradient.score_gradient_kernel
-            for queries in (True, False):
-                name = f"{kernel.__name__} {queries} {width} {dtype}"
-                constants = {"QUERIES": queries, "TERMS": 6}
+            for near in (True, False):
+                name = f"{kernel.__name__} {near} {width} {dtype}"
+                constants = {"QUERIES": True, "TERMS": 6, "NEAR": near}
                 found[name] = taken(kernel, "gradient", width, dtype, **constants)
     sys.stdout.write(json.dumps({"attention": found}) + "\n")
 

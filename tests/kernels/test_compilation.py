@@ -126,10 +126,18 @@ def test_kernels_compile_and_spill_no_more_than_was_fast() -> None:
     assert [len(group) for group in found.values()] == [8, 11, 7]
 
 
+HALVES = ("float16", "bfloat16")
+
+
 def test_kernels_of_attention_compile_and_fit() -> None:
     found = compiled("attention", "64", "256")["attention"]
     assert len(found) == 36
     for kernel, taken in found.items():
         # Wide rows of float32 do not fit registers.
         half = "float32" not in kernel
-        assert_fit({kernel: taken}, SHARED[90], 0 if half and " 64 " in kernel else 1 << 20)
+        stack = 0 if half and " 64 " in kernel else 1 << 20
+        # Of 15 blocks those that spill 8 numbers a thread here were the fastest on an H100; and a
+        # gradient of heads that are not near, with an exponential a term, is rare.
+        spilled = {f"plan_product_kernel_matrix_64_torch.{name}": 32 for name in HALVES}
+        spilled |= {f"score_gradient_kernel_False_64_torch.{name}": 64 for name in HALVES}
+        assert_fit({kernel: taken}, SHARED[90], stack, **spilled)
