@@ -40,7 +40,7 @@ SMALLEST = tl.constexpr(2.0**-80)
 def exponents_of(
     b_rows,
     columns_ptr,
-    v,
+    potential_ptr,
     o_column,
     m,
     scale,
@@ -50,6 +50,7 @@ def exponents_of(
     HALF: tl.constexpr,
 ):
     """S + v of a tile, `in_units`; -inf past the last column."""
+    v = tl.load(potential_ptr + o_column, mask=o_column < m, other=-float("inf"))
     b_columns = load_block(columns_ptr, o_column, m, DIM, BLOCK_D)
     products = tl.dot(b_rows, tl.trans(b_columns), input_precision=PRECISION)
     return products * in_units(scale, HALF) + in_units(v, HALF)[None, :]
@@ -97,16 +98,10 @@ def half_step_kernel(
     if GUESSED:
         guess = tl.load(guess_ptr + i_head * n + o_row, mask=o_row < n, other=0.0)
         guess = in_units(guess, HALF)
-        # Potentials of the next tile are read ahead: Triton does so for operands of products alone.
-        o_column = tl.arange(0, BLOCK_N)
-        following = tl.load(potential_ptr + o_column, mask=o_column < m, other=-float("inf"))
         for start in tl.range(0, m, BLOCK_N):
-            v = following
-            o_next = start + BLOCK_N + tl.arange(0, BLOCK_N)
-            following = tl.load(potential_ptr + o_next, mask=o_next < m, other=-float("inf"))
             o_column = start + tl.arange(0, BLOCK_N)
             logits = exponents_of(
-                b_rows, columns_ptr, v, o_column, m, scale,
+                b_rows, columns_ptr, potential_ptr, o_column, m, scale,
                 DIM, BLOCK_D, PRECISION, HALF,
             )  # fmt: skip
             total += tl.sum(power(logits + guess[:, None], HALF), 1)
@@ -119,9 +114,8 @@ def half_step_kernel(
         total = tl.zeros((BLOCK_M,), tl.float32)
         for start in tl.range(0, m, BLOCK_N):
             o_column = start + tl.arange(0, BLOCK_N)
-            v = tl.load(potential_ptr + o_column, mask=o_column < m, other=-float("inf"))
             logits = exponents_of(
-                b_rows, columns_ptr, v, o_column, m, scale,
+                b_rows, columns_ptr, potential_ptr, o_column, m, scale,
                 DIM, BLOCK_D, PRECISION, HALF,
             )  # fmt: skip
             top = tl.maximum(highest, tl.max(logits, 1))

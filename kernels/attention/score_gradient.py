@@ -123,39 +123,15 @@ def score_gradient_kernel(
             # Triton loads ahead in innermost loops alone: this one must not be a loop.
             for r in tl.static_range(TERMS):
                 by_scores -= earlier_term(
-                    logits,
-                    p_u,
-                    p_v,
-                    p_x,
-                    p_y,
-                    r,
-                    count,
-                    o_u,
-                    o_v,
-                    m_row,
-                    m_column,
-                    QUERIES,
-                    NEAR,
-                    HALF,
-                )
+                    logits, p_u, p_v, p_x, p_y, r, count, o_u, o_v, m_row, m_column,
+                    QUERIES, NEAR, HALF,
+                )  # fmt: skip
         else:
             for r in range(2 * count):
                 by_scores -= earlier_term(
-                    logits,
-                    p_u,
-                    p_v,
-                    p_x,
-                    p_y,
-                    r,
-                    count,
-                    o_u,
-                    o_v,
-                    m_row,
-                    m_column,
-                    QUERIES,
-                    NEAR,
-                    HALF,
-                )
+                    logits, p_u, p_v, p_x, p_y, r, count, o_u, o_v, m_row, m_column,
+                    QUERIES, NEAR, HALF,
+                )  # fmt: skip
         if NEAR:
             by_scores *= p
         out = tl.dot(by_scores.to(b_columns.dtype), b_columns, out, input_precision=PRECISION)

@@ -133,7 +133,7 @@ def in_units(values, HALF: tl.constexpr):
 
 @triton.jit
 def power(exponents, HALF: tl.constexpr):
-    """exp of what is `in_units`."""
+    """The exponentials of exponents that are `in_units`."""
     return tl.exp2(exponents) if HALF else tl.exp(exponents)
 
 
