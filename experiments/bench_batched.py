@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -194,12 +195,15 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=[], help="n, by default all")
     parser.add_argument("--methods", nargs="*", default=[], help="by default all")
     parser.add_argument("--seconds", type=float, default=80, help="after which no row begins")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="measure what is there again")
     given = parser.parse_args()
     packages = ("torch", "triton", "liger-kernel", "POT", "ott-jax", "geomloss", "pygmtools")
-    rows = Rows(f"bench_batched_{given.device}", KEYS, *packages, again=given.again)
+    rows = Rows(
+        f"bench_batched_{given.device}", KEYS, *packages, folder=given.output, again=given.again
+    )
     measure(rows, given.device, given.sizes, given.methods, given.seconds)
-    draw(rows.rows, RESULTS / f"bench_batched_{given.device}.png")
+    draw(rows.rows, given.output / f"bench_batched_{given.device}.png")
 
 
 if __name__ == "__main__":
