@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage mutants lint fuzz frozen check-install docs docs-serve notebooks format clean
+.PHONY: help demo test test-slow coverage mutants lint fuzz frozen benchmarks check-install docs docs-serve notebooks format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -34,6 +34,9 @@ fuzz: .venv/.installed  ## thousands of random commands, calls, damaged files, i
 
 frozen: .venv/.installed  ## after a pure move: the bits of every frozen number of AGAINST=COMMIT, by default the last
 	$(BIN)/python -m tests.frozen --against $(or $(AGAINST),HEAD)
+
+benchmarks: .venv/.installed  ## say which measured files are older than the code they measure (OPTIONS=--older: only those)
+	$(BIN)/python -m experiments.freshness $(OPTIONS)
 
 check-install: .venv/.installed  ## build the package and run the demonstration from what was built
 	.ci/check-install

@@ -1,95 +1,229 @@
-"""What the table of each question of docs/benchmarks.md shows."""
+"""What the tables of docs/benchmarks.md and docs/scale.md show, in the order of these pages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import itemgetter
 from statistics import median
+from typing import Any
 
-from result_rows import Claim, at_each_epsilon, content, row, seconds_to_converge
+from result_rows import EPSILONS, Claim, content, row, seconds_to_converge
+
+SMALL_EPSILONS = (0.1, 0.01)
 
 
-def distances() -> Iterator[Claim]:
-    certified = content("time_to_certified")["rows"]
-    by_epsilon = {r["epsilon_relative"]: r["seconds"]["solve"] for r in certified}
-    yield "all of MNIST to all of Fashion-MNIST, pixels, epsilon", [by_epsilon[None]]
-    yield "the same, epsilon a hundredth", [by_epsilon[0.01]]
-    divergence = "debiased divergence with labels, 60,000 × 60,000, d = 784, ten iterations"
-    for start, n, d in [
-        (divergence, 60000, 784),
-        ("the same, d = 512", 60000, 512),
-        ("the same, d = 512, 20,000 × 20,000", 20000, 512),
-    ]:
-        r = row("bench_divergence", n=n, d=d)
-        yield start, [*r["forward_ms"].values(), r["forward_ratio"]]
-    pair = {"pair": "mnist -> fashion_mnist", "points": "pixels", "n": 60000}
-    found = at_each_epsilon("bench_convergence_cuda", **pair)
+def large() -> Iterator[Claim]:
+    by_epsilon = {
+        r["epsilon_relative"]: r["seconds"]["solve"] for r in content("time_to_certified")["rows"]
+    }
     yield (
-        "one transport of MNIST to Fashion-MNIST, pixels, 60,000",
-        [*(1000.0 * ours for ours, _ in found), *(times for _, times in found)],
+        "all of MNIST to all of Fashion-MNIST, pixels, certified",
+        [by_epsilon[None], by_epsilon[0.01]],
     )
-    r = row("bench_small", n=1000, d=64, epsilon=0.1, labels=False)
-    yield "debiased divergence, 1,000", [r["ours_ms"], r["flash_sinkhorn_ms"], r["geomloss_ms"]]
-    r = row("bench_small", n=5000, d=16, epsilon=0.01, labels=False)
-    theirs = r["flash_sinkhorn_ms"]
-    yield "**the same, 5,000 × 5,000, d", [r["ours_ms"], theirs, theirs / r["ours_ms"]]
-    keys = {"pair": "mnist -> fashion_mnist", "points": "features", "n": 2000}
-    ours, times = seconds_to_converge("bench_convergence_cuda", epsilon_relative=0.1, **keys)
-    yield "**one transport of MNIST", [1000.0 * ours, 1000.0 * ours * times, times]
+    r = row("bench_divergence", n=60000, d=784)
+    both = r["forward_ms"]
+    yield (
+        "debiased divergence with labels, 60,000",
+        [both["ours"], both["flash_sinkhorn"], r["forward_ratio"]],
+    )
+    r = row("bench_half_step", n=60000, d=784)
+    times = r["ms_per_half_step"]
+    ratio = r["times_faster_than_flash_sinkhorn"]
+    yield "one pass over all scores", [times["ours_labels"], times["flash_sinkhorn"], ratio]
     r = row("bench_losses", epsilon=0.1)
     yield "256 divergences of 200", [r["ours_ms"], r["geomloss_ms"], r["one_by_one_ms"]]
-    for machine, n, permutations in (("cuda", 500, 999), ("cuda", 2000, 199), ("cpu", 200, 199)):
-        r = row(f"bench_shift_{machine}", rows=n, permutations=permutations)
-        yield f"shift test of {n:,} + {n:,} rows", [r["seconds"], r["sinkhorn_losses_seconds"]]
-    first, second = content("bench_cpu")["kept"]
-    ratios = [first["times_faster_than_geomloss"], first["times_faster_than_pot"]]
-    seconds = first["seconds_per_iteration"]
+    r = content("bench_cpu")["kept"][0]
+    seconds = r["seconds_per_iteration"]
     yield (
         "one Sinkhorn iteration, 5,000",
-        [seconds["ours"], seconds["geomloss"], ratios[0], seconds["pot"], ratios[1]],
-    )
-    ratios = [second["times_faster_than_geomloss"], second["times_faster_than_pot"]]
-    yield "the same at a tenth of the", [second["seconds_per_iteration"]["ours"], *ratios]
-    keys = {"pair": "mnist -> usps", "points": "pixels", "n": 2000}
-    found = at_each_epsilon("bench_convergence_cpu", **keys)
-    yield (
-        "one transport of MNIST to USPS, pixels, 2,000",
-        [*(ours for ours, _ in found), *(times for _, times in found)],
-    )
-
-
-def class_distances() -> Iterator[Claim]:
-    gpu, cpu = content("bench_class_distances_cuda"), content("bench_class_distances_cpu")
-    one, tenth = gpu["images"]
-    yield "MNIST and Fashion-MNIST, 20", [one["gaussian_seconds"]]
-    for start, measured_at in [
-        ("the same, `sinkhorn` at epsilon 1", one),
-        ("the same at epsilon 0.1", tenth),
-    ]:
-        scalings = [
-            number
-            for scaling in (0.5, 0.99, 0.999)
-            for number in (scaling, measured_at["geomloss"][f"scaling {scaling}"]["times_faster"])
-        ]
-        ratios = [f"times_faster_than_{other}" for other in ("pair_by_pair", "divergences")]
-        yield (
-            start,
-            [measured_at["sinkhorn_seconds"], *(measured_at[key] for key in ratios), *scalings],
-        )
-    many = gpu["many"]
-    yield "2,000 classes of 64 points, d", [many["gaussian_seconds"], many["sinkhorn_seconds"]]
-    two_cores = cpu["images"][0]
-    times = [two_cores["geomloss"][f"scaling {s}"]["times_faster"] for s in (0.5, 0.999)]
-    yield (
-        "MNIST and USPS, 500 images",
         [
-            two_cores["gaussian_seconds"],
-            two_cores["sinkhorn_seconds"],
-            two_cores["times_faster_than_pair_by_pair"],
-            *(0.5, times[0], 0.999, times[1]),
+            *(seconds["ours"], seconds["geomloss"], r["times_faster_than_geomloss"]),
+            *(seconds["pot"], r["times_faster_than_pot"]),
         ],
     )
-    yield "sliced distance, 2,000", [content("bench_study_cpu")["sliced"]["seconds_a_dataset"]]
+
+
+def to_convergence() -> Iterator[Claim]:
+    for start, name, scale, pair, points, n in [
+        ("MNIST → Fashion-MNIST, pixels, 60,000", "cuda", 1e3, "fashion_mnist", "pixels", 60000),
+        (
+            "MNIST → Fashion-MNIST, 512 features, 60,000",
+            "cuda",
+            1e3,
+            "fashion_mnist",
+            "features",
+            60000,
+        ),
+        (
+            "MNIST → Fashion-MNIST, 512 features, 2,000",
+            "cuda",
+            1e3,
+            "fashion_mnist",
+            "features",
+            2000,
+        ),
+        ("MNIST → USPS, pixels, 2,000", "cpu", 1.0, "usps", "pixels", 2000),
+    ]:
+        keys = {"pair": f"mnist -> {pair}", "points": points, "n": n}
+        found = [
+            seconds_to_converge(f"bench_convergence_{name}", epsilon_relative=epsilon, **keys)
+            for epsilon in EPSILONS
+        ]
+        yield start, [number for ours, times in found for number in (scale * ours, times)]
+
+
+def small() -> Iterator[Claim]:
+    for start, n, d in [("100, 64", 100, 64), ("1,000, 64", 1000, 64), ("5,000, 16", 5000, 16)]:
+        rows = [
+            row("bench_small", n=n, d=d, epsilon=epsilon, labels=labels)
+            for labels in (False, True)
+            for epsilon in SMALL_EPSILONS
+        ]
+        keys = ("ours_with_gradient_ms", "flash_sinkhorn_ms", "geomloss_ms")
+        others = [r[key] for key in keys for r in rows[:2]]
+        yield start, [*(r["ours_ms"] for r in rows), *others]
+
+
+def exact() -> Iterator[Claim]:
+    keys: dict[str, Any] = {"n": 60000, "d": 784}
+    seconds = [row("bench_exact_cuda", method=m, **keys)["seconds"] for m in ("1e-3", "proven")]
+    yield "60,000 images a side", seconds
+    r = row("bench_exact_cuda", method="pass", **keys)
+    theirs = [r[f"flash_sinkhorn_{kind}"]["milliseconds"] for kind in ("float32", "tf32")]
+    yield "one pass over their costs", [r["milliseconds"], *theirs]
+    methods = ("ours, width 1e-4", "ours, proven", "POT emd2", "SciPy assignment", "lapx lapjv")
+    rows = [row("bench_exact_cpu", n=4000, d=784, method=method) for method in methods]
+    yield "4,000 images a side", [r["processor_seconds"] for r in rows]
+
+
+def label_kinds() -> Iterator[Claim]:
+    gpu, cpu = content("bench_class_distances_cuda"), content("bench_class_distances_cpu")
+    one, tenth = gpu["images"]
+    two_cores = cpu["images"][0]
+
+    def others(measured: dict[str, Any], finer: float) -> list[float]:
+        times = [measured["geomloss"][f"scaling {s}"]["times_faster"] for s in (0.5, finer)]
+        return [measured["times_faster_than_pair_by_pair"], 0.5, times[0], finer, times[1]]
+
+    seconds = [one["gaussian_seconds"], one["sinkhorn_seconds"]]
+    yield "20 classes of 6,000 points", [*seconds, *others(one, 0.99)]
+    yield "the same, `sinkhorn` at epsilon 0.1", [tenth["sinkhorn_seconds"], *others(tenth, 0.99)]
+    many = gpu["many"]
+    yield "2,000 classes of 64 points", [many["gaussian_seconds"], many["sinkhorn_seconds"]]
+    yield "20 classes of MNIST and USPS", [two_cores["sinkhorn_seconds"], *others(two_cores, 0.999)]
+    few, most = (row("bench_label_sets_cuda", d=64, sets=sets) for sets in (256, 2534))
+    passes = [few["table_softmin"], most["columns_softmin"]]
+    built = [few["table_build"], most["columns_build"]]
+    yield "one pass over 4,000 × 4,000 rows", [1e3 * seconds for seconds in (*passes, *built)]
+
+
+def nearest() -> Iterator[Claim]:
+    (r,) = content("bench_nearest_cuda")["rows"]
+    yield "the nearest five of 5,000", [r["queries"][0]["seconds"], r["index_seconds"]]
+    (queries,) = (r["queries"] for r in content("bench_nearest_cpu")["rows"] if "queries" in r)
+    query = next(query for query in queries if query["query"].startswith("mnist"))
+    yield "the nearest five of 200", [query["cpu_seconds"], query["full_cpu_seconds"]]
+
+
+def shift() -> Iterator[Claim]:
+    for machine, n in (("cuda", 2000), ("cpu", 200)):
+        r = row(f"bench_shift_{machine}", rows=n, permutations=199)
+        yield f"{n:,} + {n:,} rows", [r["seconds"], r["sinkhorn_losses_seconds"]]
+
+
+def mixtures() -> Iterator[Claim]:
+    yield "20 sources of 3,000 rows", [content("bench_mixture_cuda")["rows"][0]["seconds"]]
+
+
+def spaces() -> Iterator[Claim]:
+    rows = [row("bench_gromov_cpu", n=1000, method=m) for m in ("ours, 4 starts", "POT", "OTT")]
+    yield "1,000 × 1,000 digits", [r["seconds"] for r in rows]
+
+
+def attention() -> Iterator[Claim]:
+    def ms(method: str, iterations: int) -> float:
+        keys = {"n": 8192, "iterations": iterations, "backward": False}
+        found: float = row("bench_attention_cuda", method=method, **keys)["ms"]
+        return found
+
+    yield "softmax attention", [ms("ours", 0), ms("scaled_dot_product_attention", 0)]
+    yield "three iterations", [ms(method, 3) for method in ("ours", "compiled loop", "loop")]
+
+
+def matrices() -> Iterator[Claim]:
+    for start, n in [("1,024 |", 1024), ("4,096 |", 4096), ("16,384 |", 16384)]:
+        yield (
+            start,
+            [
+                1e3 * row("bench_matrix_cuda", n=n, epsilon=epsilon, method=method)["seconds"]
+                for method in ("ours", "POT sinkhorn_log", "PyTorch", "OTT-JAX")
+                for epsilon in EPSILONS
+            ],
+        )
+
+
+def many_matrices() -> Iterator[Claim]:
+    def ms(count: int, method: str, way: str) -> float:
+        keys = {"n": 4, "B": count, "iterations": 20, "backward": False}
+        found: float = row("bench_batched_cuda", method=method, **keys)[way]["ms"]
+        return found
+
+    others = ("torch.compile", "liger-kernel", "POT", "OTT-JAX")
+    for start, count in [("1,048,576 of 4 × 4", 1048576), ("1,024 of 4 × 4", 1024)]:
+        ours = [ms(count, "ours", way) for way in ("in_graph", "called")]
+        yield start, [*ours, *(ms(count, method, "called") for method in others)]
+
+
+def on_a_processor() -> Iterator[Claim]:
+    for start, n, d in [
+        ("debiased divergence, 50 × 50, d = 8", 50, 8),
+        ("the same, 500 × 500, d = 64", 500, 64),
+    ]:
+        rows = [
+            row("bench_small_cpu", n=n, d=d, epsilon=epsilon, labels=False)
+            for epsilon in SMALL_EPSILONS
+        ]
+        yield start, [r[key] for key in ("ours_ms", "geomloss_ms") for r in rows]
+    methods = ("ours", "OTT-JAX", "PyTorch", "POT sinkhorn_log")
+    found = [row("bench_matrix_cpu", n=1024, epsilon=0.01, method=method) for method in methods]
+    yield "a given matrix, 1,024 × 1,024", [1e3 * r["seconds"] for r in found]
+    keys = {"n": 4, "B": 256, "iterations": 20, "backward": False}
+    found = [row("bench_batched_cpu", method=m, **keys) for m in ("ours", "torch.compile", "loop")]
+    yield "256 matrices 4 × 4", [r["called"]["ms"] for r in found]
+
+
+def gradients() -> Iterator[Claim]:
+    r = row("bench_divergence", n=60000, d=784)
+    both = r["forward_and_gradient_ms"]
+    ours = [both["ours"], both["flash_sinkhorn"], r["gradient_ratio"]]
+    yield "debiased divergence and its gradient", ours
+    r = row("bench_adjoint_cuda", n=16)
+    sides = ("autograd", "compiled", "ott_jax", "jaxopt")
+    times = [r["ours"]["graph_ms"], r["ours"]["ms"], *(r[side]["ms"] for side in sides)]
+    yield "implicit gradients of 65,536", times
+    keys = {"n": 1000, "relative_epsilon": 0.1}
+    r = row("bench_map_gradient_cuda", method="potentials", **keys)
+    ours = [r["forward_ms"], r["backward_ms"]]
+    # Whole, or in batches of rows, where it was measured in both ways.
+    theirs = min(
+        r["ms"]
+        for r in content("bench_map_gradient_cuda")["rows"]
+        if r["method"].startswith("ott_jax") and all(r[key] == keys[key] for key in keys)
+    )
+    yield "potentials by the points", [*ours, theirs, theirs / sum(ours)]
+    r = row("bench_map_gradient_cuda", method="map", n=50000, relative_epsilon=0.1)
+    yield "transport map by the points", [r["forward_ms"], r["backward_ms"]]
+    first, again, theirs = (
+        row("bench_hvp_cuda", n=50000, d=64, method=method)["ms"]
+        for method in ("product", "again", "flash_sinkhorn")
+    )
+    yield "one Hessian product", [first, again, theirs, theirs / first]
+    starts = [
+        r
+        for r in content("shuffled_regression")["rows"]
+        if r["epsilon"] == 0.5 and r["method"] == "ours"
+    ]
+    assert all(r["cells"] == 40_000 and r["ended_by_gradient"] for r in starts)
+    yield "regression of 40,000", [median(r[key] for r in starts) for key in ("seconds", "steps")]
 
 
 def flows() -> Iterator[Claim]:
@@ -107,183 +241,121 @@ def flows() -> Iterator[Claim]:
         for side in ("tensorized", "geomloss")
         for number in (r["sides"][side]["ms"] / 1e3, r["ratio"][side])
     ]
-    yield "20 steps, 60,000 points, 512", [r["sides"]["ours"]["ms"] / 1000.0, *numbers]
-    r = row("reproduce_otdd_scaling", task="flow", n=5000)
-    yield "the same, 5,000 points", [r["sides"]["ours"]["ms"] / 1000.0, *r["ratio"].values()]
-    yield "20 steps, 899 digits, each", [content("bench_flow_cpu")["converged"][0]["seconds"]]
-
-
-def on_a_processor() -> Iterator[Claim]:
-    """Given matrices, large ones and many small ones."""
-    names = {"OTT": "OTT-JAX", "POT": "POT sinkhorn_log"}
-    for start, n, epsilon, others in [
-        ("the same problem, 256 points, epsilon 0.1", 256, 0.1, ("PyTorch", "OTT", "POT")),
-        ("the same, 1,024 points, 0.01", 1024, 0.01, ("OTT", "PyTorch", "POT")),
-        ("the same, 2,048 points, 0.01", 2048, 0.01, ("OTT", "PyTorch", "POT")),
-    ]:
-        rows = [
-            row("bench_matrix_cpu", n=n, epsilon=epsilon, method=names.get(name, name))
-            for name in ("ours", *others)
-        ]
-        yield start, [1000.0 * r["seconds"] for r in rows]
-    keys = {"iterations": 20, "backward": False}
-    for start, n, count, methods in [
-        ("65,536 matrices 4 × 4", 4, 65536, ("ours", "torch.compile", "loop")),
-        ("**256 matrices 4 × 4**", 4, 256, ("ours", "torch.compile", "loop")),
-        ("**64 matrices 128 × 128**", 128, 64, ("ours", "loop", "OTT-JAX")),
-    ]:
-        rows = [row("bench_batched_cpu", n=n, B=count, method=m, **keys) for m in methods]
-        yield start, [r["called"]["ms"] for r in rows]
-
-
-def small_on_a_processor() -> Iterator[Claim]:
-    """Certified divergences of small clouds."""
-    for n, d in ((50, 8), (50, 64), (128, 64), (200, 64), (500, 64)):
-        shown = []
-        for key, labels in (
-            ("ours_ms", False),
-            ("ours_ms", True),
-            ("ours_with_gradient_ms", False),
-            ("geomloss_ms", False),
-        ):
-            for epsilon in (0.1, 0.01):
-                r = row("bench_small_cpu", n=n, d=d, epsilon=epsilon, labels=labels)
-                shown.append(r[key])
-        yield f"{n}, {d}", shown
-
-
-def gradients() -> Iterator[Claim]:
-    start = "debiased divergence and its gradient, labels, 60,000 × 60,000, d = 784, ten iterations"
-    for name, d in [(start, 784), ("the same, d = 512, with its gradient", 512)]:
-        r = row("bench_divergence", n=60000, d=d)
-        yield name, [*r["forward_and_gradient_ms"].values(), r["gradient_ratio"]]
-    r = row("bench_adjoint_cuda", n=16)
-    yield (
-        "implicit gradients of 65,536",
-        [
-            *(r["ours"]["graph_ms"], r["ours"]["ms"]),
-            *(r["autograd"]["ms"], r["autograd"]["kept_mib"] / 1024),
-            *(r["compiled"]["ms"], r["compiled"]["kept_mib"] / 1024),
-            *(r[side]["ms"] for side in ("unrolled", "ott_jax", "jaxopt")),
-        ],
-    )
-    yield (
-        "1,048,576 of 4 × 4 / 4,096",
-        [row("bench_adjoint_cuda", n=n)["ours"]["graph_ms"] for n in (4, 64)],
-    )
-
-
-def implicit() -> Iterator[Claim]:
-    def by(
-        n: int, method: str = "potentials", epsilon: float = 0.1, machine: str = "cuda"
-    ) -> list[float]:
-        name = f"bench_map_gradient_{machine}"
-        r = row(name, method=method, n=n, relative_epsilon=epsilon)
-        return [r["ms"]] if "ms" in r else [r["forward_ms"], r["backward_ms"]]
-
-    start = "**potentials by the points, 1,000 × 1,000, at 0.1**"
-    for name, n in [(start, 1000), ("**the same, 10,000 × 10,000**", 10000)]:
-        ours = by(n, machine="h100")
-        theirs = [*by(n, "ott_jax", machine="h100"), *by(n, "ott_jax_batched", machine="h100")]
-        yield name, [*ours, *theirs, min(theirs) / sum(ours)]
-    yield "the same, 50,000 × 50,000", by(50000)
-    yield "map by the points, 50,000", by(50000, "map")
-    yield "the same, at 0.01", by(50000, "map", 0.01)
-
-
-def curvature() -> Iterator[Claim]:
-    def of(n: int, *methods: str, d: int = 64, machine: str = "cuda") -> list[float]:
-        return [row(f"bench_hvp_{machine}", n=n, d=d, method=name)["ms"] for name in methods]
-
-    for count, points in [("10,000", 10000), ("50,000", 50000)]:
-        size, certified = f"{count} × {count}, d = 64", "solved to 1e-3 and certified"
-        first, again, theirs = of(points, "product", "again", "flash_sinkhorn", machine="h100")
-        one = f"one product, {size}, the first / another"
-        yield one, [first, again, theirs, theirs / first]
-        ways = "end_to_end_biased", "flash_sinkhorn_end_to_end", "end_to_end"
-        ours, theirs, debiased = of(points, *ways, machine="h100")
-        yield f"clouds to product, {certified}, {size}", [ours, theirs, theirs / ours]
-        yield f"clouds to debiased product, {certified}, {size}", [debiased]
-    yield "25 directions at once, 40,000", of(40000, "directions", d=5)
-
-
-def regression() -> Iterator[Claim]:
-    rows = content("shuffled_regression")["rows"]
-    ours = [r for r in rows if r["method"] == "ours"]
-    assert all(r["cells"] == 40_000 for r in rows)
-    assert all(r["ended_by_gradient"] == (r["method"] == "ours") for r in rows)
-    assert all(r["escapes"] for r in ours)
-    assert len(ours) == 10
-    starts = sorted((r for r in ours if r["epsilon"] == 0.5), key=itemgetter("seconds"))
-    assert len(starts) == 9
-    shown = itemgetter("steps", "newton_steps", "seconds", "seconds_per_check", "off")
-    yield (
-        "epsilon 0.5, the median",
-        [median(values) for values in zip(*map(shown, starts), strict=True)],
-    )
-    yield "epsilon 0.5, the quickest", [*shown(starts[0])]
-    yield "epsilon 0.5, the slowest", [*shown(starts[-1])]
-    for name, epsilon, method in [
-        ("epsilon 0.25, start 0", 0.25, "ours"),
-        ("**epsilon 0.5, start 0, systems damped as in the paper**", 0.5, "damped"),
-    ]:
-        one = row("shuffled_regression", epsilon=epsilon, seed=0, method=method)
-        yield name, [*shown(one)]
+    yield "20 steps, 60,000 points, 512", [r["sides"]["ours"]["ms"] / 1e3, *numbers]
+    seconds = [
+        row("bench_scale_cuda", workload="flow", processes=count)["seconds"] for count in (1, 2)
+    ]
+    yield "20 steps, 60,000 points, 784", seconds
+    yield "20 steps, 899 digits", [content("bench_flow_cpu")["converged"][0]["seconds"]]
 
 
 def memory() -> Iterator[Claim]:
     certified = content("time_to_certified")["rows"]
-    yield (
-        "all of MNIST to all of Fashion-MNIST, pixels, certified",
-        [max(r["peak_mib_over_inputs"] for r in certified)],
-    )
-    yield (
-        "divergence and gradient, 60,000",
-        [*row("bench_divergence", n=60000, d=512)["extra_mib_with_gradient"].values()],
-    )
+    most = max(r["peak_mib_over_inputs"] for r in certified)
+    yield "all of MNIST to all of Fashion-MNIST, pixels, both", [most]
+    extra = row("bench_divergence", n=60000, d=512)["extra_mib_with_gradient"]
+    yield "divergence and gradient, 60,000", [extra["ours"], extra["flash_sinkhorn"]]
     sides = [
         row("reproduce_otdd_scaling", task=task, n=60000, points="features")["sides"]
         for task in ("distance", "flow")
     ]
+    scales = (("ours", 1), ("tensorized", 1024), ("geomloss", 1024))
     yield (
         "distance / flow of 60,000",
-        [
-            side[name]["peak_mib"] / scale
-            for name, scale in (("ours", 1), ("tensorized", 1024), ("geomloss", 1024))
-            for side in sides
-        ],
+        [side[name]["peak_mib"] / scale for name, scale in scales for side in sides],
     )
-    flow = content("bench_flow_cuda")["fixed"]["peak_mib_over_inputs"]
-    yield "flow with labels, 60,000", [flow]
-    streamed = content("bench_cpu")["memory"]
-    matrix = streamed["one_float32_matrix_mib"]
-    yield "six passes, 20,000 × 20,000, d", [streamed["peak_mib_over_inputs"], matrix]
 
 
 def bounds() -> Iterator[Claim]:
-    rows = content("bench_bounds_cpu")["rows"]
-    largest = [
-        100 * max(r["extra_time"] for r in rows if (r["epsilon_relative"] == 0.1) == first)
+    found = content("bench_bounds_cpu")
+    extra = [
+        100 * max(r["extra_time"] for r in found["rows"] if (r["epsilon_relative"] == 0.1) == first)
         for first in (True, False)
     ]
-    yield "what proves ours takes", largest
-    width = 100 * content("bench_bounds_cpu")["largest_width_over_value"]
-    yield "width of the solver bounds, 2,000", [width]
-    for name, start in [
-        ("cpu", "random problems with exact values: outside / undecided / refused with an error"),
-        ("cuda", "the same on a GPU"),
-    ]:
+    yield "more time, at 0.1", [*extra, 100 * found["largest_width_over_value"]]
+    for name, start in [("cpu", "random problems"), ("cuda", "the same on a GPU")]:
         checked = content(f"verify_bounds_{name}")
         status = checked["status"]
         numbers = [len(checked["violations"]), status.get("undecided", 0), status["refused"]]
         yield start, [*numbers, checked["problems"]]
-    for name, start in [
-        (
-            "cuda",
-            "present certificate against the one of the runs marked †: "
-            "time of a certified divergence",
-        ),
-        ("cpu", "the same on a processor"),
+
+
+def several_gpus() -> Iterator[Claim]:
+    """Yield the rows of docs/scale.md."""
+    for workload, alone in [
+        *(("imagenet_0.1", "imagenet_0.1"), ("imagenet_0.01", "imagenet_0.01")),
+        *(("imagenet_ring", "imagenet_0.1"), ("four_million", None)),
+        *(("class_table", "class_table"), ("flow", "flow")),
     ]:
-        ratios = [r["ratio_of_times"] for r in content(f"bench_certified_{name}")["rows"]]
-        yield start, [min(ratios), max(ratios)]
+        two = row("bench_scale_cuda", workload=workload, processes=2)
+        shown, held = [two["seconds"]], [max(two["gib_per_process"])]
+        if alone:
+            one = row("bench_scale_cuda", workload=alone, processes=1)
+            shown = [one["seconds"], two["seconds"], one["seconds"] / two["seconds"]]
+            held = [max(one["gib_per_process"]), *held]
+        # Class tables are put together on the CPU; what they exchange is not timed.
+        share = two["communication_share"]
+        yield f"`{workload}`:", [*shown, *([] if share is None else [100 * share]), *held]
+
+
+def sentences() -> Iterator[str]:
+    """Yield what the sentences of docs/benchmarks.md say in numbers, in the order of the page."""
+
+    def power(value: float) -> str:
+        return f"{value:.0e}".replace("e-0", "e-")
+
+    r = row("bench_divergence", n=60000, d=784)
+    ours, theirs = (
+        (r["half_passes"][side], power(r["marginal_error"][side]))
+        for side in ("ours", "flash_sinkhorn")
+    )
+    yield f"are {ours[0]} passes here, which end at a marginal error of {ours[1]}"
+    yield f"and {theirs[0]} in flash-sinkhorn, which end at {theirs[1]}"
+    extra = content("bench_cold_start")["extra_seconds_of_the_first_call"]
+    yield f"takes {extra['empty_cache']:.1f} s more, for compilation"
+    yield f"later processes {extra['filled_cache']:.1f} s"
+    passes = {
+        (r["pair"], r["points"], r["n"], r["method"]): r["passes_to_target"]
+        for r in content("bench_convergence_cuda")["rows"]
+        if r["epsilon_relative"] == 0.001 and r["method"] in ("ours", "plain")
+    }
+    more = [
+        passes[*case, "plain"] / count
+        for (*case, method), count in passes.items()
+        if method == "ours" and passes.get((*case, "plain"))
+    ]
+    yield f"updates take {min(more):.2g} to {max(more):.2g} times as many passes as ours"
+    off = {
+        side: 100
+        * max(abs(r["off"][side]) for r in content("bench_small")["rows"] if side in r["off"])
+        for side in ("flash_sinkhorn", "geomloss")
+    }
+    yield f"flash-sinkhorn end up to {off['flash_sinkhorn']:.1g}% off"
+    yield f"is up to {off['geomloss']:.1g}% off"
+    gpu = content("bench_class_distances_cuda")
+    images = [*gpu["images"], content("bench_class_distances_cpu")["images"][0]]
+    width = max(r["relative_width_of_bounds"] for r in (*gpu["images"], gpu["many"]))
+    yield f"the median interval is at most {100 * width:.2f}% of the distance wide"
+    errors = {
+        scaling: [
+            r["geomloss"][f"scaling {scaling}"]["median_marginal_error"]
+            for r in images
+            if f"scaling {scaling}" in r["geomloss"]
+        ]
+        for scaling in (0.5, 0.99, 0.999)
+    }
+    yield f"its median marginal error is {min(errors[0.5]):.2f} or more"
+    yield f"At 0.99 it is at most {power(max(errors[0.99]))}"
+    yield f"at 0.999 at most {power(max(errors[0.999]))}"
+    error = row("bench_divergence", n=60000, d=784)["gradient_error"]
+    yield f"off by {power(error['ours'])} of the largest coordinate"
+    yield f"flash-sinkhorn's by {power(error['flash_sinkhorn'])}"
+    damped = row("shuffled_regression", epsilon=0.5, seed=0, method="damped")
+    assert not damped["ended_by_gradient"]
+    yield f"had not ended after {damped['steps']} steps"
+
+
+SECTIONS = (
+    *(large, to_convergence, small, exact, label_kinds, nearest, shift, mixtures, spaces),
+    *(attention, matrices, many_matrices, on_a_processor, gradients, flows, memory, bounds),
+)

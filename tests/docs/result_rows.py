@@ -40,11 +40,6 @@ def seconds_to_converge(name: str, **keys: Any) -> list[float]:
     return [ours, min(reached) / ours if reached else int(min(floors) / ours)]
 
 
-def at_each_epsilon(name: str, **keys: Any) -> list[list[float]]:
-    """The same at every epsilon."""
-    return [seconds_to_converge(name, epsilon_relative=epsilon, **keys) for epsilon in EPSILONS]
-
-
 def shows(text: str, values: list[float]) -> bool:
     """Whether the numbers of a text are these, each to the digits that are shown."""
     shown = _NUMBER.findall(text)

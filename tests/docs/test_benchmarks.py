@@ -1,61 +1,57 @@
 """docs/benchmarks.md: the numbers of its tables are those of the files that it names."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-from benchmark_claims import (
-    bounds,
-    class_distances,
-    curvature,
-    distances,
-    flows,
-    gradients,
-    implicit,
-    memory,
-    on_a_processor,
-    regression,
-    small_on_a_processor,
-)
+from benchmark_claims import SECTIONS, sentences
 from result_rows import RESULTS, content, shows
 
 from experiments.rows import TRACE, read_rows
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-_RUN = re.compile(r"results/(\w+)\.json\), ([0-9a-f]{7}(?: and [0-9a-f]{7})*)")
+_FILE = re.compile(r" \| ([^|]+) \| \[\w+\]\(\.\./experiments/results/(\w+)\.json\) \|$", re.M)
+# What a table's rows are followed by, where these columns stand.
+_MACHINE_AND_FILE = re.compile(r" \| [^|]+ \| \[\w+\]\([^)]+\.json\)$")
 
 
 def measured(start):
-    """The cells of the row called `start`, or beginning so, but for that one, machine and run."""
-    lines = PAGE.splitlines()
-    rows = [line for line in lines if line.startswith(f"| {start} |")]
-    rows = rows or [line for line in lines if line.startswith(f"| {start}")]
+    """The cells of the row that begins so, but for its first, machine and file."""
+    rows = [line for line in PAGE.splitlines() if line.startswith(f"| {start}")]
     assert len(rows) == 1, (start, len(rows))
-    found = rows[0].strip("| ").split(" | ")[1:]
-    return " | ".join(found[:-2] if "json" in found[-1] or "the same" in found[-1] else found)
+    return _MACHINE_AND_FILE.sub("", rows[0].strip("| ")).partition(" | ")[2]
 
 
-TABLES = [
-    *(distances, class_distances, flows, on_a_processor, gradients, implicit, curvature),
-    *(small_on_a_processor, regression, memory, bounds),
-]
-
-
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
-def test_every_row_shows_the_numbers_of_its_file(table):
-    claims = [*table()]
-    assert len(claims) > 3
-    for start, values in claims:
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_every_row_shows_the_numbers_of_its_file(section):
+    for start, values in section():
         assert shows(measured(start), values), (start, measured(start), values)
 
 
-def test_every_run_is_of_a_commit_that_its_file_records():
-    runs = _RUN.findall(PAGE)
-    assert len(runs) > 25
-    for name, commits in runs:
-        recorded = re.findall(r'"commit": "(\w+)"', json.dumps(content(name)))
-        assert set(commits.split(" and ")) <= {each[:7] for each in recorded}, (name, commits)
+def test_sentences_say_what_is_in_the_files():
+    text = " ".join(PAGE.split())
+    assert [said for said in sentences() if said not in text] == []
+
+
+def test_no_row_is_without_a_claim():
+    lines = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    # Every table has a line of titles.
+    assert len(lines) - PAGE.count("\n|---|") == sum(len([*section()]) for section in SECTIONS)
+
+
+def test_the_machine_of_a_row_is_that_of_its_file():
+    rows = _FILE.findall(PAGE)
+    assert len(rows) > 40
+    for machine, name in rows:
+        file = content(name)
+        about = file["runs"][0] if "runs" in file else file
+        about = about.get("environment", about)
+        if about["gpu"]:
+            assert re.search(rf"\b{machine}\b", about["gpu"]), (machine, name)
+            continue
+        cores, processor = machine.split(", ")
+        assert processor == re.sub(r"\(R\)| Processor", "", about["processor"]), (machine, name)
+        assert int(cores.split()[0]) in (about["threads"], about["cores"]), (machine, name)
 
 
 def test_results_are_small_and_traces_come_back_to_their_rows():
