@@ -116,6 +116,25 @@ def test_the_convention_of_microsoft_otdd_is_that_of_normalised_pixels(data, con
         assert row[name]["value"] == pytest.approx(found.value, rel=1e-8), name
 
 
+def test_features_are_those_of_torchvision_and_class_distances_know_no_order(data, content):
+    from torchvision.transforms.v2 import functional
+
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
+    sides = []
+    for name in DATASETS:
+        raw = otdd.load(name, root=data, split=DATASETS[name], max_samples=ROWS)
+        images = torch.from_numpy(np.asarray(raw.inputs))[:, None] / 255
+        features = functional.resize(images, [28, 28], antialias=True).flatten(1)
+        assert (
+            public_numbers.sha256(features.numpy()) == content["datasets"][name]["sha256_features"]
+        )
+        labels = torch.as_tensor(raw.labels)[order]
+        sides.append(otdd.LabeledSamples(features[order].flip(1), labels, raw.class_names))
+    again = otdd.class_distances(sides).full
+    squared = torch.tensor(content["class_distances"]["squared"], dtype=torch.float64)
+    torch.testing.assert_close(again, squared, rtol=1e-12, atol=1e-12)
+
+
 def test_parts_join_to_the_whole_and_a_second_call_measures_nothing(data, content, tmp_path):
     parts = [tmp_path / "0", tmp_path / "1"]
     for place, folder in enumerate(parts):
