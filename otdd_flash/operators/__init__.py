@@ -23,7 +23,7 @@ PyTorch, `triton_plans` those in Triton, also for products with packed points.
 A cost that processes share: `sharing` builds it on all ranks, `sharded` is the operator of rank 0,
 `parts` what every rank holds; `owned` divides the points among ranks, `self_share` the pairs of a
 self term (in Triton see `triton_operator`). If no rank can hold all points, they circulate in a
-`ring`: `ring_blocks` are its shards, `ring_pairs` a rank's pairs of a self term.
+`ring`.
 
 Problems of the engine (`engine.problems`): `one_problem` is an operator as the only one,
 `one_kernel_problem` the same in Triton. Pairs of classes are many: `stored_segments` keeps their
