@@ -3,7 +3,7 @@
 A half-step, the sums of a plan and the facts of the matrix read it once each, along its contiguous
 axis. If rows are contiguous and have at most `MOST_COLUMNS` entries, one read serves both
 half-steps of an iteration. Products with the plan run in PyTorch. `solver.matrix_comparison` builds
-the operator, `one_problem` its problem for the engine; `matrix_pool` is for matrices that are
+the operator, `one_problem` its problem for the engine; `kernel_pool` is for matrices that are
 solved in recorded CUDA graphs.
 """
 

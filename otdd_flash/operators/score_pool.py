@@ -5,7 +5,7 @@ one batch after another. A problem has two clouds, n points of x and m of y, in 
 them: `points` of either side by side, L = N + M. Its scores are one matrix (L, L) of four blocks,
 those of the self terms on the diagonal and those of the cross term beside them, once for rows of x
 and once for rows of y. `kernel_pool` computes with them in Triton, `torch_pool` on a processor;
-`matrix_pool` is for a cost matrix that is given, of which nothing is stored.
+`kernel_pool.MatrixPool` is for a cost matrix that is given, of which nothing is stored.
 
 In Triton everything is launched without asking the device anything: sizes, weights and epsilon are
 read from its memory, so that one recording serves all problems that fit the room.

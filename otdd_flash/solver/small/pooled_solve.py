@@ -354,7 +354,7 @@ def _pool_of(room: Room, place: Tensor) -> Pool:
     """
     # Triton may be missing where no kernel runs.
     if not room.dim:
-        from otdd_flash.operators.matrix_pool import MatrixPool
+        from otdd_flash.operators.kernel_pool import MatrixPool
 
         return MatrixPool(room, place)
     if room.in_triton:
