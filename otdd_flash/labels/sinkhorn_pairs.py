@@ -46,7 +46,7 @@ from otdd_flash.solver.solve import solve_segments, solve_term
 from otdd_flash.solver.term import epsilon_given_as, rounded_away
 
 if TYPE_CHECKING:
-    from otdd_flash.operators.class_pool import ClassPool
+    from otdd_flash.operators.kernel_segments import ClassPool
 
 
 # Number of unconverged terms named in a warning.
@@ -209,7 +209,7 @@ class TermSolver:
         self._clouds, self._epsilon, self._options = clouds, epsilon, options
         self._pool: ClassPool | None = None
         if kernels_run_on(clouds[0].points.device):
-            from otdd_flash.operators.class_pool import ClassPool
+            from otdd_flash.operators.kernel_segments import ClassPool
 
             points = (cloud.points.detach() for cloud in clouds)
             self._pool = ClassPool(list(map(WeightedPoints, points, masses_of(clouds))))

@@ -27,7 +27,7 @@ self term (in Triton see `triton_operator`). If no rank can hold all points, the
 
 Problems of the engine (`engine.problems`): `one_problem` is an operator as the only one,
 `one_kernel_problem` the same in Triton. Pairs of classes are many: `stored_segments` keeps their
-scores in PyTorch, `kernel_segments` computes them in Triton on the points of a `class_pool`. The
+scores in PyTorch, `kernel_segments` computes them in Triton on the points of a `ClassPool`. The
 terms of a small divergence are the problems of a `score_pool`, which also has the terms for
 certificates: `kernel_pool` in Triton, for a given matrix too, `torch_pool` on a
 processor. Entry points prepare a `comparison`; `solver`, `derivatives`, `gromov` and

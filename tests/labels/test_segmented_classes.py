@@ -14,10 +14,10 @@ from otdd_flash.labels import sinkhorn_pairs as transport_terms
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.operators import stored_segments
-from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import (
     BYTES_PER_SEGMENT,
     MEMORY,
+    ClassPool,
     KernelSegments,
     bytes_of,
 )
