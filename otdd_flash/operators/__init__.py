@@ -20,10 +20,10 @@ with passes in Triton.
 Plans, evaluated in every product or prepared for many: `base` has their protocols and those in
 PyTorch, `triton_plans` those in Triton, also for products with packed points.
 
-A cost that processes share: `sharing` builds it on all ranks, `sharded` is the operator of rank 0,
-`parts` what every rank holds; `owned` divides the points among ranks, `self_share` the pairs of a
-self term (in Triton see `triton_operator`). If no rank can hold all points, they circulate in a
-`ring`.
+A cost that processes share: `sharing` builds it on all ranks and has the operator of rank 0,
+`parts` is what every rank holds of the points, which it divides among ranks; `self_share` divides
+the pairs of a self term (in Triton see `triton_operator`). If no rank can hold all points, they
+circulate in a `ring`.
 
 Problems of the engine (`engine.problems`): `one_problem` is an operator as the only one,
 `one_kernel_problem` the same in Triton. Pairs of classes are many: `stored_segments` keeps their

@@ -43,9 +43,8 @@ from otdd_flash.operators.blocked import (
     SoftminAccumulator,
     Tile,
 )
-from otdd_flash.operators.owned import Rows
 from otdd_flash.operators.packed_blocks import DeviceBlock, Packing
-from otdd_flash.operators.parts import EVERY, Part, Parts, sides_of
+from otdd_flash.operators.parts import EVERY, Part, Parts, Rows, sides_of
 from otdd_flash.operators.self_share import BlockShare, NearShare
 
 if TYPE_CHECKING:

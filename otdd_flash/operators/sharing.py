@@ -31,8 +31,7 @@ from otdd_flash.operators.blocked import BlockOperator
 from otdd_flash.operators.blocked import Build as BlockBuild
 from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.owned import Owned
-from otdd_flash.operators.parts import FIRST, Build, Parts, cost_error
+from otdd_flash.operators.parts import FIRST, Build, Owned, Parts, cost_error
 from otdd_flash.operators.ring import ring_parts
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, SelfShare, folded
 from otdd_flash.operators.sharded import ShardedOperator
