@@ -12,8 +12,8 @@ For a self term every rank has some of the pairs (`self_share`): results for row
 sent to their owner, who merges them in the order of the ranks. P_r is built for products with the
 plan only.
 
-A cloud is divided by `Owned`. Its points are sorted by class first: kernels pad every class to whole
-blocks of rows, and a class that one rank has alone is padded once.
+`Owned` divides a cloud, whose points are sorted by class first: so few classes are cut. Kernels pad
+every class to whole blocks of rows, and a class that one rank has alone is padded once.
 
 The masses of a part's own side are divided by their sum w_r, so that they sum to 1; results that
 are proportional to them are multiplied by w_r.

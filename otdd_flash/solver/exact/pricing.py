@@ -32,7 +32,7 @@ from otdd_flash.operators.torch_operator import TorchOperator
 
 if TYPE_CHECKING:
     # Of several processes alone.
-    from otdd_flash.operators.sharded import ShardedOperator
+    from otdd_flash.operators.sharing import ShardedOperator
 
 # Entries of a block of costs. A block is read some five times and takes three buffers of its size.
 BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 22, 1 << 27

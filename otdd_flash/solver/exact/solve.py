@@ -73,7 +73,7 @@ from otdd_flash.solver.term import SolverProgress, StoppedBy, TermProgress, Unre
 
 if TYPE_CHECKING:
     # Of several processes alone.
-    from otdd_flash.operators.sharded import ShardedOperator
+    from otdd_flash.operators.sharing import ShardedOperator
 
 # Entries of a cost up to which the program takes all of them.
 FEW_ENTRIES = 1 << 15
