@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from otdd_flash.batched.plans import SmallPlans, sinkhorn_plans
     from otdd_flash.cost.compute import ComputeOptions
     from otdd_flash.cost.ground import GroundCost
-    from otdd_flash.cost.matrix import CostBlocks
     from otdd_flash.data.registry import load
     from otdd_flash.derivatives.hessian import HessianProduct, SinkhornHessian, sinkhorn_hessian
     from otdd_flash.derivatives.loss import sinkhorn_loss
@@ -83,6 +82,7 @@ if TYPE_CHECKING:
     from otdd_flash.labels import ClassDistances, JointClassDistances, class_distances
     from otdd_flash.mixing.mixture import mixture
     from otdd_flash.mixing.result import Mixture
+    from otdd_flash.operators.given_costs import CostBlocks
     from otdd_flash.otdd import dataset_distance
     from otdd_flash.pairwise import PairwiseResult, pairwise_distances
     from otdd_flash.ranking.index import Index, index
@@ -185,7 +185,7 @@ _HOMES = {
     "ClassDistances": "otdd_flash.labels",
     "CGOptions": "otdd_flash.derivatives.plan_system",
     "ComputeOptions": "otdd_flash.cost.compute",
-    "CostBlocks": "otdd_flash.cost.matrix",
+    "CostBlocks": "otdd_flash.operators.given_costs",
     "Converged": "otdd_flash.solver.schedules.converged",
     "ConvergenceError": "otdd_flash.errors",
     "DataNotice": "otdd_flash.errors",

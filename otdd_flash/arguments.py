@@ -102,7 +102,7 @@ METRIC_CLASS = "otdd_flash.labels.metrics.base.LabelMetric"
 COMPUTE_CLASS = "otdd_flash.cost.compute.ComputeOptions"
 RANKS_CLASS = "otdd_flash.distributed.ranks.Ranks"
 GROUP_CLASSES = ("torch.distributed.distributed_c10d.ProcessGroup", RANKS_CLASS)
-COST_BLOCKS_CLASS = "otdd_flash.cost.matrix.CostBlocks"
+COST_BLOCKS_CLASS = "otdd_flash.operators.given_costs.CostBlocks"
 COSTS_SHAPE = "(n, m) or otdd.CostBlocks(n, m, block)"
 FUNCTIONAL_CLASS = "otdd_flash.flows.functionals.WeightedFunctional"
 # Other classes of arguments: the words of messages, and the full name of each.

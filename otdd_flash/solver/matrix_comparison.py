@@ -20,16 +20,19 @@ from torch import Tensor
 from otdd_flash.cost.compute import Compute, ComputeOptions, scores_fit, uses_triton
 from otdd_flash.cost.facts import SIDES, TERMS
 from otdd_flash.cost.ground import NO_OFFSET, Offset
-from otdd_flash.cost.matrix import CostBlocks, FunctionCosts, MatrixFacts, matrix_facts
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.given_costs import (
+    CostBlocks,
     CostSource,
+    FunctionCosts,
     GivenCosts,
     HeldCosts,
+    MatrixFacts,
     exact_blocks,
+    matrix_facts,
     matrix_operator,
 )
 from otdd_flash.operators.torch_operator import TorchOperator

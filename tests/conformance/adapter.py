@@ -19,12 +19,10 @@ from problems import DEVICE, LAMBDA_X, LAMBDA_Y, Case, Problem, problem_of
 from rank_pool import pool
 from torch import Tensor
 
-from otdd_flash.cost import matrix as cost_matrix
 from otdd_flash.cost import points as cost_points
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.cost.matrix import CostBlocks
 from otdd_flash.cost.points import equal_masses
 from otdd_flash.distributed.ranks import Ranks, led
 from otdd_flash.features.file_features import features_file
@@ -41,6 +39,7 @@ from otdd_flash.operators import (
 )
 from otdd_flash.operators.base import EvaluatedPlan, Marginals, StoredPlan
 from otdd_flash.operators.comparison import Comparison
+from otdd_flash.operators.given_costs import CostBlocks
 from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
 from otdd_flash.samples import LabeledSamples
@@ -56,7 +55,7 @@ SMALL: list[tuple[Any, str, Any]] = [
     (torch_operator, "TILE_ELEMENTS_CPU", 300),
     (given_costs, "TILE_ELEMENTS_CPU", 300),
     (given_costs, "EXACT_ELEMENTS_CPU", 150),
-    (cost_matrix, "BLOCK_ENTRIES_CPU", 500),
+    (given_costs, "BLOCK_ENTRIES_CPU", 500),
     (cost_points, "CHUNK_ELEMENTS_CPU", 60),
     (blocked, "LEAST_POINTS", 30),
     (triton_operator, "MANY_SCORES", 1),

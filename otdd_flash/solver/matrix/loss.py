@@ -26,13 +26,13 @@ from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, sequence, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.cost.facts import SIDES
-from otdd_flash.cost.matrix import CostBlocks
 from otdd_flash.derivatives.autograd import Inputs, Solved
 from otdd_flash.derivatives.gradient import mass_gradient
 from otdd_flash.derivatives.groups import Groups, report_groups, settled
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
+from otdd_flash.operators.given_costs import CostBlocks
 from otdd_flash.solver.divergence import Potentials, report_convergence
 from otdd_flash.solver.matrix.transport import report_infeasible, solve_matrix
 from otdd_flash.solver.matrix_comparison import MatrixComparison
