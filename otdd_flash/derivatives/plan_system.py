@@ -49,7 +49,7 @@ from otdd_flash.engine.conjugate_gradients import (
     Metric,
     Near,
 )
-from otdd_flash.engine.run import LateReader
+from otdd_flash.engine.problems import LateReader
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
 from otdd_flash.memory import holds, stated_budget
 from otdd_flash.operators.base import Operator, Plan, Products, StoredPlan

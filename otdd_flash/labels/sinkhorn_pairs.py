@@ -31,8 +31,7 @@ from torch import Tensor
 from otdd_flash.arguments import Progress
 from otdd_flash.cost.points import Cloud, LabelledCost
 from otdd_flash.devices import check_triton
-from otdd_flash.engine.problems import WeightedPoints
-from otdd_flash.engine.run import Finished, SegmentTerms
+from otdd_flash.engine.problems import Finished, SegmentTerms, WeightedPoints
 from otdd_flash.errors import InputError, NotConvergedWarning, warn
 from otdd_flash.formulas.decision import CROSS, SELF
 from otdd_flash.formulas.evidence import MOST_ERROR

@@ -36,7 +36,7 @@ from torch import Tensor
 from otdd_flash.cost.points import DOUBLE_UNIT, LabelledCost, less_origin
 from otdd_flash.distributed.exchange import added
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.engine.run import LateReader
+from otdd_flash.engine.problems import LateReader
 from otdd_flash.errors import LostRankError
 from otdd_flash.fingerprint import remembered
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator

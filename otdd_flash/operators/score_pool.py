@@ -203,7 +203,7 @@ class PooledIterations(Protocol):
 
     @property
     def terms(self) -> Tensor:
-        """The `engine.run.SegmentReport` of each, of when it was active last (S, 8)."""
+        """The `engine.problems.SegmentReport` of each, of when it was active last (S, 8)."""
         ...
 
     @property

@@ -39,8 +39,17 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.points import equal_masses
-from otdd_flash.engine.problems import Evaluated, Iterations, Segments, Start, numbers_of
-from otdd_flash.engine.run import Finished, SegmentTerms, run, run_one
+from otdd_flash.engine.problems import (
+    Evaluated,
+    Finished,
+    Iterations,
+    Segments,
+    SegmentTerms,
+    Start,
+    numbers_of,
+    run,
+    run_one,
+)
 from otdd_flash.formulas.decision import (
     CROSS,
     LEVEL_TOLERANCE,

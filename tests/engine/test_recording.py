@@ -10,9 +10,8 @@ import torch
 from labelled_costs import cost_between
 
 from otdd_flash.engine import recording
-from otdd_flash.engine.problems import Start
+from otdd_flash.engine.problems import LateReader, Start
 from otdd_flash.engine.recording import LAUNCHED, STEPS, STREAMS, Repeated, run_branches
-from otdd_flash.engine.run import LateReader
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
 from otdd_flash.operators import triton_operator
 from otdd_flash.operators.one_problem import problem_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from sinkhorn_cases import make_clouds, table_of
 
-from otdd_flash.engine.run import SegmentTerms
+from otdd_flash.engine.problems import SegmentTerms
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.kernels.segments.step import SMALL
 from otdd_flash.labels import sinkhorn_pairs

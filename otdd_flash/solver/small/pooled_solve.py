@@ -32,9 +32,8 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import TERMS, CostFacts
 from otdd_flash.devices import current
-from otdd_flash.engine.problems import Start
+from otdd_flash.engine.problems import SegmentReport, Start
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
-from otdd_flash.engine.run import SegmentReport
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
 from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.operators.comparison import Comparison
