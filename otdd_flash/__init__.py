@@ -96,8 +96,7 @@ if TYPE_CHECKING:
     from otdd_flash.sliced.distances import sliced_distances
     from otdd_flash.sliced.result import SlicedResult
     from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
-    from otdd_flash.solver.matrix.loss import matrix_loss
-    from otdd_flash.solver.matrix.plan import matrix_plan
+    from otdd_flash.solver.matrix.gradients import matrix_loss, matrix_plan
     from otdd_flash.solver.matrix.result import MatrixTransport
     from otdd_flash.solver.matrix.transport import matrix_transport
     from otdd_flash.solver.schedules.converged import Converged
@@ -224,8 +223,8 @@ _HOMES = {
     "gradient_flow": "otdd_flash.flows.run",
     "index": "otdd_flash.ranking.index",
     "load": "otdd_flash.data.registry",
-    "matrix_loss": "otdd_flash.solver.matrix.loss",
-    "matrix_plan": "otdd_flash.solver.matrix.plan",
+    "matrix_loss": "otdd_flash.solver.matrix.gradients",
+    "matrix_plan": "otdd_flash.solver.matrix.gradients",
     "matrix_transport": "otdd_flash.solver.matrix.transport",
     "nearest": "otdd_flash.ranking.race",
     "mixture": "otdd_flash.mixing.mixture",

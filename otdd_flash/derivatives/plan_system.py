@@ -5,9 +5,9 @@
 
 tells how potentials and plan answer to a change of costs or masses. The factors alpha and beta are
 those of `formulas.marginals`: 1 of an exact side, 1 + epsilon / rho of a relaxed one. Hessians
-(`curvature`), maps and potentials (`adjoint`), given matrices (`solver.matrix.plan`) and the upper
-bound of matrices with forbidden pairs (`solver.matrix.transport`) solve it. Eliminating
-u = (s - P v) / (alpha r) leaves the Schur complement
+(`curvature`), maps and potentials (`adjoint`), given matrices (`solver.matrix.gradients`) and the
+upper bound of matrices with forbidden pairs (`solver.matrix.transport`) solve it. Eliminating u =
+(s - P v) / (alpha r) leaves the Schur complement
 
     S v = t - P^T (s / (alpha r)),      S = beta diag(c) - P^T diag(1 / (alpha r)) P.
 

@@ -7,9 +7,9 @@ forbids a pair: its score is -inf and its entry of the plan is 0.
 `CostBlocks`, which `otdd_flash` exports, is a user's function; `FunctionCosts` calls it in every
 pass and checks its results. `matrix_facts` computes range, mean and forbidden pairs of a matrix
 from blocks of its rows. `solver.matrix_comparison` makes `FunctionCosts`, calls `matrix_facts` and,
-as `solver.matrix.plan` does, builds operators by `matrix_operator`. On a GPU `matrix_kernel` runs
-the passes in Triton, computes `MatrixFacts`, and uses such an operator for the rest. What needs the
-costs themselves reads them in float64 by `exact_blocks` (`solver.matrix.result`,
+as `solver.matrix.gradients` does, builds operators by `matrix_operator`. On a GPU `matrix_kernel`
+runs the passes in Triton, computes `MatrixFacts`, and uses such an operator for the rest. What
+needs the costs themselves reads them in float64 by `exact_blocks` (`solver.matrix.result`,
 `solver.matrix.transport`, `derivatives.groups`).
 """
 

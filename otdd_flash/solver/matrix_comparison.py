@@ -1,6 +1,6 @@
 """A cost matrix with its masses: checked, moved to the device, with an operator for each term.
 
-`transport`, `loss` and `plan` build one by `MatrixComparison.prepare` and solve it;
+`matrix.transport` and `matrix.gradients` build one by `MatrixComparison.prepare` and solve it;
 `operators.comparison` is the same for point clouds.
 """
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = {
     "ranks": r"/distributed/|/ring|/(sharing|self_share|parts|by_ranks)\.py"
     r"|commands/ranks\.py",
-    "certificate": r"solver/(matrix/(result|plan)\.|"
+    "certificate": r"solver/(matrix/(result|gradients)\.|"
     r"(solve|term|certificate|shortfall|divergence)\.)|derivatives/(groups|group_flows|plan_links)\.",
     "evidence": r"/(engine|formulas)/|solver/evidence\.py",
     "exact": r"/solver/exact/",

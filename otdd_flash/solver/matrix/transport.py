@@ -1,6 +1,6 @@
 """Entropic transport for a given cost matrix: the entry point `matrix_transport`, and its solve.
 
-`otdd_flash` exports `matrix_transport`, and `shift.pooled` calls it. `loss` and `plan` call
+`otdd_flash` exports `matrix_transport`, and `shift.pooled` calls it. `gradients` calls
 `solve_matrix` as well, which adds to `solver.solving` what is particular to forbidden pairs, of
 cost +inf: whether the masses admit a plan, `short_rows` before the solve, and an `upper_bound` of
 its cost after it.
