@@ -95,13 +95,13 @@ if TYPE_CHECKING:
     from otdd_flash.shift.windows import shift_windows
     from otdd_flash.sliced.distances import sliced_distances
     from otdd_flash.sliced.result import SlicedResult
-    from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
     from otdd_flash.solver.matrix.gradients import matrix_loss, matrix_plan
     from otdd_flash.solver.matrix.result import MatrixTransport
     from otdd_flash.solver.matrix.transport import matrix_transport
     from otdd_flash.solver.schedules.converged import Converged
     from otdd_flash.solver.schedules.exact import Exact
     from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
+    from otdd_flash.solver.solving import sinkhorn, sinkhorn_divergence
     from otdd_flash.study.networks import Transfer
     from otdd_flash.study.result import StudyResult
     from otdd_flash.study.study import Study
@@ -232,9 +232,9 @@ _HOMES = {
     "pairwise_distances": "otdd_flash.pairwise",
     "shift_test": "otdd_flash.shift.joint",
     "shift_windows": "otdd_flash.shift.windows",
-    "sinkhorn": "otdd_flash.solver.clouds",
+    "sinkhorn": "otdd_flash.solver.solving",
     "sinkhorn_attention": "otdd_flash.attention.attention",
-    "sinkhorn_divergence": "otdd_flash.solver.clouds",
+    "sinkhorn_divergence": "otdd_flash.solver.solving",
     "sinkhorn_hessian": "otdd_flash.derivatives.hessian",
     "sinkhorn_loss": "otdd_flash.derivatives.loss",
     "sinkhorn_losses": "otdd_flash.derivatives.losses",

@@ -9,7 +9,7 @@ result. The iterations are those of `engine`. `small` solves all terms of a smal
 on stored scores. `matrix` has the entry points for given costs, of which `matrix_comparison` makes
 a comparison.
 
-`clouds` is the entry point for clouds of points; `tensors` checks those that are given as tensors,
-to `derivatives` as well, which has losses and other functions for autograd. `otdd`, `pairwise`,
-`flows`, `gromov`, `mixing` and `derivatives` call `solving`.
+`solving` has the entry points for clouds of points too; `tensors` checks those that are given as
+tensors, to `derivatives` as well, which has losses and other functions for autograd. `otdd`,
+`pairwise`, `flows`, `gromov`, `mixing` and `derivatives` call `solving`.
 """
