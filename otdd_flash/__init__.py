@@ -95,12 +95,11 @@ if TYPE_CHECKING:
     from otdd_flash.shift.windows import shift_windows
     from otdd_flash.sliced.distances import sliced_distances
     from otdd_flash.sliced.result import SlicedResult
+    from otdd_flash.solver.geomloss import GeomlossSchedule
     from otdd_flash.solver.matrix.gradients import matrix_loss, matrix_plan
     from otdd_flash.solver.matrix.result import MatrixTransport
     from otdd_flash.solver.matrix.transport import matrix_transport
-    from otdd_flash.solver.schedules.converged import Converged
-    from otdd_flash.solver.schedules.exact import Exact
-    from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
+    from otdd_flash.solver.schedules import Converged, Exact
     from otdd_flash.solver.solving import sinkhorn, sinkhorn_divergence
     from otdd_flash.study.networks import Transfer
     from otdd_flash.study.result import StudyResult
@@ -185,14 +184,14 @@ _HOMES = {
     "CGOptions": "otdd_flash.derivatives.plan_system",
     "ComputeOptions": "otdd_flash.cost.compute",
     "CostBlocks": "otdd_flash.operators.given_costs",
-    "Converged": "otdd_flash.solver.schedules.converged",
+    "Converged": "otdd_flash.solver.schedules",
     "ConvergenceError": "otdd_flash.errors",
     "DataNotice": "otdd_flash.errors",
     "DistanceResult": "otdd_flash.result",
-    "Exact": "otdd_flash.solver.schedules.exact",
+    "Exact": "otdd_flash.solver.schedules",
     "Flow": "otdd_flash.flows.flow",
     "FlowResult": "otdd_flash.flows.result",
-    "GeomlossSchedule": "otdd_flash.solver.schedules.geomloss",
+    "GeomlossSchedule": "otdd_flash.solver.geomloss",
     "GroundCost": "otdd_flash.cost.ground",
     "HessianProduct": "otdd_flash.derivatives.hessian",
     "Index": "otdd_flash.ranking.index",

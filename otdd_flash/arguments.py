@@ -119,7 +119,7 @@ OBJECTS = {
     "GroundCost": ("be a GroundCost", "otdd_flash.cost.ground.GroundCost"),
     "Schedule": (
         "be otdd.Converged() or another schedule",
-        "otdd_flash.solver.schedules.base.Schedule",
+        "otdd_flash.solver.schedules.Schedule",
     ),
     "CGOptions": ("be otdd.CGOptions()", "otdd_flash.derivatives.plan_system.CGOptions"),
     "Flow": ("be an otdd.Flow", "otdd_flash.flows.flow.Flow"),

@@ -48,7 +48,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.operators.base import Factors, Operator, Plan, Products, StoredPlan
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules import Schedule
 from otdd_flash.solver.term import TransportTerm
 
 # The least share of its mass that a point has to move for derivatives of its potential.

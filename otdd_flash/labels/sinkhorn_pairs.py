@@ -40,7 +40,7 @@ from otdd_flash.labels.pairs import PairDistances, named_classes, used_classes
 from otdd_flash.memory import free_memory
 from otdd_flash.operators.point_scores import streamed_operator
 from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_segments, solve_term
 from otdd_flash.solver.term import epsilon_given_as, rounded_away
 

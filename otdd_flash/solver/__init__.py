@@ -2,7 +2,7 @@
 
 `solving` solves a comparison. `divergence` solves its terms in turn, within one budget or until
 their bounds are narrow, and combines them; `shortfall` words the message where that stops early.
-`schedules` has the options of each way to solve a term: `converged` iterates to a tolerance, and
+`schedules` has the options of each way to solve a term: `Converged` iterates to a tolerance, and
 `geomloss` runs the fixed updates of that library, for comparisons. `solve` takes one term from its
 initial potential to its `certificate`, or many side by side; `term` has its tolerance and its
 result. The iterations are those of `engine`. `small` solves all terms of a small problem at once,

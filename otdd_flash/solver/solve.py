@@ -65,7 +65,7 @@ from otdd_flash.operators.one_problem import OneProblem, problem_of
 from otdd_flash.solver.certificate import Certificate, certify, certify_self, check_moving
 from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.penalties import refuse_beyond_digits
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.term import (
     LOOSEST_DEFAULT,
     StoppedBy,

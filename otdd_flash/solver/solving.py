@@ -33,11 +33,9 @@ from otdd_flash.solver.divergence import (
     solve_divergence,
     solve_identical,
 )
+from otdd_flash.solver.geomloss import GeomlossSchedule
 from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact, refuse_start, schedule_of
-from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
+from otdd_flash.solver.schedules import Converged, Exact, Schedule, refuse_start, schedule_of
 from otdd_flash.solver.small.route import is_small, solve_small
 from otdd_flash.solver.term import SolverProgress, TransportTerm
 

@@ -2,7 +2,7 @@
 
 Entry points resolve epsilon here; errors name the setting and the unit in which it was given.
 `solver.solve` and `solver.small` take the stopping rule of the iterations and of the term from
-here, and make terms by `TransportTerm.from_certificate`. That and `schedules.geomloss` call
+here, and make terms by `TransportTerm.from_certificate`. That and `geomloss` call
 `check_usable`, which refuses a plan that rounding alone decides; `labels.sinkhorn_pairs` raises the
 same error by `rounded_away`. `certificate` takes the advice to use float64 from `or_double`.
 
@@ -27,11 +27,11 @@ from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.formulas.decision import Goal
 from otdd_flash.formulas.evidence import MOST_ERROR
 from otdd_flash.operators.base import Applied
-from otdd_flash.solver.schedules.converged import Converged
 
 if TYPE_CHECKING:
-    # It imports this file.
+    # They import this file.
     from otdd_flash.solver.certificate import Certificate
+    from otdd_flash.solver.schedules import Converged
 
 
 # progress(term, iteration, marginal_error): term is "xy", "xx" or "yy".

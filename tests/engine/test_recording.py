@@ -16,7 +16,7 @@ from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
 from otdd_flash.operators import triton_operator
 from otdd_flash.operators.one_problem import problem_of
 from otdd_flash.operators.triton_operator import KernelOperator
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_term
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

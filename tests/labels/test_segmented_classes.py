@@ -22,7 +22,7 @@ from otdd_flash.operators.kernel_segments import (
     bytes_of,
 )
 from otdd_flash.operators.stored_segments import StoredSegments
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_segments
 
 

@@ -20,7 +20,7 @@ from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import TermSolver, kernels_run_on, sinkhorn_distances
 from otdd_flash.operators.kernel_segments import bytes_of
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 
 
 @pytest.fixture

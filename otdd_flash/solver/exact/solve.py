@@ -65,8 +65,7 @@ from otdd_flash.solver.exact.program import (
     integer_masses,
     solve_program,
 )
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact, needs_zero
+from otdd_flash.solver.schedules import Converged, Exact, needs_zero
 from otdd_flash.solver.solve import solve_term
 from otdd_flash.solver.term import (
     ExactTerm,

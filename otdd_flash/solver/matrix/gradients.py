@@ -51,8 +51,7 @@ from otdd_flash.solver.divergence import Potentials, report_convergence
 from otdd_flash.solver.matrix.transport import check_one_epsilon, report_infeasible, solve_matrix
 from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged, Schedule
 from otdd_flash.solver.term import TransportTerm
 
 # The term of each cost, the terms that each side's masses enter, and the weights of terms.

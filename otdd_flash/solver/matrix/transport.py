@@ -52,9 +52,7 @@ from otdd_flash.solver.evidence import DOUBLE_UNIT, widen_bounds
 from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison, relative_to_mean
 from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact, refuse_start, schedule_of
+from otdd_flash.solver.schedules import Converged, Exact, Schedule, refuse_start, schedule_of
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.tensors import MASS_TOLERANCE
 from otdd_flash.solver.term import SolverProgress, TransportTerm, epsilon_given_as, refuse_both
