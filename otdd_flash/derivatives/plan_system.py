@@ -315,11 +315,11 @@ class PlanSystem:
             pending, missed = iterates.wanted()
             if not pending:
                 return missed
-            reader: LateReader[None] = LateReader(wait=len(iterates.values) >= MANY_ROWS)
-            reading = None
-            while reading is None or any(reading.numbers):
+            reader = LateReader(wait=len(iterates.values) >= MANY_ROWS)
+            active = None
+            while active is None or any(active):
                 iterates.repeat()
-                reading = reader.exchange(iterates.active, None)
+                active = reader.exchange(iterates.active)
             iterates.correct(self.matrix)
         return iterates.wanted()[1]
 

@@ -29,7 +29,7 @@ numbers of a segment must not depend on the segments beside it, to the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -371,11 +371,11 @@ def run(iterations: Iterations, finished: Finished | None = None) -> SegmentTerm
     """
     results = torch.zeros_like(iterations.terms)
     left = torch.arange(len(results), device=results.device)
-    reader: LateReader[None] = LateReader()
+    reader = LateReader()
     while len(left):
         iterations.advance()
-        reading = reader.exchange(iterations.active.sum().reshape(1), None)
-        if reading is None or reading.numbers[0] == len(left):
+        numbers = reader.exchange(iterations.active.sum().reshape(1))
+        if numbers is None or numbers[0] == len(left):
             continue
         results[left] = iterations.terms
         order = _compacted(iterations.active)
@@ -394,13 +394,13 @@ def run_one(iterations: Iterations, watch: Watch) -> SegmentReport:
         iterations: of the segment.
         watch: called with every reading.
     """
-    reader: LateReader[None] = LateReader(wait=iterations.waits)
+    reader = LateReader(wait=iterations.waits)
     while True:
         iterations.advance()
-        reading = reader.exchange(iterations.terms[0], None)
-        if reading is None:
+        numbers = reader.exchange(iterations.terms[0])
+        if numbers is None:
             continue
-        report = SegmentReport(*reading.numbers)
+        report = SegmentReport(*numbers)
         if watch(report.marginal_error, int(report.iterations)) or not report.active:
             return report
 
@@ -413,17 +413,7 @@ def _compacted(active: Tensor) -> Tensor:
     return order
 
 
-T = TypeVar("T")
-
-
-class Reading(NamedTuple, Generic[T]):
-    """Numbers that a step computed, and what the caller kept with them."""
-
-    numbers: list[float]
-    kept: T
-
-
-class LateReader(Generic[T]):
+class LateReader:
     """Hands out the numbers of the step before the one that was just launched.
 
     While the host waits for them the device already works on the next step. On a CPU, where nothing
@@ -436,25 +426,25 @@ class LateReader(Generic[T]):
 
     def __init__(self, *, wait: bool = False) -> None:
         self._wait = wait
-        self._pending: tuple[Tensor, Any, T] | None = None
+        self._pending: tuple[Tensor, Any] | None = None
 
-    def exchange(self, numbers: Tensor, kept: T) -> Reading[T] | None:
+    def exchange(self, numbers: Tensor) -> list[float] | None:
         """Send a few numbers (k,); receive those sent before, or None the first time on a GPU."""
         if self._wait or not numbers.is_cuda:
-            return Reading(numbers.tolist(), kept)
+            return numbers.tolist()
         copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         copied.copy_(numbers, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record(torch.cuda.current_stream(numbers.device))
-        before, self._pending = self._pending, (copied, arrived, kept)
+        before, self._pending = self._pending, (copied, arrived)
         return None if before is None else _wait(*before)
 
-    def last(self) -> Reading[T] | None:
+    def last(self) -> list[float] | None:
         """Receive what is still on its way."""
         before, self._pending = self._pending, None
         return None if before is None else _wait(*before)
 
 
-def _wait(copied: Tensor, arrived: Any, kept: T) -> Reading[T]:
+def _wait(copied: Tensor, arrived: Any) -> list[float]:
     arrived.synchronize()
-    return Reading(copied.tolist(), kept)
+    return copied.tolist()

@@ -26,6 +26,7 @@ from torch import Tensor
 from otdd_flash.arguments import Count, check_fields
 from otdd_flash.checks import shown
 from otdd_flash.cost.facts import CostFacts, CostRange
+from otdd_flash.cost.host_points import spans
 from otdd_flash.cost.points import Cut, Masses
 from otdd_flash.errors import InputError, UserCodeError
 from otdd_flash.operators.torch_operator import TILE_ELEMENTS_CPU, TorchOperator
@@ -116,11 +117,8 @@ class FunctionCosts:
     def held(self) -> Tensor:
         """Return the whole C (n, m), in memory."""
         found = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        n, m = self.shape
-        height = max(1, self.block_entries // m)
-        for start in range(0, n, height):
-            rows = slice(start, min(start + height, n))
-            found[rows] = self.rows(rows)
+        for rows, block in _blocks(self, self.block_entries):
+            found[rows] = block
         return found
 
     def _exactly(self, rows: slice, columns: slice) -> Tensor:
@@ -444,6 +442,5 @@ def _exact_elements(device: torch.device) -> int:
 def _blocks(source: CostSource, elements: int) -> Iterator[tuple[slice, Tensor]]:
     n, m = source.shape
     height = max(1, min(n, (source.block_entries or elements) // m))
-    for start in range(0, n, height):
-        rows = slice(start, min(start + height, n))
+    for rows in spans(0, n, height):
         yield rows, source.rows(rows)

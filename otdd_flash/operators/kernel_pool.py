@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import SIDES
+from otdd_flash.cost.host_points import spans
 from otdd_flash.engine.few_problems import MEMORY
 from otdd_flash.engine.problems import Evaluated, Start, Vectors
 from otdd_flash.engine.quasi_newton_kernels import (
@@ -89,9 +90,8 @@ class KernelPool(ScorePool):
         symmetric, labels = rows is columns, self.labels
         width = columns.stop - columns.start
         height = max(1, PRODUCTS // (self.room.problems * width))
-        for first in range(rows.start, rows.stop, height):
-            part = slice(first, min(first + height, rows.stop))
-            others = slice(first if symmetric else columns.start, columns.stop)
+        for part in spans(rows.start, rows.stop, height):
+            others = slice(part.start if symmetric else columns.start, columns.stop)
             stored_scores(
                 torch.bmm(points[:, part], points[:, others].mT),
                 (squares[:, part], squares[:, others]),

@@ -398,14 +398,14 @@ def _of_same_potentials(
         LostRankError: on every rank, where potentials differ again.
     """
     for _ in range(2):
-        reader: LateReader[None] = LateReader()
+        reader = LateReader()
         check = torch.stack([checksum(each) for each in potentials])
         # On its way to the host while the sums are computed.
-        told = reader.exchange(check, None)
+        told = reader.exchange(check)
         numbers, found, own_costs = sums(ranks, number, potentials, epsilon, accurate)
         told = told or reader.last()
         assert told is not None
-        same, largest = _largest(ranks, numbers, [int(each) for each in told.numbers])
+        same, largest = _largest(ranks, numbers, [int(each) for each in told])
         if same:
             return Marginals(*found, *largest, own_costs)
         potentials = tuple(ranks.from_leader(each) for each in potentials)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
+from otdd_flash.cost.host_points import spans
 from otdd_flash.cost.points import Cut, LabelledCost, Masses, in_float64, squared_norms
 from otdd_flash.cost.rounding import (
     ROUNDING,
@@ -112,16 +113,16 @@ def cost_tiles(
     squares_x, squares_y = (cost.lambda_x * squares for squares in products.squares)
     tile = _tile(cost)
     buffer = torch.empty(tile * tile, dtype=torch.float64, device=cost.a.device)
-    for high in _slices(rows.start, rows.stop, TILES * tile):
+    for high in spans(rows.start, rows.stop, TILES * tile):
         left = products.left(high)
-        for columns in _slices(high.start if upper else 0, cost.shape[1], tile):
+        for columns in spans(high.start if upper else 0, cost.shape[1], tile):
             if upper and columns.stop <= high.stop:
                 right = left[columns.start - high.start : columns.stop - high.start]
             else:
                 right = products.right(columns)
             bias = -squares_y[columns] - cost.class_costs[:, labels_y[columns]]
             stop = min(high.stop, columns.stop) if upper else high.stop
-            for part in _slices(high.start, stop, tile):
+            for part in spans(high.start, stop, tile):
                 points = left[part.start - high.start : part.stop - high.start]
                 negative = buffer[: len(points) * len(right)].view(len(points), len(right))
                 torch.index_select(bias, 0, labels_x[part], out=negative)
@@ -135,11 +136,6 @@ def _tile(cost: LabelledCost) -> int:
     points = cost.points[0]
     most, elements = (TILE_GPU, COORDINATES_GPU) if points.is_cuda else (TILE_CPU, COORDINATES_CPU)
     return max(LEAST_TILE, min(most, elements // points.shape[1]))
-
-
-def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
-    for first in range(start, stop, size):
-        yield slice(first, min(first + size, stop))
 
 
 def _centred(points: Tensor, centre: Tensor) -> Tensor:
@@ -195,8 +191,7 @@ class StoredScores:
         n, m = self.scores.shape
         found = masses.new_empty(n)
         height = max(1, ROWS_ELEMENTS // m)
-        for first in range(0, n, height):
-            rows = slice(first, first + height)
+        for rows in spans(0, n, height):
             found[rows] = self.scores[rows].double() @ masses
         return -found
 
@@ -271,11 +266,10 @@ class StreamedScores:
             (height, m), dtype=self.row_offset.dtype, device=self.row_offset.device
         )
         x, y = self._points
-        for start in range(0, n, height):
-            rows = slice(start, min(start + height, n))
-            block = buffer[: rows.stop - start]
+        for rows in spans(0, n, height):
+            block = buffer[: rows.stop - rows.start]
             torch.index_select(self._bias, 0, self._labels[rows], out=block)
-            yield start, block.addmm_(x[rows], y.T, alpha=2 * self._lambda_x)
+            yield rows.start, block.addmm_(x[rows], y.T, alpha=2 * self._lambda_x)
 
     def negative_costs(self) -> Iterator[tuple[int, Tensor]]:
         """Yield -C of the original points in blocks of rows, float64, in a reused buffer."""
@@ -283,8 +277,8 @@ class StreamedScores:
         budget = BLOCK_ELEMENTS_CPU if self.row_offset.device.type == "cpu" else BLOCK_ELEMENTS_GPU
         height = max(1, min(n, budget // 4 // m))
         buffer = self.row_offset.new_empty((height, m), dtype=torch.float64)
-        for start in range(0, n, height):
-            rows = slice(start, min(start + height, n))
+        for rows in spans(0, n, height):
+            start = rows.start
             block = buffer[: rows.stop - start]
             for part, columns, negative in cost_tiles(self._cost, self._products, rows):
                 block[part.start - start : part.stop - start, columns] = negative

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import TERMS, CostFacts
+from otdd_flash.cost.host_points import spans
 from otdd_flash.devices import current
 from otdd_flash.engine.problems import SegmentReport, Start
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
@@ -321,8 +322,7 @@ class PooledSolve:
         columns = torch.cat((points, torch.ones_like(points[..., :1])), 2)
         places, found = room.sides[side], []
         height = max(1, ENTRIES // (room.problems * room.points))
-        for first in range(places.start, places.stop, height):
-            rows = slice(first, min(first + height, places.stop))
+        for rows in spans(places.start, places.stop, height):
             plan = pool.signed_plan(cross, own, epsilon, rows)
             images = plan @ columns
             found.append(points[:, rows] * images[..., -1:] - images[..., :-1])
