@@ -258,7 +258,9 @@ class HostPoints:
         size = max(1, PIECE_BYTES // max(1, self.shape[1] * self.dtype.itemsize))
         for part in spans(first, last, size):
             to = points[part.start - first : part.stop - first]
-            piece = to if self._stream is None else _page_locked(to)
+            piece = to
+            if self._stream is not None:
+                piece = torch.empty(to.shape, dtype=to.dtype, pin_memory=True)
             began = time.perf_counter()
             self._read(part if isinstance(rows, slice) else rows[part], piece)
             self.streaming.tally.reading += time.perf_counter() - began
@@ -311,10 +313,6 @@ class HostPoints:
             out.copy_(features[rows])
         else:
             torch.index_select(features.detach(), 0, rows, out=out)
-
-
-def _page_locked(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 def slices(count: int, size: int) -> list[Block]:

@@ -164,7 +164,7 @@ class ClassPool:
             parts = digits(points.div_(unit[rows.owners, None]))
             for digit, part in zip(coordinates, parts, strict=False):
                 digit[places, :dim] = part
-            errors = [halved_sum(part.double().square_(), 1) for part in parts[2:]]
+            errors = [halved_sum(part.double().square_()) for part in parts[2:]]
             scales = unit.square()[rows.owners]
             norms = torch.stack((squares, *(error * scales for error in errors)), 1)
             self.squares[places] = squares.float()
@@ -228,9 +228,9 @@ def _centred(classes: Sequence[WeightedPoints], rows: ClassRows) -> _Centred:
     masses = torch.cat([cloud.masses for cloud in classes])
     mean = rows.sums(masses[:, None] * points)
     points = points.sub_(mean[rows.owners])
-    squares = halved_sum(points.square(), 1)
+    squares = halved_sum(points.square())
     drift = rows.sums(masses[:, None] * points)
-    drift = halved_sum(drift.square(), 1).sqrt()
+    drift = halved_sum(drift.square()).sqrt()
     return _Centred(points, squares, mean, rows.sums(masses * squares), drift)
 
 
@@ -286,7 +286,7 @@ class ClassRows:
 
     def sums(self, values: Tensor) -> Tensor:
         """The sums (k, ...) of rows (N, ...) of each class; `values` are overwritten."""
-        return halved_sum(self._padded(values, -0.0), 1)
+        return halved_sum(self._padded(values, -0.0))
 
     def largest(self, values: Tensor) -> Tensor:
         """The largest (k, ...) of rows (N, ...) that are not negative, of each class."""
@@ -301,16 +301,15 @@ class ClassRows:
         return padded
 
 
-def halved_sum(values: Tensor, dim: int) -> Tensor:
-    """The sum over a dimension; `values` are overwritten."""
-    count = values.shape[dim]
+def halved_sum(values: Tensor) -> Tensor:
+    """The sum over the second dimension; `values` are overwritten."""
+    count = values.shape[1]
     while count > 1:
         half = 1 << ((count - 1).bit_length() - 1)
-        rest = values.narrow(dim, half, count - half)
-        values.narrow(dim, 0, count - half).add_(rest)
+        values[:, : count - half].add_(values[:, half:count])
         count = half
     # All of the values would be kept for a part of them.
-    return values.select(dim, 0).clone()
+    return values[:, 0].clone()
 
 
 # Differences that are remembered: more of them save few iterations, and half of the memory that

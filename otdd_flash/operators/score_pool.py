@@ -113,13 +113,6 @@ class PooledCosts(NamedTuple):
         return self.highest - self.lowest
 
 
-class Placeholder(NamedTuple):
-    """A goal and a start to make iterations with; `PooledSegments.begin` replaces both."""
-
-    goal: Goal
-    start: Start
-
-
 class PooledSegments(ABC):
     """The cross terms of B problems, or their 2 B self terms, those of x and y in turn.
 
@@ -185,12 +178,10 @@ class PooledSegments(ABC):
         return pass_errors(self.facts.mean, self.facts.lowest)
 
     @property
-    def placeholder(self) -> Placeholder:
-        """A goal and a start for iterations that no problem has yet."""
+    def placeholder(self) -> tuple[Goal, Start]:
+        """A goal and a start to make iterations with; `begin` replaces both."""
         ones = torch.ones(len(self.mean_cost), dtype=torch.float64)
-        return Placeholder(
-            Goal(1.0, 1.0, 1.0, 0), Start(Levels.descending(ones), torch.zeros_like(ones))
-        )
+        return Goal(1.0, 1.0, 1.0, 0), Start(Levels.descending(ones), torch.zeros_like(ones))
 
 
 class PooledIterations(Protocol):

@@ -50,7 +50,6 @@ from otdd_flash.operators.base import (
     Operator,
     PlanBlock,
 )
-from otdd_flash.operators.blocked import BlockOperator
 from otdd_flash.operators.blocked import Build as BlockBuild
 from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.comparison import Comparison
@@ -172,10 +171,7 @@ def _hold_ring(
     *tensors: Tensor,
 ) -> float:
     bare: LabelledCost = put_together(content, tensors)
-
-    def build(part: LabelledCost) -> BlockOperator:
-        return cast(BlockOperator, build_operator(part, compute, keep_scores=False))
-
+    build = cast(BlockBuild, partial(build_operator, compute=compute, keep_scores=False))
     points = ranks.held[source], ranks.held[target]
     ranks.held[number] = ring_parts(ranks, bare, points, (first_x, first_y), build)
     return cost_error(ranks, number)

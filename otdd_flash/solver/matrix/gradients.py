@@ -47,8 +47,8 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.given_costs import CostBlocks, GivenCosts, matrix_operator
 from otdd_flash.operators.torch_operator import TorchOperator
-from otdd_flash.solver.divergence import Potentials, report_convergence
-from otdd_flash.solver.matrix.transport import check_one_epsilon, report_infeasible, solve_matrix
+from otdd_flash.solver.divergence import Potentials
+from otdd_flash.solver.matrix.transport import check_one_epsilon, solve_matrix
 from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules import Converged, Schedule
@@ -126,10 +126,7 @@ def matrix_loss(
         divergence, short = solve_matrix(
             comparison, epsilon, None, options, start=start, solved=backward.solved
         )
-    if len(short):
-        report_infeasible(short, options)
-    else:
-        report_convergence(divergence, options)
+    if not len(short):
         required = options.require_convergence
         for groups in backward.groups.values():
             report_groups(groups, "gradients by masses", required=required)
@@ -270,13 +267,7 @@ def matrix_plan(
     )
     comparison = comparison.with_constraints(constraints)
     with torch.no_grad():
-        divergence, short = solve_matrix(
-            comparison, epsilon, epsilon_relative, options, start=start
-        )
-        if len(short):
-            report_infeasible(short, options)
-        else:
-            report_convergence(divergence, options)
+        divergence, _ = solve_matrix(comparison, epsilon, epsilon_relative, options, start=start)
         term = divergence.xy
         if inputs.tensors.keys() & {"a", "b"}:
             required = options.require_convergence

@@ -132,7 +132,9 @@ def matrix_transport(
         from otdd_flash.solver.exact.solve import solve_exact
 
         if comparison.facts.forbidden:
-            refuse_infeasible(short_rows(comparison.torch_operator("xy")))
+            short = short_rows(comparison.torch_operator("xy"))
+            if len(short):
+                raise InputError(_infeasible(short))
         divergence = solve_exact(comparison, options, progress=progress)
         report_convergence(divergence, options)
         short = comparison.a.new_empty(0, dtype=torch.int64)
@@ -146,10 +148,6 @@ def matrix_transport(
         divergence, short = solve_matrix(
             comparison, epsilon, epsilon_relative, options, start=start, progress=progress
         )
-    if len(short):
-        report_infeasible(short, options)
-    else:
-        report_convergence(divergence, options)
     seconds = time.perf_counter() - started
     return MatrixTransport(divergence.xy, seconds, short, comparison, options.require_convergence)
 
@@ -179,6 +177,10 @@ def solve_matrix(
 
     Raises:
         InputError: as `matrix_transport`, or a goal that forbidden pairs do not allow.
+        ConvergenceError: as `matrix_transport`.
+
+    Warns:
+        NotConvergedWarning: as `matrix_transport`.
     """
     if epsilon is None:
         assert relative is not None
@@ -196,55 +198,28 @@ def solve_matrix(
         comparison = comparison.at(epsilon)
         start = checked_start(comparison, start)
         if forbidden:
-            _check_goal(options)
+            if isinstance(options, Converged) and options.bound_width is not None:
+                raise InputError(
+                    "solver.bound_width is no goal where pairs are forbidden, as bounds are known "
+                    "at the end alone; set solver.tolerance"
+                )
             short = short_rows(torch_operator)
         if len(short) and isinstance(options, Converged):
             most = min(options.max_iterations, INFEASIBLE_ITERATIONS)
             options = replace(options, max_iterations=most)
         divergence = solve(comparison, options, start=start, progress=progress, solved=solved)
     if len(short):
+        if options.require_convergence:
+            raise ConvergenceError(_infeasible(short))
+        warn(_infeasible(short), NotConvergedWarning)
         term = replace(divergence.xy, converged=False, stopped_by="infeasible")
         return replace(divergence, xy=term), short
     if forbidden:
         term = divergence.xy
         bounds = term.bounds[0], upper_bound(torch_operator, term)
         divergence = replace(divergence, xy=replace(term, bounds=bounds))
+    report_convergence(divergence, options)
     return divergence, short
-
-
-def _check_goal(options: Schedule) -> None:
-    """Refuse a width of bounds, which the upper one has only after the solve.
-
-    Raises:
-        InputError: it is asked for.
-    """
-    if isinstance(options, Converged) and options.bound_width is not None:
-        raise InputError(
-            "solver.bound_width is no goal where pairs are forbidden, as bounds are known at the "
-            "end alone; set solver.tolerance"
-        )
-
-
-def report_infeasible(short: Tensor, options: Schedule) -> None:
-    """Warn, or raise if convergence is required, that no plan has the masses.
-
-    Raises:
-        ConvergenceError: convergence is required.
-    """
-    message = _infeasible(short)
-    if options.require_convergence:
-        raise ConvergenceError(message)
-    warn(message, NotConvergedWarning)
-
-
-def refuse_infeasible(short: Tensor) -> None:
-    """Refuse masses that no plan has, with the rows (k,) of `short_rows`, if there are any.
-
-    Raises:
-        InputError: there are.
-    """
-    if len(short):
-        raise InputError(_infeasible(short))
 
 
 def _infeasible(short: Tensor) -> str:
