@@ -25,7 +25,7 @@ for any p, in float32 sums of any order just the same.
 p and e are whole numbers of a card, found by `experiments.probe_adder`. A card that was not probed
 is taken to add one product at a time without extra bits. That is the worst of all p for e = 0: 6 u
 per product. It also covers float32 sums in any order, u per product, as the interpreter has them.
-`operators.class_pool` calls `adder_of` and `chain_error`.
+`operators.kernel_segments` calls `adder_of` and `chain_error`.
 """
 
 from __future__ import annotations

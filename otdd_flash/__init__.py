@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from otdd_flash.batched.plans import SmallPlans, sinkhorn_plans
     from otdd_flash.cost.compute import ComputeOptions
     from otdd_flash.cost.ground import GroundCost
-    from otdd_flash.cost.matrix import CostBlocks
     from otdd_flash.data.registry import load
     from otdd_flash.derivatives.hessian import HessianProduct, SinkhornHessian, sinkhorn_hessian
     from otdd_flash.derivatives.loss import sinkhorn_loss
@@ -83,6 +82,7 @@ if TYPE_CHECKING:
     from otdd_flash.labels import ClassDistances, JointClassDistances, class_distances
     from otdd_flash.mixing.mixture import mixture
     from otdd_flash.mixing.result import Mixture
+    from otdd_flash.operators.given_costs import CostBlocks
     from otdd_flash.otdd import dataset_distance
     from otdd_flash.pairwise import PairwiseResult, pairwise_distances
     from otdd_flash.ranking.index import Index, index
@@ -95,14 +95,12 @@ if TYPE_CHECKING:
     from otdd_flash.shift.windows import shift_windows
     from otdd_flash.sliced.distances import sliced_distances
     from otdd_flash.sliced.result import SlicedResult
-    from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
-    from otdd_flash.solver.matrix.loss import matrix_loss
-    from otdd_flash.solver.matrix.plan import matrix_plan
+    from otdd_flash.solver.geomloss import GeomlossSchedule
+    from otdd_flash.solver.matrix.gradients import matrix_loss, matrix_plan
     from otdd_flash.solver.matrix.result import MatrixTransport
     from otdd_flash.solver.matrix.transport import matrix_transport
-    from otdd_flash.solver.schedules.converged import Converged
-    from otdd_flash.solver.schedules.exact import Exact
-    from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
+    from otdd_flash.solver.schedules import Converged, Exact
+    from otdd_flash.solver.solving import sinkhorn, sinkhorn_divergence
     from otdd_flash.study.networks import Transfer
     from otdd_flash.study.result import StudyResult
     from otdd_flash.study.study import Study
@@ -185,15 +183,15 @@ _HOMES = {
     "ClassDistances": "otdd_flash.labels",
     "CGOptions": "otdd_flash.derivatives.plan_system",
     "ComputeOptions": "otdd_flash.cost.compute",
-    "CostBlocks": "otdd_flash.cost.matrix",
-    "Converged": "otdd_flash.solver.schedules.converged",
+    "CostBlocks": "otdd_flash.operators.given_costs",
+    "Converged": "otdd_flash.solver.schedules",
     "ConvergenceError": "otdd_flash.errors",
     "DataNotice": "otdd_flash.errors",
     "DistanceResult": "otdd_flash.result",
-    "Exact": "otdd_flash.solver.schedules.exact",
+    "Exact": "otdd_flash.solver.schedules",
     "Flow": "otdd_flash.flows.flow",
     "FlowResult": "otdd_flash.flows.result",
-    "GeomlossSchedule": "otdd_flash.solver.schedules.geomloss",
+    "GeomlossSchedule": "otdd_flash.solver.geomloss",
     "GroundCost": "otdd_flash.cost.ground",
     "HessianProduct": "otdd_flash.derivatives.hessian",
     "Index": "otdd_flash.ranking.index",
@@ -224,8 +222,8 @@ _HOMES = {
     "gradient_flow": "otdd_flash.flows.run",
     "index": "otdd_flash.ranking.index",
     "load": "otdd_flash.data.registry",
-    "matrix_loss": "otdd_flash.solver.matrix.loss",
-    "matrix_plan": "otdd_flash.solver.matrix.plan",
+    "matrix_loss": "otdd_flash.solver.matrix.gradients",
+    "matrix_plan": "otdd_flash.solver.matrix.gradients",
     "matrix_transport": "otdd_flash.solver.matrix.transport",
     "nearest": "otdd_flash.ranking.race",
     "mixture": "otdd_flash.mixing.mixture",
@@ -233,9 +231,9 @@ _HOMES = {
     "pairwise_distances": "otdd_flash.pairwise",
     "shift_test": "otdd_flash.shift.joint",
     "shift_windows": "otdd_flash.shift.windows",
-    "sinkhorn": "otdd_flash.solver.clouds",
+    "sinkhorn": "otdd_flash.solver.solving",
     "sinkhorn_attention": "otdd_flash.attention.attention",
-    "sinkhorn_divergence": "otdd_flash.solver.clouds",
+    "sinkhorn_divergence": "otdd_flash.solver.solving",
     "sinkhorn_hessian": "otdd_flash.derivatives.hessian",
     "sinkhorn_loss": "otdd_flash.derivatives.loss",
     "sinkhorn_losses": "otdd_flash.derivatives.losses",

@@ -102,7 +102,7 @@ METRIC_CLASS = "otdd_flash.labels.metrics.base.LabelMetric"
 COMPUTE_CLASS = "otdd_flash.cost.compute.ComputeOptions"
 RANKS_CLASS = "otdd_flash.distributed.ranks.Ranks"
 GROUP_CLASSES = ("torch.distributed.distributed_c10d.ProcessGroup", RANKS_CLASS)
-COST_BLOCKS_CLASS = "otdd_flash.cost.matrix.CostBlocks"
+COST_BLOCKS_CLASS = "otdd_flash.operators.given_costs.CostBlocks"
 COSTS_SHAPE = "(n, m) or otdd.CostBlocks(n, m, block)"
 FUNCTIONAL_CLASS = "otdd_flash.flows.functionals.WeightedFunctional"
 # Other classes of arguments: the words of messages, and the full name of each.
@@ -119,7 +119,7 @@ OBJECTS = {
     "GroundCost": ("be a GroundCost", "otdd_flash.cost.ground.GroundCost"),
     "Schedule": (
         "be otdd.Converged() or another schedule",
-        "otdd_flash.solver.schedules.base.Schedule",
+        "otdd_flash.solver.schedules.Schedule",
     ),
     "CGOptions": ("be otdd.CGOptions()", "otdd_flash.derivatives.plan_system.CGOptions"),
     "Flow": ("be an otdd.Flow", "otdd_flash.flows.flow.Flow"),

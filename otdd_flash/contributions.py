@@ -42,7 +42,7 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.label_costs import has_sets
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.exact.term import ExactTerm
+from otdd_flash.solver.term import ExactTerm
 
 # Largest difference, relative to the largest entry, between the given class distances and those of
 # these rows: they may have been measured elsewhere, or read from a file.

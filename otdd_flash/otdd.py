@@ -48,8 +48,7 @@ from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.shards import takes_shards
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.exact import schedule_of
+from otdd_flash.solver.schedules import Schedule, schedule_of
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import SolverProgress, epsilon_of_datasets, resolve_epsilon
 

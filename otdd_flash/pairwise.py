@@ -78,9 +78,7 @@ from otdd_flash.solver.penalties import (
     refuse_unbalanced,
     resolve_constraints,
 )
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact, schedule_of
+from otdd_flash.solver.schedules import Converged, Exact, Schedule, schedule_of
 from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import (

@@ -50,9 +50,8 @@ from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import TENSORS, LabeledSamples
 from otdd_flash.shown import bounded, bounded_energy, convergence_text, not_sampled
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
 from otdd_flash.solver.penalties import penalties_of, penalties_text, resolve_constraints
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.term import ExactTerm, TransportTerm, plan_tensors, with_plan
 from otdd_flash.target_changes import TargetHistogram, histogram, mean_changes
 from otdd_flash.unmatched import Unmatched, unmatched_of
 from otdd_flash.version import __version__

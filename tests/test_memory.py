@@ -27,7 +27,7 @@ from otdd_flash.operators import stored_segments
 from otdd_flash.operators.build import CostSize, kernel_bytes
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solving import solve
 from tests.refusals import naming
 

@@ -13,7 +13,7 @@ from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConve
 from otdd_flash.labels import ClassDistances, Gaussian, Means, Sinkhorn, measure_classes, metric_of
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 
 TIGHT = Converged(tolerance=1e-4)
 

@@ -16,8 +16,8 @@ from otdd_flash.otdd import dataset_distance
 from otdd_flash.pairwise import ComparedPair, PairwiseResult, pairwise_distances
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver import divergence, solving
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
+from otdd_flash.solver.geomloss import GeomlossSchedule
+from otdd_flash.solver.schedules import Converged
 
 
 def clusters(size, seed, *, classes=3, weights=None):

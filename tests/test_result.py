@@ -25,7 +25,7 @@ from otdd_flash.operators.torch_operator import TiledPlan
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from tests.refusals import naming
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import otdd_flash as otdd
 from otdd_flash.solver.divergence import SCHEDULES
-from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules import Schedule
 
 # What is asked of the library: OT(x, y), S(x, y), the same through `dataset_distance`, S of one
 # cloud, S of a cloud and its shuffled copy, OT(x, x) as a cross term, distances between classes, S

@@ -1,4 +1,4 @@
 """Passes over a cost matrix in memory: half-steps, both by one read, sums of its plan, facts.
 
-`operators.matrix_kernel` and `operators.matrix_pool` call them.
+`operators.matrix_kernel` and `operators.kernel_pool` call them.
 """

@@ -2,7 +2,7 @@
 
 Of the finite entries of a row: the lowest and the highest in columns with mass, the largest |C_ij|
 in all columns, and sum_j C_ij q_j for masses q, in float64. And whether any entry is NaN or -inf,
-which is no cost, or +inf, a forbidden pair. `operators.matrix_kernel` and `operators.matrix_pool`
+which is no cost, or +inf, a forbidden pair. `operators.matrix_kernel` and `operators.kernel_pool`
 call `matrix_row_facts`.
 """
 

@@ -2,7 +2,7 @@
 
 What a launch takes by value is fixed when a CUDA graph records it; what its kernel loads is not. So
 one recording serves every matrix of a shape, a type and an alignment. `operators.matrix_kernel` and
-`operators.matrix_pool` make a `Place`; the kernels of this folder but `half_step` read it by
+`operators.kernel_pool` make a `Place`; the kernels of this folder but `half_step` read it by
 `load_place`.
 """
 

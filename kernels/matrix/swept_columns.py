@@ -5,7 +5,7 @@
 `sweep` derives them. Where c_j is below 2^-100, a sweep may have lost a part of it: such a column
 is summed once more over all rows, below its own maximum. A column without mass is left at 0, and
 `fill_absent` sums it when it is asked for. `sweep` calls `swept_columns`; `operators.matrix_kernel`
-and `operators.matrix_pool` call `fill_absent`.
+and `operators.kernel_pool` call `fill_absent`.
 
 Memory: 12 bytes per column.
 """

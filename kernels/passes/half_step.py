@@ -21,7 +21,7 @@ Exponentials are shifted by a running maximum per row (Ye et al. 2026, arXiv:260
 1), or by a guess of the result, which saves finding the maximum. A sum that left float32's
 comfortable range marks its block of rows, which is done again with the maximum: a bad guess costs
 time, not accuracy. `operators.triton_operator` and `operators.triton_plans` call `half_step`;
-`symmetric_step` and `operators.kernel_self_share` call `bias_of` and `repair`.
+`symmetric_step` and `operators.triton_operator` call `bias_of` and `repair`.
 
 Work: 2 n m d PARTS operations on tensor cores and n m exponentials. Memory traffic: y once per row
 block, through the second-level cache.

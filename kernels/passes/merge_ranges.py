@@ -3,7 +3,7 @@
     f_i = lambda_x ||x_i||^2 - epsilon ln(2) (h_i + log2 sum_k s_ki 2^(h_ki - h_i))
     h_i = max_k h_ki
 
-`half_step` calls `merge_ranges`; `symmetric_step` and `operators.kernel_self_share` use the limits
+`half_step` calls `merge_ranges`; `symmetric_step` and `operators.triton_operator` use the limits
 of a sum.
 
 Shapes: h and s (slots, n) in packed order, f (N,) in the points' own order. A block of rows has as

@@ -10,8 +10,8 @@ to the next candidate. The rules are `otdd_flash.formulas`, of which `compiled` 
 kernel: this file reads and writes their numbers.
 
 Shapes: (S, 2) and (S, 14 + 4 memory) as in `formulas.evidence.Evaluation`, moves (S, 9 + 2 memory)
-as in `engine.problems.Move`, terms (S, 8) as in `engine.run.SegmentReport`, all float64. A segment
-is at its level of epsilon and at `state_width` numbers,
+as in `engine.problems.Move`, terms (S, 8) as in `engine.problems.SegmentReport`, all float64. A
+segment is at its level of epsilon and at `state_width` numbers,
 
     iterations,   dual, gain, lowest, stale, plain, penalty,   gap, dual, age,
     top, allowed, error, descended,   slot, R^-1, Y^T Y, D,

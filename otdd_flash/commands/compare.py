@@ -52,9 +52,7 @@ from otdd_flash.sampling.comparison import drawable
 from otdd_flash.sampling.halves import half_size
 from otdd_flash.sampling.subsampling import LEVEL, check_count, subsample_sizes
 from otdd_flash.solver.penalties import penalties_of
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact
+from otdd_flash.solver.schedules import Converged, Exact, Schedule
 
 logger = logging.getLogger("otdd_flash.distance")
 

@@ -33,7 +33,7 @@ from otdd_flash.mixing.result import Mixture
 from otdd_flash.report.mixture import mixture_table, write_mixture_report
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import hidden
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 
 MIXTURE_FILE = "mixture.json"
 # Settings that are arguments of `otdd.mixture`.

@@ -35,7 +35,7 @@ from otdd_flash.ranking.index import INDEX_FILE, Index, index
 from otdd_flash.report.nearest import ranking_table, write_ranking_report
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import hidden
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 
 # Settings that are arguments of `otdd.nearest` and of `otdd.index`.
 OF_A_QUERY = ("k", "ordered", "tie", "max_seconds", "subsample", "seed", "cache_dir")

@@ -32,7 +32,7 @@ from otdd_flash.shown import display
 
 if TYPE_CHECKING:
     from otdd_flash.flows.history import StepRecord
-    from otdd_flash.solver.schedules.base import Schedule
+    from otdd_flash.solver.schedules import Schedule
 
 # Seconds between two lines of text of one stage.
 SECONDS_APART = 60.0
@@ -135,8 +135,7 @@ class Phases:
     @contextmanager
     def solving(self, title: str, options: Schedule) -> Iterator[Callable[[str, int, float], None]]:
         """Show the solver's progress: term, iteration and marginal error, or round and width."""
-        from otdd_flash.solver.schedules.converged import Converged
-        from otdd_flash.solver.schedules.exact import Exact
+        from otdd_flash.solver.schedules import Converged, Exact
 
         alone = not self._bars.tasks
         exact = isinstance(options, Exact)

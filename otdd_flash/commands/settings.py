@@ -39,9 +39,7 @@ from otdd_flash.report.figures.page import CONTENTS
 from otdd_flash.shown import display, hidden
 from otdd_flash.solver.divergence import SCHEDULES
 from otdd_flash.solver.penalties import refuse_unbalanced
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact, schedule_of
+from otdd_flash.solver.schedules import Converged, Exact, Schedule, schedule_of
 from otdd_flash.solver.term import refuse_both
 
 Schema = TypeVar("Schema")

@@ -34,7 +34,7 @@ from otdd_flash.report.shift import shift_table, write_shift_report
 from otdd_flash.shift.joint import check_permutations, shift_test
 from otdd_flash.shift.result import ShiftReport
 from otdd_flash.shift.windows import shift_windows
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.term import refuse_both
 
 # Settings that `shift_test` takes as they are.

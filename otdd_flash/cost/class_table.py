@@ -89,7 +89,7 @@ class ClassTable:
             gaps = torch.stack([_gap(block) for block in several.values()]).tolist()
             for term, gap in zip(several, gaps, strict=True):
                 what = f"the entries [{term[0]}, {term[1]}] of class_table"
-                _check_symmetric(what, gap, WAY_OUT)
+                _check_symmetric(what, gap, way_out=WAY_OUT)
         return blocks | {term: _averaged(block) for term, block in several.items()}
 
 
@@ -111,21 +111,20 @@ def _checked(table: Tensor, sizes: tuple[int, int]) -> Tensor:
     return table if table.is_floating_point() else in_double("class_table", table)
 
 
-def symmetrized(name: str, block: Tensor, *, absolute: float = 0.0, way_out: str = "") -> Tensor:
+def symmetrized(name: str, block: Tensor, *, absolute: float) -> Tensor:
     """Return (W + W^T) / 2 for a block of class distances that is symmetric up to rounding.
 
     Args:
         name: of the block, for errors.
         block: W (V, V), finite.
         absolute: asymmetry of an entry that is allowed besides rounding, in units of W.
-        way_out: advice that ends the error's sentence.
 
     Raises:
         InputError: the asymmetry is larger.
     """
     if len(block) == 1:
         return block
-    _check_symmetric(name, _gap(block).tolist(), way_out, absolute)
+    _check_symmetric(name, _gap(block).tolist(), absolute)
     return _averaged(block)
 
 
@@ -135,7 +134,7 @@ def _gap(block: Tensor) -> Tensor:
 
 
 def _check_symmetric(
-    name: str, numbers: Sequence[float], way_out: str, absolute: float = 0.0
+    name: str, numbers: Sequence[float], absolute: float = 0.0, way_out: str = ""
 ) -> None:
     """Raise an `InputError` if `_gap` says that a block is asymmetric, see `symmetrized`."""
     gap, largest = numbers

@@ -256,10 +256,11 @@ class HostPoints:
             shape = max(0, last - first), self.shape[1]
             points = torch.empty(shape, dtype=self.dtype, device=self.device)
         size = max(1, PIECE_BYTES // max(1, self.shape[1] * self.dtype.itemsize))
-        for start in range(first, last, size):
-            part = slice(start, min(start + size, last))
-            to = points[start - first : part.stop - first]
-            piece = to if self._stream is None else _page_locked(to)
+        for part in spans(first, last, size):
+            to = points[part.start - first : part.stop - first]
+            piece = to
+            if self._stream is not None:
+                piece = torch.empty(to.shape, dtype=to.dtype, pin_memory=True)
             began = time.perf_counter()
             self._read(part if isinstance(rows, slice) else rows[part], piece)
             self.streaming.tally.reading += time.perf_counter() - began
@@ -314,14 +315,15 @@ class HostPoints:
             torch.index_select(features.detach(), 0, rows, out=out)
 
 
-def _page_locked(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-
-
 def slices(count: int, size: int) -> list[Block]:
     """Return `count` points cut into blocks of at most `size`, in order."""
-    cuts = (slice(first, min(first + size, count)) for first in range(0, count, size))
-    return [Block(cut, cut) for cut in cuts]
+    return [Block(cut, cut) for cut in spans(0, count, size)]
+
+
+def spans(start: int, stop: int, size: int) -> Iterator[slice]:
+    """Yield the ranges of `size` places that follow each other from start to stop."""
+    for first in range(start, stop, size):
+        yield slice(first, min(first + size, stop))
 
 
 def by_class(labels: Tensor, classes: int, size: int) -> list[Block]:

@@ -19,7 +19,7 @@ B_j likewise, for any theta > 0; with theta = rms e / rms ||x|| the two parts ar
 
 `float16_rounding` estimates, without a proof, how much rounding points to float16 changes costs.
 `operators.triton_operator` and `operators.sharing` call `lattice_of`, `operators.fixed_point` and
-`operators.integer_points` call `product_errors`.
+`operators.point_scores` call `product_errors`.
 """
 
 from __future__ import annotations

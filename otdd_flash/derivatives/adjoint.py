@@ -15,9 +15,9 @@ The adjoint of any such function is a weight for each cost,
 
     dL/dC = M,    M_ij = e_ij (A_i . B_j b_j + h_i b_j + a_i k_j),
 
-with h, k, A, B of what is differentiated: `potentials` gives them, and `solver.matrix.plan` those
-of a given matrix. The derivatives by x, y, the class distances and both lambdas need only products
-M V and M^T U:
+with h, k, A, B of what is differentiated: `potentials` gives them, and `solver.matrix.gradients`
+those of a given matrix. The derivatives by x, y, the class distances and both lambdas need only
+products M V and M^T U:
 
     dL/dx = 2 lambda_x ((M 1) o x - M y)         dL/dlambda_x = sum_ij M_ij ||x_i - y_j||^2
     dL/dy = 2 lambda_x ((M^T 1) o y - M^T x)     dL/dlambda_y = sum_ij M_ij W[l_i, l_j]
@@ -48,7 +48,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.operators.base import Factors, Operator, Plan, Products, StoredPlan
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules import Schedule
 from otdd_flash.solver.term import TransportTerm
 
 # The least share of its mass that a point has to move for derivatives of its potential.

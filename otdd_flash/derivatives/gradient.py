@@ -27,7 +27,7 @@ transformation of the ground cost (`cosine` normalizes them).
 
 and applies the chain rule to the points given. Losses, Hessians, contributions and flows pass it to
 the solve. `derivatives.loss`, `derivatives.hessian`, `flows.objective` and `contributions` make a
-`DivergenceGradient`; `solver.matrix.loss` calls `mass_gradient`.
+`DivergenceGradient`; `solver.matrix.gradients` calls `mass_gradient`.
 
 Cost: one pass for x, W and both lambdas together, one for each of y, a and b. The plan is never
 stored.

@@ -28,8 +28,7 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import all_finite
 from otdd_flash.solver.divergence import Divergence, Potentials, checked_start, report_convergence
 from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged, Schedule
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.tensors import compared_tensors
 from otdd_flash.solver.term import TransportTerm

@@ -24,8 +24,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Potentials, checked_start, report_convergence
 from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged, Schedule
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.tensors import (
     check_batch,

@@ -22,8 +22,7 @@ from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged, Schedule
 from otdd_flash.solver.small.pooled_solve import Batch
 from otdd_flash.solver.small.route import solve_batch, suits
 from otdd_flash.solver.tensors import MASS_TOLERANCE

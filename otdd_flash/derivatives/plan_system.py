@@ -5,9 +5,9 @@
 
 tells how potentials and plan answer to a change of costs or masses. The factors alpha and beta are
 those of `formulas.marginals`: 1 of an exact side, 1 + epsilon / rho of a relaxed one. Hessians
-(`curvature`), maps and potentials (`adjoint`), given matrices (`solver.matrix.plan`) and the upper
-bound of matrices with forbidden pairs (`solver.matrix.transport`) solve it. Eliminating
-u = (s - P v) / (alpha r) leaves the Schur complement
+(`curvature`), maps and potentials (`adjoint`), given matrices (`solver.matrix.gradients`) and the
+upper bound of matrices with forbidden pairs (`solver.matrix.transport`) solve it. Eliminating u =
+(s - P v) / (alpha r) leaves the Schur complement
 
     S v = t - P^T (s / (alpha r)),      S = beta diag(c) - P^T diag(1 / (alpha r)) P.
 
@@ -49,7 +49,7 @@ from otdd_flash.engine.conjugate_gradients import (
     Metric,
     Near,
 )
-from otdd_flash.engine.run import LateReader
+from otdd_flash.engine.problems import LateReader
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
 from otdd_flash.memory import holds, stated_budget
 from otdd_flash.operators.base import Operator, Plan, Products, StoredPlan
@@ -315,11 +315,11 @@ class PlanSystem:
             pending, missed = iterates.wanted()
             if not pending:
                 return missed
-            reader: LateReader[None] = LateReader(wait=len(iterates.values) >= MANY_ROWS)
-            reading = None
-            while reading is None or any(reading.numbers):
+            reader = LateReader(wait=len(iterates.values) >= MANY_ROWS)
+            active = None
+            while active is None or any(active):
                 iterates.repeat()
-                reading = reader.exchange(iterates.active, None)
+                active = reader.exchange(iterates.active)
             iterates.correct(self.matrix)
         return iterates.wanted()[1]
 

@@ -74,8 +74,7 @@ from otdd_flash.operators.base import Factors, Plan
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Potentials, checked_start, report_convergence
 from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged, Schedule
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.tensors import compared_tensors, type_of
 from otdd_flash.solver.term import TransportTerm

@@ -2,8 +2,8 @@
 
 A problem is a segment: a cost with masses, and vectors of its columns, which the engine holds.
 `problems` says what an evaluation asks of problems, what a move changes and what iterations look
-like from outside; `run` repeats these until all are done and reads the device late, and `recording`
-makes a CUDA graph of short steps. `quasi_newton` is one iteration in tensors,
+like from outside; it repeats these until all are done and reads the device late. `recording` makes
+a CUDA graph of short steps. `quasi_newton` is one iteration in tensors,
 `quasi_newton_kernels` the same in Triton, `few_problems` for few problems in Python floats; their
 decisions are those of `formulas`.
 

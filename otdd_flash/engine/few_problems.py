@@ -16,8 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.problems import Costs, Move, Start, TorchProblems, numbers_of
-from otdd_flash.engine.run import SegmentReport
+from otdd_flash.engine.problems import Costs, Move, SegmentReport, Start, TorchProblems, numbers_of
 from otdd_flash.formulas.decision import (
     Form,
     Goal,
@@ -67,7 +66,7 @@ class FewQuasiNewton:
 
     @property
     def terms(self) -> Tensor:
-        """The `run.SegmentReport` of each problem, of when it was active last, (S, 8) float64."""
+        """The `SegmentReport` of each problem, of when it was active last, (S, 8) float64."""
         return torch.tensor(self._reports, dtype=torch.float64)
 
     @property

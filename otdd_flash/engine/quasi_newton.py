@@ -15,8 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.problems import Costs, Move, Start, TorchProblems, numbers_of
-from otdd_flash.engine.run import SegmentReport
+from otdd_flash.engine.problems import Costs, Move, SegmentReport, Start, TorchProblems, numbers_of
 from otdd_flash.formulas.decision import (
     Form,
     Goal,
@@ -53,7 +52,7 @@ class QuasiNewton:
 
     Attributes:
         active: (S,) bool, which segments are not done.
-        terms: (S, 8) float64, the `run.SegmentReport` of each, of when it was active last.
+        terms: (S, 8) float64, the `SegmentReport` of each, of when it was active last.
     """
 
     waits = False

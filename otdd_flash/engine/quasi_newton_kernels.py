@@ -7,7 +7,7 @@ other vectors of the columns.
 
 The problems are of `operators`, and each kind makes its own `QuasiNewtonKernels`:
 `one_kernel_problem` for a single operator, `kernel_segments` for pairs of classes, and
-`kernel_pool`, with `matrix_pool`, for small problems that `solver.small` records.
+`kernel_pool` for small problems and given matrices that `solver.small` records.
 """
 
 from __future__ import annotations

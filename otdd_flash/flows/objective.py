@@ -50,7 +50,7 @@ from otdd_flash.operators.label_costs import has_sets
 from otdd_flash.samples import LabeledSamples, all_finite, displaced, largest_entry
 from otdd_flash.solver.divergence import Divergence, Solved, report_convergence
 from otdd_flash.solver.penalties import penalties_of
-from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules import Schedule
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import TransportTerm
 

@@ -26,9 +26,8 @@ from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators import parts
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.owned import Owned
-from otdd_flash.operators.parts import Parts
-from otdd_flash.operators.sharded import ShardedOperator
+from otdd_flash.operators.parts import Owned, Parts
+from otdd_flash.operators.sharing import ShardedOperator
 from otdd_flash.samples import largest_entry
 from otdd_flash.solver.term import TransportTerm
 

@@ -73,8 +73,7 @@ from otdd_flash.labels.numbers import scale_of, with_numbers
 from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.samples import LabeledSamples, all_finite, displaced
 from otdd_flash.solver.penalties import refuse_unbalanced, resolve_constraints
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged, Schedule
 from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.term import epsilon_of_datasets, refuse_both, resolve_epsilon
 

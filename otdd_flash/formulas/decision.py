@@ -236,7 +236,7 @@ class Decision(NamedTuple):
         done: whether the problem ends.
         extrapolation: as in `engine.problems.Move`.
         rounding: typical rounding error of a single softmin, in units of the cost.
-        reported: numbers, which are the fields of `engine.run.SegmentReport` but the last.
+        reported: numbers, which are the fields of `engine.problems.SegmentReport` but the last.
         state: after the evaluation.
     """
 

@@ -37,9 +37,7 @@ from otdd_flash.operators.label_costs import MOST_SETS
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence, report_convergence
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact
+from otdd_flash.solver.schedules import Converged, Exact, Schedule
 from otdd_flash.solver.term import SolverProgress, epsilon_given_as, resolve_epsilon
 
 

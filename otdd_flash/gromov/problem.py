@@ -23,8 +23,7 @@ from otdd_flash.gromov.record import Coordinates
 from otdd_flash.operators.base import Applied
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.exact.term import ExactTerm
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.term import ExactTerm, TransportTerm
 
 TINY = torch.finfo(torch.float64).tiny
 

@@ -34,8 +34,7 @@ from otdd_flash.memory import check_memory
 from otdd_flash.operators.comparison import Comparison, cost_size
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact
+from otdd_flash.solver.schedules import Converged, Exact
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import SolverProgress, StoppedBy, TransportTerm, UnreachableTolerance
 

@@ -31,8 +31,7 @@ from torch import Tensor
 from otdd_flash.arguments import Progress
 from otdd_flash.cost.points import Cloud, LabelledCost
 from otdd_flash.devices import check_triton
-from otdd_flash.engine.problems import WeightedPoints
-from otdd_flash.engine.run import Finished, SegmentTerms
+from otdd_flash.engine.problems import Finished, SegmentTerms, WeightedPoints
 from otdd_flash.errors import InputError, NotConvergedWarning, warn
 from otdd_flash.formulas.decision import CROSS, SELF
 from otdd_flash.formulas.evidence import MOST_ERROR
@@ -41,12 +40,12 @@ from otdd_flash.labels.pairs import PairDistances, named_classes, used_classes
 from otdd_flash.memory import free_memory
 from otdd_flash.operators.point_scores import streamed_operator
 from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_segments, solve_term
 from otdd_flash.solver.term import epsilon_given_as, rounded_away
 
 if TYPE_CHECKING:
-    from otdd_flash.operators.class_pool import ClassPool
+    from otdd_flash.operators.kernel_segments import ClassPool
 
 
 # Number of unconverged terms named in a warning.
@@ -209,7 +208,7 @@ class TermSolver:
         self._clouds, self._epsilon, self._options = clouds, epsilon, options
         self._pool: ClassPool | None = None
         if kernels_run_on(clouds[0].points.device):
-            from otdd_flash.operators.class_pool import ClassPool
+            from otdd_flash.operators.kernel_segments import ClassPool
 
             points = (cloud.points.detach() for cloud in clouds)
             self._pool = ClassPool(list(map(WeightedPoints, points, masses_of(clouds))))

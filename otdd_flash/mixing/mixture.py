@@ -43,7 +43,7 @@ from otdd_flash.mixing.weights import NO_TIME, NO_WEIGHT, Allowed, Found, Vector
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.result import versions
 from otdd_flash.shown import listing
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solving import solve
 
 # progress(solves, (upper - lower) / |value|).

@@ -41,7 +41,7 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.evidence import DOUBLE_UNIT, share_of_costs
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import UnreachableTolerance
 

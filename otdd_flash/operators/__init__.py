@@ -9,7 +9,7 @@ passes in Triton on a GPU, and `torch_operator`, with passes in PyTorch over a s
 `point_scores` stores these or recomputes them in every pass. `build` also counts their memory.
 
 Certificates read costs in float64, tile by tile (`point_scores`), or plan sums in Triton from
-points in fixed point (`fixed_point`); `integer_points` are points whose products are exact.
+points in fixed point (`fixed_point`).
 
 Points in host memory or in files are streamed in blocks, which `packed_blocks` packs once;
 `blocked` has the operators of pairs of blocks and combines their results, also for a `ring`.
@@ -20,16 +20,16 @@ with passes in Triton.
 Plans, evaluated in every product or prepared for many: `base` has their protocols and those in
 PyTorch, `triton_plans` those in Triton, also for products with packed points.
 
-A cost that processes share: `sharing` builds it on all ranks, `sharded` is the operator of rank 0,
-`parts` what every rank holds; `owned` divides the points among ranks, `self_share` the pairs of a
-self term (`kernel_self_share` in Triton). If no rank can hold all points, they circulate in a
-`ring`: `ring_blocks` are its shards, `ring_pairs` a rank's pairs of a self term.
+A cost that processes share: `sharing` builds it on all ranks and has the operator of rank 0,
+`parts` is what every rank holds of the points, which it divides among ranks; `self_share` divides
+the pairs of a self term (in Triton see `triton_operator`). If no rank can hold all points, they
+circulate in a `ring`.
 
 Problems of the engine (`engine.problems`): `one_problem` is an operator as the only one,
 `one_kernel_problem` the same in Triton. Pairs of classes are many: `stored_segments` keeps their
-scores in PyTorch, `kernel_segments` computes them in Triton on the points of a `class_pool`. The
+scores in PyTorch, `kernel_segments` computes them in Triton on the points of a `ClassPool`. The
 terms of a small divergence are the problems of a `score_pool`, which also has the terms for
-certificates: `kernel_pool` in Triton, `torch_pool` on a processor; a given matrix is a
-`matrix_pool`. Entry points prepare a `comparison`; `solver`, `derivatives`, `gromov` and
+certificates: `kernel_pool` in Triton, for a given matrix too, `torch_pool` on a
+processor. Entry points prepare a `comparison`; `solver`, `derivatives`, `gromov` and
 `labels.sinkhorn_pairs` call what is built from it.
 """

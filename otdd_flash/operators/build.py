@@ -7,6 +7,7 @@ not have fitted.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -43,12 +44,10 @@ def build_operator(
     _check_range(cost, compute)
     device = cost.a.device
     if isinstance(cost.points[0], HostPoints):
-        from otdd_flash.operators.blocked import BlockedOperator, BlockOperator
+        from otdd_flash.operators.blocked import BlockedOperator, Build
 
-        def build(part: LabelledCost) -> BlockOperator:
-            return cast(BlockOperator, build_operator(part, compute, keep_scores=False))
-
-        return BlockedOperator(cost, build)
+        build = partial(build_operator, compute=compute, keep_scores=False)
+        return BlockedOperator(cost, cast(Build, build))
     if uses_triton(compute, device):
         from otdd_flash.operators.triton_operator import KernelOperator
 

@@ -1,8 +1,8 @@
 """Row and column sums of a plan in Triton, from points in fixed point, with bounds on cost errors.
 
-Certificates of `triton_operator` and `kernel_self_share` read these. Products are those of points
-that are rounded to a few digits of int8 (`kernels.points.digits`), norms those of the points
-themselves (`cost.rounding.product_errors`). With three digits costs have errors of some 2^-20 of
+Certificates of `triton_operator` read these. Products are those of points that are rounded to a few
+digits of int8 (`kernels.points.digits`), norms those of the points themselves
+(`cost.rounding.product_errors`). With three digits costs have errors of some 2^-20 of
 their mean, with four of 2^-26; integers within 256 values of each other take one digit.
 """
 

@@ -1,11 +1,63 @@
 """Transport problems between classes of one pool, all evaluated and moved by five Triton kernels.
 
-Potentials lie one segment after the other, float32, those of rows in one tensor and those of
-columns in another, and so do the other vectors of the columns: every point holds one of each per
-opposite class. Potentials belong to the cost -2 x'_i . y'_j of `class_pool`; what is left out of it
-is the `offset`. `labels.sinkhorn_pairs` makes `KernelSegments`.
+`labels.sinkhorn_pairs` makes a `ClassPool` of the points of all classes, each centred by its own
+mean, and `KernelSegments` of some of their pairs. Potentials lie one segment after the other,
+float32, those of rows in one tensor and those of columns in another, and so do the other vectors of
+the columns: every point holds one of each per opposite class. Potentials belong to the cost
+-2 x'_i . y'_j of the pool; what is left out of it is the `offset`:
 
-What a pass of the exact form may get wrong, u = 2^-24, for n terms in a sum:
+    ||x_i - y_j||^2 = -2 x'_i . y'_j + ||x'_i||^2 + ||y'_j||^2 + 2 (x'_i - y'_j) . D + ||D||^2
+
+with x' = x - mean, y' = y - mean and D the difference of the means. All but the product depends on
+one side only, so it changes potentials and leaves the plan as it is: its mean is the sum of both
+variances and ||D||^2. Products of class-centred points are the smallest there are, and so is their
+rounding error. A class is rounded without regard to the others: its mean and its unit are its own,
+and its sums round as if it were alone (below).
+
+Errors are bounded by numbers of each class, a prime for those of y: A is the largest norm of x', L,
+R and E are those of parts of its digits (below), T = L + R, and c bounds the relative error of sums
+of products of its smaller digits. u = 2^-24 is the unit roundoff of float32.
+
+Means. The identity holds for any two numbers in place of the means, so what a sum loses of a mean
+is no error of a cost. It only leaves a mean of x' that is not quite 0, which `drifts` measures, and
+||D||^2 is that of the same two numbers. Only the difference x - mean is rounded, each
+coordinate once and relative to the difference itself, by 2^-53 however far the class lies from the
+origin; its quotient by the unit is rounded once more. Both move x' by at most 2^-52 A, to first
+order. The rest of 2^-50 A is for the norms and variances that bounds are made of: what they lose is
+relative, some 2^-53 (log2 n + log2 d + 8), and of E + c T, which is far below A.
+
+Digits. In units of the class, x' = h + l + r + e: h are whole numbers with ||h|| <= 2^12 and
+|h_k| <= 2^11, l is float16 of x' - h, and r of what is left then. What the exact form of
+`segmented_step` gets wrong about x' . y' is bounded by A and by the largest norms L, R and E of l,
+r and e in a class, all measured:
+
+    operation                                     bound on |error|
+    e is not there                                E ||y'|| + ||x'|| E' + E E'
+    l r', r l' and r r' are not there             L R' + R L' + R R'
+    smaller digits: products, chains, additions   c (||h|| T' + T ||h'|| + L L')
+    h h' scale in pieces                          2^-31 A A'
+    x - mean and its quotient by the unit         2^-50 (A ||y'|| + ||x'|| A').
+
+c is `adder.chain_error` of one chain, u per chain that is added to the others, and 8 u for what is
+done to their sum (its product with the scale, three additions). The pieces: h h' is exact; of its
+product with the scale, the last 12 bits of h h' and those of the scale past 12 are rounded, 2^-11
+of the whole, six times at most, u each. As ||h|| <= ||x'|| + T + E, all of it is at most
+
+    P ||y'|| + ||x'|| P' + Q,    P = E + c T + 2^-50 A,
+    Q = 2^-31 A A' + E E' + L R' + R L' + R R' + c ((T + E) T' + T (T' + E') + L L').
+
+Sums. PyTorch chooses the order of a sum by the shape of the whole batch and by addresses. Here the
+last part of a list is added to the first, element by element, until one is left:
+
+    v_i <- v_i + v_(i + h),    h the largest power of two below the number that is left.
+
+An addition of two numbers rounds the same whatever stands beside them, and which two are added
+follows from the length of the list alone. Padding to a common length adds nothing but -0.0, which
+leaves every number as it is, 0.0 and -0.0 too. A sum of n numbers passes ceil(log2 n) additions, so
+
+    |error| <= ceil(log2 n) 2^-53 sum_i |v_i|    to first order.
+
+Passes. What a pass of the exact form may get wrong, u = 2^-24, for n terms in a sum:
 
     operation                                        bound                       in `PassErrors`
     product x'_i . y'_j                              P ||y'|| + ||x'|| P' + Q    mean, largest
@@ -30,11 +82,13 @@ A^2 / V + A'^2 / V': sqrt(1 + t p) sqrt(1 + t p') <= 1 + t (p + p').
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.problems import Start
+from otdd_flash.engine.problems import Start, WeightedPoints
 from otdd_flash.engine.quasi_newton_kernels import (
     KernelVectors,
     Pace,
@@ -43,19 +97,220 @@ from otdd_flash.engine.quasi_newton_kernels import (
 )
 from otdd_flash.formulas.decision import Form, Goal
 from otdd_flash.formulas.evidence import TRIFLE, PassErrors
-from otdd_flash.kernels.adder import UNIT
+from otdd_flash.kernels.adder import UNIT, adder_of, chain_error
 from otdd_flash.kernels.segments.step import (
+    CHAIN_PRODUCTS,
+    DIGITS,
+    OVERRUN,
     PARTS,
     RANGES,
     ROWS,
     SMALL,
     TERMS_IN_FLOAT32,
+    Pool,
     Sums,
     programs_of,
     ranges_of,
     segmented_step,
 )
-from otdd_flash.operators.class_pool import ClassPool
+
+# Of cdist: no cancellation.
+DIFFERENCES = "donot_use_mm_for_euclid_dist"
+
+# Largest norm of whole digits, and the largest of them.
+WHOLE_NORM, LARGEST_WHOLE = 4096.0, 2047.0
+
+# Coordinates of classes that are rounded together, so that a GPU has few launches and what is in
+# float64 meanwhile is little beside the points: 16 MiB an array.
+TOGETHER = 1 << 21
+
+
+class ClassPool:
+    """V classes, one after the other.
+
+    Attributes:
+        pool: the points as kernels read them, n rows with the padding.
+        starts: (V,) int64, the first row of each class.
+        sizes: (V,) int64.
+        mean_distances: (V, V) float64, ||D||^2 between the means of two classes.
+        variances: (V,) float64, the mean of ||x'||^2.
+        units: (V,) float64; x' is so many times its digits.
+        norms: (V, 4) float64, the largest norms A, L, R and E.
+        drifts: (V,) float64, the norm of the mean of x', which is 0 but for rounding.
+        squares: (n,) float32, ||x'||^2.
+        chain_error: c.
+    """
+
+    def __init__(self, classes: Sequence[WeightedPoints]) -> None:
+        device, dim = classes[0].points.device, classes[0].points.shape[1]
+        counts = [len(cloud.points) for cloud in classes]
+        sizes = torch.tensor(counts)
+        self.starts, self.sizes = (sizes.cumsum(0) - sizes).to(device), sizes.to(device)
+        n, wide = sum(counts) + OVERRUN, -(-dim // 8) * 8
+        coordinates = torch.zeros((DIGITS, n, wide), dtype=torch.float16, device=device)
+        self.squares = torch.zeros(n, dtype=torch.float32, device=device)
+        means = torch.empty((len(counts), dim), dtype=torch.float64, device=device)
+        self.variances, self.units, self.drifts = means.new_empty((3, len(counts))).unbind()
+        self.norms = means.new_empty((len(counts), DIGITS))
+        for members in _groups(counts, dim):
+            chosen = [classes[k] for k in members]
+            rows = ClassRows([counts[k] for k in members], device)
+            which = torch.tensor(members).to(device)
+            places = self.starts[which][rows.owners] + rows.places
+            centred = _centred(chosen, rows)
+            points, squares = centred.points, centred.squares
+            extremes = rows.largest(torch.stack((squares, points.abs().amax(1)), 1))
+            unit = _unit(extremes[:, 0].sqrt(), extremes[:, 1], dim)
+            parts = digits(points.div_(unit[rows.owners, None]))
+            for digit, part in zip(coordinates, parts, strict=False):
+                digit[places, :dim] = part
+            errors = [halved_sum(part.double().square_()) for part in parts[2:]]
+            scales = unit.square()[rows.owners]
+            norms = torch.stack((squares, *(error * scales for error in errors)), 1)
+            self.squares[places] = squares.float()
+            self.norms[which], self.units[which] = rows.largest(norms).sqrt(), unit
+            means[which], self.drifts[which] = centred.mean, centred.drift
+            self.variances[which] = centred.variance
+        masses = torch.cat([cloud.masses for cloud in classes])
+        masses = torch.nn.functional.pad(masses, (0, OVERRUN))
+        self.pool = Pool(coordinates.flatten(0, 1), masses.log2().clamp_min(-1e30), masses)
+        gaps = torch.cdist(means, means, compute_mode=DIFFERENCES)
+        self.mean_distances = gaps.square_()
+        # One chain may be shorter at the end of its part, and blocks of coordinates are filled up.
+        chains = 2 + PARTS * (dim + 64) / CHAIN_PRODUCTS
+        self.chain_error = chain_error(CHAIN_PRODUCTS, adder_of(device)) + UNIT * (chains + 8)
+
+    @property
+    def dim(self) -> int:
+        """The number of coordinates, padding included."""
+        return self.pool.coordinates.shape[1]
+
+    @property
+    def radii(self) -> Tensor:
+        """A (V,) float64, the largest ||x'||."""
+        return self.norms[:, 0]
+
+    def product_errors(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds on the mean and on the largest error of x' . y' (S,), of exact forms."""
+        (reach, low, rest, left), (reach_y, low_y, rest_y, left_y) = (
+            self.norms[side].unbind(1) for side in (rows, columns)
+        )
+        digits_x, digits_y = low + rest, low_y + rest_y
+        point, point_y = (
+            norms[:, 3] + self.chain_error * (norms[:, 1] + norms[:, 2]) + 2.0**-50 * norms[:, 0]
+            for norms in (self.norms[rows], self.norms[columns])
+        )
+        chains = (digits_x + left) * digits_y + digits_x * (digits_y + left_y) + low * low_y
+        both = 2.0**-31 * reach * reach_y + left * left_y + self.chain_error * chains
+        both = both + low * rest_y + rest * low_y + rest * rest_y
+        # Means of norms over a plan that has the marginals, by Cauchy and Schwarz.
+        sizes = self.variances[rows].sqrt(), self.variances[columns].sqrt()
+        mean = point * sizes[1] + sizes[0] * point_y + both
+        return mean, point * reach_y + reach * point_y + both
+
+
+class _Centred(NamedTuple):
+    """Rows about the means of their k classes: x' (N, d), ||x'||^2 (N,), and numbers of classes.
+
+    The means are (k, d), variances and drifts (k,) as the pool has them.
+    """
+
+    points: Tensor
+    squares: Tensor
+    mean: Tensor
+    variance: Tensor
+    drift: Tensor
+
+
+def _centred(classes: Sequence[WeightedPoints], rows: ClassRows) -> _Centred:
+    """Classes about their means, and their sums. Products are rounded before they are added."""
+    points = torch.cat([cloud.points for cloud in classes]).double()
+    masses = torch.cat([cloud.masses for cloud in classes])
+    mean = rows.sums(masses[:, None] * points)
+    points = points.sub_(mean[rows.owners])
+    squares = halved_sum(points.square())
+    drift = rows.sums(masses[:, None] * points)
+    drift = halved_sum(drift.square()).sqrt()
+    return _Centred(points, squares, mean, rows.sums(masses * squares), drift)
+
+
+def _groups(sizes: Sequence[int], dim: int) -> Iterator[list[int]]:
+    """Indices of classes of similar sizes, as many as padded to one have so few coordinates."""
+    group: list[int] = []
+    for k in sorted(range(len(sizes)), key=sizes.__getitem__):
+        # The sizes ascend, so all are padded to this one.
+        if group and (len(group) + 1) * sizes[k] * dim > TOGETHER:
+            yield group
+            group = []
+        group.append(k)
+    yield group
+
+
+def digits(points: Tensor) -> tuple[Tensor, ...]:
+    """Rounded points, h, l, r, of float16, and e, all of the shape of points in units."""
+    whole = points.round()
+    left = points - whole
+    low = left.half()
+    left = left - low.double()
+    rest = left.half()
+    left = left - rest.double()
+    return points.float().half(), whole.half(), low, rest, left
+
+
+def _unit(reach: Tensor, largest: Tensor, dim: int) -> Tensor:
+    """What makes whole digits of points of that largest norm and largest coordinate."""
+    # Rounding adds at most half a unit per coordinate.
+    unit = torch.maximum(reach / (WHOLE_NORM - dim**0.5 / 2 - 1), largest / LARGEST_WHOLE)
+    return torch.where(unit > 0, unit, 1.0)
+
+
+class ClassRows:
+    """N rows that are those of k classes, one class after the other.
+
+    Args:
+        sizes: the number of rows of each class.
+        device: where the rows are.
+
+    Attributes:
+        owners: (N,) int64, which class a row is of.
+        places: (N,) int64, which of its class's rows it is.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        counts = torch.tensor(sizes).to(device)
+        self._shape, count = (len(sizes), max(sizes)), sum(sizes)
+        # Given the number of rows, PyTorch does not wait for the GPU to count them.
+        self.owners = torch.repeat_interleave(counts, output_size=count)
+        firsts = (counts.cumsum(0) - counts)[self.owners]
+        self.places = torch.arange(count, device=device) - firsts
+
+    def sums(self, values: Tensor) -> Tensor:
+        """The sums (k, ...) of rows (N, ...) of each class; `values` are overwritten."""
+        return halved_sum(self._padded(values, -0.0))
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest (k, ...) of rows (N, ...) that are not negative, of each class."""
+        return self._padded(values, 0.0).amax(1)
+
+    def _padded(self, values: Tensor, filling: float) -> Tensor:
+        """The rows (k, most, ...) of each class, the same memory if all have equally many."""
+        if self._shape[0] * self._shape[1] == len(values):
+            return values.unflatten(0, self._shape)  # type: ignore[no-untyped-call, no-any-return]
+        padded = values.new_full((*self._shape, *values.shape[1:]), filling)
+        padded[self.owners, self.places] = values
+        return padded
+
+
+def halved_sum(values: Tensor) -> Tensor:
+    """The sum over the second dimension; `values` are overwritten."""
+    count = values.shape[1]
+    while count > 1:
+        half = 1 << ((count - 1).bit_length() - 1)
+        values[:, : count - half].add_(values[:, half:count])
+        count = half
+    # All of the values would be kept for a part of them.
+    return values[:, 0].clone()
+
 
 # Differences that are remembered: more of them save few iterations, and half of the memory that
 # potentials take is theirs already.

@@ -3,7 +3,7 @@
 A half-step, the sums of a plan and the facts of the matrix read it once each, along its contiguous
 axis. If rows are contiguous and have at most `MOST_COLUMNS` entries, one read serves both
 half-steps of an iteration. Products with the plan run in PyTorch. `solver.matrix_comparison` builds
-the operator, `one_problem` its problem for the engine; `matrix_pool` is for matrices that are
+the operator, `one_problem` its problem for the engine; `kernel_pool` is for matrices that are
 solved in recorded CUDA graphs.
 """
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts, CostRange
-from otdd_flash.cost.matrix import MatrixFacts, matrix_facts
 from otdd_flash.cost.points import Cut, Masses
 from otdd_flash.engine.problems import Evaluated, Vectors
 from otdd_flash.formulas.decision import Form
@@ -28,7 +27,13 @@ from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS, Swept, matrix_sweep, r
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
 from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.operators.base import Epsilon, Marginals, Operator, Passes
-from otdd_flash.operators.given_costs import GivenCosts, HeldCosts, exact_blocks
+from otdd_flash.operators.given_costs import (
+    GivenCosts,
+    HeldCosts,
+    MatrixFacts,
+    exact_blocks,
+    matrix_facts,
+)
 from otdd_flash.operators.one_kernel_problem import OneKernelProblem
 from otdd_flash.operators.torch_operator import (
     LEAST_EXPONENT,

@@ -9,6 +9,17 @@ that certificates read, are computed in float64, tile by tile: on a processor a 
 cache until it has been read. Streamed scores take O((n + m) d + V_x m) memory and one block.
 `build` chooses between `stored_operator` and `streamed_operator`; `labels.sinkhorn_pairs` calls the
 latter for pairs of any size.
+
+Scores stored in float32 take less time where points are on a lattice, as grey values are, and
+float32 computes inner products exactly. In units of the lattice's step, and less a centre on it,
+coordinates are integers v. Every partial sum of a product is an integer too, and by Cauchy and
+Schwarz
+
+    |sum_k v_ik w_jk| <= ||v_i|| ||w_j||    over any subset of the k.
+
+If the right side is at most 2^24, a float32 product in any order is exact (`IntegerProducts`).
+Integers up to 256 are exact in bfloat16 as well, which a processor may be allowed to use for
+products of float32.
 """
 
 from __future__ import annotations
@@ -20,14 +31,21 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
-from otdd_flash.cost.points import Cut, LabelledCost, Masses, squared_norms
-from otdd_flash.operators.integer_points import integer_products
+from otdd_flash.cost.host_points import spans
+from otdd_flash.cost.points import Cut, LabelledCost, Masses, in_float64, squared_norms
+from otdd_flash.cost.rounding import (
+    ROUNDING,
+    SCALES,
+    magnitudes_about,
+    product_errors,
+    squares_about,
+)
 from otdd_flash.operators.torch_operator import Pair, TorchOperator
 
 # Points of a tile along rows and along columns, and tiles whose rows are converted at once. Tiles
 # of long vectors have fewer points, for about so many coordinates on either side.
 TILE_CPU, TILE_GPU, TILES = 256, 4096, 8
-COORDINATES_CPU, COORDINATES_GPU, LEAST_POINTS = 1 << 19, 1 << 24, 128
+COORDINATES_CPU, COORDINATES_GPU, LEAST_TILE = 1 << 19, 1 << 24, 128
 
 
 class Products(Protocol):
@@ -95,16 +113,16 @@ def cost_tiles(
     squares_x, squares_y = (cost.lambda_x * squares for squares in products.squares)
     tile = _tile(cost)
     buffer = torch.empty(tile * tile, dtype=torch.float64, device=cost.a.device)
-    for high in _slices(rows.start, rows.stop, TILES * tile):
+    for high in spans(rows.start, rows.stop, TILES * tile):
         left = products.left(high)
-        for columns in _slices(high.start if upper else 0, cost.shape[1], tile):
+        for columns in spans(high.start if upper else 0, cost.shape[1], tile):
             if upper and columns.stop <= high.stop:
                 right = left[columns.start - high.start : columns.stop - high.start]
             else:
                 right = products.right(columns)
             bias = -squares_y[columns] - cost.class_costs[:, labels_y[columns]]
             stop = min(high.stop, columns.stop) if upper else high.stop
-            for part in _slices(high.start, stop, tile):
+            for part in spans(high.start, stop, tile):
                 points = left[part.start - high.start : part.stop - high.start]
                 negative = buffer[: len(points) * len(right)].view(len(points), len(right))
                 torch.index_select(bias, 0, labels_x[part], out=negative)
@@ -117,12 +135,7 @@ def _tile(cost: LabelledCost) -> int:
     """Return the number of points of a tile along rows and along columns."""
     points = cost.points[0]
     most, elements = (TILE_GPU, COORDINATES_GPU) if points.is_cuda else (TILE_CPU, COORDINATES_CPU)
-    return max(LEAST_POINTS, min(most, elements // points.shape[1]))
-
-
-def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
-    for first in range(start, stop, size):
-        yield slice(first, min(first + size, stop))
+    return max(LEAST_TILE, min(most, elements // points.shape[1]))
 
 
 def _centred(points: Tensor, centre: Tensor) -> Tensor:
@@ -178,8 +191,7 @@ class StoredScores:
         n, m = self.scores.shape
         found = masses.new_empty(n)
         height = max(1, ROWS_ELEMENTS // m)
-        for first in range(0, n, height):
-            rows = slice(first, first + height)
+        for rows in spans(0, n, height):
             found[rows] = self.scores[rows].double() @ masses
         return -found
 
@@ -254,11 +266,10 @@ class StreamedScores:
             (height, m), dtype=self.row_offset.dtype, device=self.row_offset.device
         )
         x, y = self._points
-        for start in range(0, n, height):
-            rows = slice(start, min(start + height, n))
-            block = buffer[: rows.stop - start]
+        for rows in spans(0, n, height):
+            block = buffer[: rows.stop - rows.start]
             torch.index_select(self._bias, 0, self._labels[rows], out=block)
-            yield start, block.addmm_(x[rows], y.T, alpha=2 * self._lambda_x)
+            yield rows.start, block.addmm_(x[rows], y.T, alpha=2 * self._lambda_x)
 
     def negative_costs(self) -> Iterator[tuple[int, Tensor]]:
         """Yield -C of the original points in blocks of rows, float64, in a reused buffer."""
@@ -266,8 +277,8 @@ class StreamedScores:
         budget = BLOCK_ELEMENTS_CPU if self.row_offset.device.type == "cpu" else BLOCK_ELEMENTS_GPU
         height = max(1, min(n, budget // 4 // m))
         buffer = self.row_offset.new_empty((height, m), dtype=torch.float64)
-        for start in range(0, n, height):
-            rows = slice(start, min(start + height, n))
+        for rows in spans(0, n, height):
+            start = rows.start
             block = buffer[: rows.stop - start]
             for part, columns, negative in cost_tiles(self._cost, self._products, rows):
                 block[part.start - start : part.stop - start, columns] = negative
@@ -282,3 +293,101 @@ def stored_operator(cost: LabelledCost, dtype: torch.dtype) -> TorchOperator[Sto
 def streamed_operator(cost: LabelledCost, dtype: torch.dtype) -> TorchOperator[StreamedScores]:
     """Build the operator of labelled points whose scores are recomputed in every pass."""
     return TorchOperator(StreamedScores(cost, dtype), cost.a, cost.b)
+
+
+LARGEST_PRODUCT, LARGEST_INTEGER = 2.0**24, 256
+
+# Least points of a side: for fewer, rounding them takes as long as it saves.
+LEAST_ON_LATTICE = 1000
+
+# Rows that are tried first, which rule out a lattice for most points.
+FIRST_ROWS = 32
+
+
+class IntegerProducts:
+    """Exact products of points rounded to a lattice; errors are those of the rounding.
+
+    Args:
+        cost: between two labelled clouds.
+        points: (n, d) and (m, d) float32 integers, near scale (points - centre).
+        lost: (n,) and (m,) float64, squared distances of the points from the lattice.
+        scale: steps in one unit of the points.
+        centre: (d,) float64, on the lattice.
+    """
+
+    def __init__(
+        self, cost: LabelledCost, points: Pair, lost: Pair, *, scale: float, centre: Tensor
+    ) -> None:
+        self._points = points
+        self.squares = squares_about(cost, centre)
+        self._unit = 2 * cost.lambda_x / scale**2
+        of_x, of_y = (
+            off + cost.cost_error_share * magnitudes
+            for off, magnitudes in zip(
+                product_errors(cost, self.squares, lost),
+                magnitudes_about(cost, self.squares),
+                strict=True,
+            )
+        )
+        self.errors = of_x, of_y
+
+    def left(self, rows: slice) -> Tensor:
+        """Return the integers (N, d) float32 of some rows."""
+        return self._points[0][rows]
+
+    def right(self, columns: slice) -> Tensor:
+        """Return the integers (M, d) float32 of some columns."""
+        return self._points[1][columns]
+
+    def add(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        """Add 2 lambda_x <x_i, y_j> by one exact matrix product in float32."""
+        out.add_(left @ right.T, alpha=self._unit)
+
+
+def integer_products(cost: LabelledCost) -> IntegerProducts | None:
+    """Return exact products if all points are near one lattice and there are enough; else None."""
+    if min(cost.shape) < LEAST_ON_LATTICE:
+        return None
+    sides = cost.held[: 1 if cost.symmetric else 2]
+    for scale in SCALES:
+        middle = (cost.centre * scale).round()
+        if any(_round(points[:FIRST_ROWS], scale, middle) is None for points in sides):
+            continue
+        found = [_round(points, scale, middle) for points in sides]
+        rounded = [side for side in found if side is not None]
+        if len(rounded) < len(found):
+            continue
+        x, y = rounded[0], rounded[-1]
+        if x.longest * y.longest <= LARGEST_PRODUCT:
+            points, lost = (x.values, y.values), (x.lost, y.lost)
+            return IntegerProducts(cost, points, lost, scale=scale, centre=middle / scale)
+    return None
+
+
+class _Rounded(NamedTuple):
+    """Integers (N, d) float32, the longest norm of a row, and squared rounding errors (N,)."""
+
+    values: Tensor
+    longest: float
+    lost: Tensor
+
+
+def _round(points: Tensor, scale: float, middle: Tensor) -> _Rounded | None:
+    """Round points * scale to integers, less `middle` (d,).
+
+    Returns None if rounding changes a point by more than float32 does, or an integer is too large.
+    """
+    values = torch.empty(points.shape, dtype=torch.float32, device=points.device)
+    lost, longest = points.new_empty(len(points), dtype=torch.float64), 0.0
+    for rows, coordinates in in_float64(points):
+        multiples = coordinates.mul_(scale)
+        whole = multiples.round()
+        off = torch.linalg.vector_norm(multiples.sub_(whole), dim=1)
+        if bool((off > ROUNDING * torch.linalg.vector_norm(whole, dim=1)).any()):
+            return None
+        low, high = whole.sub_(middle).aminmax()
+        if max(-float(low), float(high)) > LARGEST_INTEGER:
+            return None
+        longest = max(longest, float(torch.linalg.vector_norm(whole, dim=1).max()))
+        values[rows], lost[rows] = whole, (off / scale).square_()
+    return _Rounded(values, longest, lost)

@@ -1,19 +1,32 @@
 """A cost whose points are sharded: no rank holds all of them, and shards circulate in a ring.
 
 Rank r holds rows R_r of one cloud, or columns C_r, and a shard of the other, which is passed from
-rank to rank (`ring_blocks`): each computes with one shard while the next is being received. Results
+rank to rank (`RingBlocks`): each computes with one shard while the next is being received. Results
 are combined as those of any blocks (`blocked.BlockSums`). Labels, masses and norms of all points
 are on every rank; they are small compared to the points.
 
-For a self term ranks divide the pairs (`ring_pairs`). `sharing` calls `ring_parts`.
+If kernels pack points, a rank packs its own shard once, and the packed form circulates: 2 bytes a
+coordinate, or 4 if kernels read both parts. The order and norms of all packed points stay on every
+rank. For certificates and products with the plan the unpacked points circulate.
+
+For a self term ranks divide the pairs (`RingPairs`), and every pair is computed once. A shard
+passes half of the ranks. Rank r computes the pairs of its points among themselves and with those of
+the (R - 1) / 2 ranks after it. If R is even, ranks r and r + R / 2 divide the pairs between their
+shards: the lower rank takes the first half of its own shard with all of the other's, the higher
+rank the second half. So all ranks compute equally many. Results for points of other ranks are
+merged by their owner, as those of any share (`self_share`). `sharing` calls `ring_parts`.
 
 All ranks must call every operation together, also those that own no points.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from itertools import product
+from copy import copy
+from dataclasses import replace
+from itertools import combinations_with_replacement, product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,12 +34,22 @@ from torch import Tensor
 from otdd_flash.cost.host_points import Block
 from otdd_flash.cost.points import Cut, LabelledCost, Masses, Moments, normalised
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.operators.base import Passes
-from otdd_flash.operators.blocked import BlockOperator, BlockSums, Build, SoftminAccumulator, Tile
-from otdd_flash.operators.parts import EVERY, Part, Parts, sides_of
-from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut, refined_blocks
-from otdd_flash.operators.ring_pairs import RingPairs, RingShare
-from otdd_flash.operators.self_share import BlockShare
+from otdd_flash.operators.base import Epsilon, Operator, Passes
+from otdd_flash.operators.blocked import (
+    FAR,
+    BlockOperator,
+    BlockSums,
+    Build,
+    SoftminAccumulator,
+    Tile,
+)
+from otdd_flash.operators.packed_blocks import DeviceBlock, Packing
+from otdd_flash.operators.parts import EVERY, Part, Parts, Rows, sides_of
+from otdd_flash.operators.self_share import BlockShare, NearShare
+
+if TYPE_CHECKING:
+    from otdd_flash.kernels.points.packed_points import PackedPoints
+
 
 NOTHING = slice(0, 0)
 
@@ -208,3 +231,273 @@ def _from_0(blocks: RingBlocks) -> list[Block]:
     """Return this rank's blocks as ranges that count from its own first point."""
     counts = [count_of(there.block) for there in blocks.own]
     return cut(slice(0, sum(counts)), sum(counts), len(counts))
+
+
+# Shapes of the blocks of every rank.
+Shapes = list[list[torch.Size]]
+
+
+class Shard(NamedTuple):
+    """A rank's shard of a side (N, d), and facts of all shards.
+
+    Attributes:
+        points: (k, d) of this rank.
+        first: the first point of the side (1, d).
+        blocks: of every rank, in the order of its points.
+        labels: (N,) of all points.
+        classes: number of classes.
+    """
+
+    points: Tensor
+    first: Tensor
+    blocks: list[list[Block]]
+    labels: Tensor
+    classes: int
+
+
+class RingBlocks:
+    """The blocks of a side, which circulate among ranks.
+
+    Args:
+        ranks: that hold the shards.
+        shard: of this rank.
+        packing: how blocks are packed; None if operators read points as they are.
+        side: 0 for rows of the cost, 1 for columns.
+    """
+
+    def __init__(self, ranks: Ranks, shard: Shard, packing: Packing | None, side: int) -> None:
+        self._ranks, self._shard, self._packing, self._side = ranks, shard, packing, side
+        counts = [count_of(block) for block in shard.blocks[ranks.rank]]
+        self._points = list(torch.split(shard.points, counts))
+        # Cached results of passes for the points of every rank's blocks.
+        self._known: list[list[dict[str, Any]]] = [[{} for _ in held] for held in shard.blocks]
+        self._packed: list[list[PackedPoints]] = []
+        if packing is not None:
+            self._pack(packing)
+
+    def _pack(self, packing: Packing) -> None:
+        """Pack this rank's blocks, and exchange order and norms of all packed points."""
+        # Triton is not everywhere.
+        from otdd_flash.kernels.points.packed_points import arrange
+
+        side, shard, own = self._side, self._shard, self._ranks.rank
+        like = packing.pack(side, shard.labels[:1], shard.first, None)
+        nothing, none = like.coordinates[:0], like.squares[:, :0]
+        for rank, blocks in enumerate(shard.blocks):
+            held = []
+            for place, block in enumerate(blocks):
+                labels = shard.labels[block.rows]
+                layout = arrange(labels, shard.classes)
+                if rank == own and len(labels) > 0:
+                    held.append(packing.pack(side, labels, self._points[place], layout))
+                else:
+                    held.append(replace(like, layout=layout, coordinates=nothing, squares=none))
+            self._packed.append(held)
+        squares = [packed.squares for packed in self._packed[own]]
+        shapes = [[torch.Size((2, packed.layout.size)) for packed in held] for held in self._packed]
+        for rank, came in self._ranks.circulated(squares, shapes):
+            self._packed[rank] = [
+                replace(packed, squares=norms)
+                for packed, norms in zip(self._packed[rank], came, strict=True)
+            ]
+
+    def for_parts(self, packing: Packing | None) -> RingBlocks:
+        """Return the same blocks for kernels that read other parts; the points are shared."""
+        found = copy(self)
+        found._packing = packing
+        return found
+
+    def some(self, points: Tensor) -> RingBlocks:
+        """Restrict every rank's blocks to some points (l,) int64 of the side."""
+        shard, first = self._shard, 0
+        place, starts = torch.empty_like(shard.labels), [0]
+        for blocks in shard.blocks:
+            for block in blocks:
+                count = count_of(block)
+                place[block.rows] = torch.arange(first, first + count, device=place.device)
+                first += count
+            starts.append(first)
+        places, held = place[points], []
+        for start, end in itertools.pairwise(starts):
+            rows = ((places >= start) & (places < end)).nonzero()[:, 0]
+            held.append([Block(rows, rows)])
+        rank = self._ranks.rank
+        own = shard.points[places[held[rank][0].rows] - starts[rank]]
+        some = shard._replace(points=own, blocks=held, labels=shard.labels[points])
+        return RingBlocks(self._ranks, some, self._packing, self._side)
+
+    @property
+    def own(self) -> list[DeviceBlock]:
+        """The blocks of this rank, with their packed form."""
+        rank = self._ranks.rank
+        packed = self._packed[rank] if self._packing else [None] * len(self._points)
+        blocks, known = self._shard.blocks[rank], self._known[rank]
+        return [
+            DeviceBlock(*each) for each in zip(blocks, self._points, packed, known, strict=True)
+        ]
+
+    def circulated(
+        self, *, points: bool, count: int | None = None
+    ) -> Iterator[tuple[int, list[DeviceBlock]]]:
+        """Yield the blocks of `count` ranks, all by default: this rank's, then those after it.
+
+        `points` asks for the unpacked points.
+        """
+        points = points or self._packing is None
+        sent, shapes = self._as_they_are() if points else self._as_packed()
+        for rank, came in self._ranks.circulated(sent, shapes, count):
+            if rank == self._ranks.rank:
+                yield rank, self.own
+            else:
+                arrived = self._arrived if points else self._arrived_packed
+                yield rank, [arrived(rank, place, there) for place, there in enumerate(came)]
+
+    def _as_they_are(self) -> tuple[list[Tensor], Shapes]:
+        """Return this rank's unpacked points, and the shapes of every rank's."""
+        dim = self._shard.points.shape[1]
+        shapes = [
+            [torch.Size((count_of(block), dim)) for block in held] for held in self._shard.blocks
+        ]
+        return self._points, shapes
+
+    def _as_packed(self) -> tuple[list[Tensor], Shapes]:
+        """Return this rank's packed parts that softmins read, and the shapes of every rank's."""
+        assert self._packing is not None
+        own, parts = self._packed[self._ranks.rank], self._packing.parts
+        width = own[0].coordinates.shape[1]
+        shapes = [
+            [torch.Size((parts * packed.layout.size, width)) for packed in held]
+            for held in self._packed
+        ]
+        return [packed.coordinates[: parts * packed.layout.size] for packed in own], shapes
+
+    def _arrived(self, rank: int, place: int, points: Tensor) -> DeviceBlock:
+        """Return the block of unpacked points (k, d) that were received."""
+        block, known = self._shard.blocks[rank][place], self._known[rank][place]
+        packed = self._packed[rank][place] if self._packing else None
+        if self._packing is not None and packed is not None and len(points) > 0:
+            labels = self._shard.labels[block.rows]
+            packed = self._packing.pack(self._side, labels, points, packed.layout)
+        return DeviceBlock(block, points, packed, known)
+
+    def _arrived_packed(self, rank: int, place: int, coordinates: Tensor) -> DeviceBlock:
+        """Return the block of packed coordinates, in the parts that softmins read."""
+        block, known = self._shard.blocks[rank][place], self._known[rank][place]
+        shape = count_of(block), self._shard.points.shape[1]
+        # A meta tensor: reading these points raises.
+        nowhere = self._shard.points.new_empty(shape, device="meta")
+        packed = replace(self._packed[rank][place], coordinates=coordinates)
+        return DeviceBlock(block, nowhere, packed, known)
+
+
+def refined_blocks(
+    first: BlockOperator, *blocks: RingBlocks
+) -> tuple[BlockOperator, list[RingBlocks]]:
+    """Return an operator at full accuracy, and blocks with the float16 parts that it reads."""
+    found = first.refined
+    return found, [each.for_parts(found.packing) for each in blocks]
+
+
+def cut(rows: Rows, count: int, size: int) -> list[Block]:
+    """Cut points into `size` blocks, as even as possible."""
+    ends = [place * count // size for place in range(size + 1)]
+    found = []
+    for first, end in itertools.pairwise(ends):
+        if isinstance(rows, slice):
+            some: Rows = slice(rows.start + first, rows.start + end)
+        else:
+            some = rows[first:end]
+        found.append(Block(some, some))
+    return found
+
+
+def count_of(block: Block) -> int:
+    """Return the number of points of a block, whose rows are a range or indices."""
+    rows = block.rows
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+
+class RingPairs(BlockSums):
+    """This rank's pairs of a self term.
+
+    Args:
+        ranks: that hold the shards.
+        cost: the whole cost, without points.
+        blocks: of the cloud: two per rank if the number of ranks is even, else one.
+        first: the operator of the first row and column; the others run as it does.
+        build: builds the operator of a pair of blocks.
+        coarse: the pairs that these refine.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        cost: LabelledCost,
+        blocks: RingBlocks,
+        first: BlockOperator,
+        build: Build,
+        *,
+        coarse: RingPairs | None = None,
+    ) -> None:
+        super().__init__(cost, build, coarse=coarse)
+        self._ranks, self._blocks, self._first = ranks, blocks, first
+
+    def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
+        """Yield the pairs of blocks of this rank, each once."""
+        assert upper
+        size, own = self._ranks.size, self._ranks.rank
+        here = self._blocks.own
+        for rank, came in self._blocks.circulated(points=points, count=size // 2 + 1):
+            mine, theirs = here, came
+            if rank == own:
+                pairs = list(combinations_with_replacement(here, 2))
+            else:
+                if 2 * ((rank - own) % size) == size:
+                    # The other rank computes the other half of the lower one's shard.
+                    mine, theirs = (here[:1], came) if own < rank else (here, came[1:])
+                pairs = list(product(mine, theirs))
+            for one, other in pairs:
+                if count_of(one.block) > 0 and count_of(other.block) > 0:
+                    yield self.tile((one, other))
+
+    @property
+    def additions(self) -> int:
+        return 2 * self._ranks.size
+
+    @property
+    def first(self) -> BlockOperator:
+        return self._first
+
+    @property
+    def refined(self) -> RingPairs:
+        if self._first.refined is self._first:
+            return self
+        first, (blocks,) = refined_blocks(self._first, self._blocks)
+        return RingPairs(self._ranks, self.cost, blocks, first, self._build, coarse=self)
+
+
+class RingShare(BlockShare, NearShare):
+    """One rank's share of the pairs of a self term with sharded points, in Triton.
+
+    Args:
+        pairs: of this rank.
+        rows: P_r, which computes softmins out of reach again.
+        own: indices of this rank's points in the whole cloud.
+    """
+
+    reach = FAR
+    repairs_alone = False
+
+    def __init__(self, pairs: RingPairs, rows: Operator, own: Rows) -> None:
+        super().__init__(pairs)
+        self._ring, self._rows, self._own = pairs, rows, own
+
+    @property
+    def refined(self) -> RingShare:
+        return RingShare(self._ring.refined, self._rows.refined, self._own)
+
+    def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
+        """Compute T(f) (n,) for all rows of this rank, from all shards; 0 elsewhere."""
+        found = torch.zeros_like(self._pairs.a, dtype=self._pairs.dtype)
+        found[self._own] = self._rows.softmin_rows(f, epsilon)
+        return found

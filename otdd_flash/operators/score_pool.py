@@ -5,7 +5,7 @@ one batch after another. A problem has two clouds, n points of x and m of y, in 
 them: `points` of either side by side, L = N + M. Its scores are one matrix (L, L) of four blocks,
 those of the self terms on the diagonal and those of the cross term beside them, once for rows of x
 and once for rows of y. `kernel_pool` computes with them in Triton, `torch_pool` on a processor;
-`matrix_pool` is for a cost matrix that is given, of which nothing is stored.
+`kernel_pool.MatrixPool` is for a cost matrix that is given, of which nothing is stored.
 
 In Triton everything is launched without asking the device anything: sizes, weights and epsilon are
 read from its memory, so that one recording serves all problems that fit the room.
@@ -113,13 +113,6 @@ class PooledCosts(NamedTuple):
         return self.highest - self.lowest
 
 
-class Placeholder(NamedTuple):
-    """A goal and a start to make iterations with; `PooledSegments.begin` replaces both."""
-
-    goal: Goal
-    start: Start
-
-
 class PooledSegments(ABC):
     """The cross terms of B problems, or their 2 B self terms, those of x and y in turn.
 
@@ -185,12 +178,10 @@ class PooledSegments(ABC):
         return pass_errors(self.facts.mean, self.facts.lowest)
 
     @property
-    def placeholder(self) -> Placeholder:
-        """A goal and a start for iterations that no problem has yet."""
+    def placeholder(self) -> tuple[Goal, Start]:
+        """A goal and a start to make iterations with; `begin` replaces both."""
         ones = torch.ones(len(self.mean_cost), dtype=torch.float64)
-        return Placeholder(
-            Goal(1.0, 1.0, 1.0, 0), Start(Levels.descending(ones), torch.zeros_like(ones))
-        )
+        return Goal(1.0, 1.0, 1.0, 0), Start(Levels.descending(ones), torch.zeros_like(ones))
 
 
 class PooledIterations(Protocol):
@@ -203,7 +194,7 @@ class PooledIterations(Protocol):
 
     @property
     def terms(self) -> Tensor:
-        """The `engine.run.SegmentReport` of each, of when it was active last (S, 8)."""
+        """The `engine.problems.SegmentReport` of each, of when it was active last (S, 8)."""
         ...
 
     @property

@@ -1,41 +1,61 @@
-"""The construction of an operator whose passes several processes share.
+"""A cost whose passes several processes share: the operator of rank 0, and its construction.
 
 `Comparison.operator` calls `shared_operator` on rank 0, which orders all ranks to hold their
 `Parts` of the cost. Either every rank has both clouds, in memory or in files, or, if these are too
 large for some rank, each has a shard of the points (`ring`). Ranks keep clouds by number for later
 costs, until they are modified or deleted on rank 0.
+
+Each operation of a `ShardedOperator` orders all ranks to run one function of `parts` on their
+`Parts`, which exchanges the results.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from otdd_flash.cost.compute import ComputeOptions, uses_triton
+from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.cost.host_points import HostPoints, Streaming
-from otdd_flash.cost.points import LabelledCost, class_indices, squared_distances
-from otdd_flash.cost.rounding import lattice_of
+from otdd_flash.cost.points import (
+    Cut,
+    LabelledCost,
+    LessOrigin,
+    Masses,
+    Points,
+    class_indices,
+    squared_distances,
+)
+from otdd_flash.cost.rounding import float16_rounding, lattice_of
 from otdd_flash.distributed.ranks import Numbers, Ranks, put_together, taken_apart
 from otdd_flash.features.file_features import FeatureFile, FileFeatures, features_of
 from otdd_flash.fingerprint import mark_of
 from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory, stated_budget
-from otdd_flash.operators.base import Operator
-from otdd_flash.operators.blocked import BlockOperator
+from otdd_flash.operators import parts
+from otdd_flash.operators.base import (
+    ALL,
+    Applied,
+    Epsilon,
+    EvaluatedPlan,
+    Factors,
+    Make,
+    Marginals,
+    Operator,
+    PlanBlock,
+)
 from otdd_flash.operators.blocked import Build as BlockBuild
 from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.owned import Owned
-from otdd_flash.operators.parts import FIRST, Build, Parts, cost_error
-from otdd_flash.operators.ring import ring_parts
+from otdd_flash.operators.parts import FIRST, Build, Owned, Parts, cost_error
+from otdd_flash.operators.ring import nowhere, ring_parts
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, SelfShare, folded
-from otdd_flash.operators.sharded import ShardedOperator
 from otdd_flash.samples import LabeledSamples, unchecked
 
 # Operators that a process holds for one cost: a part by rows and one by columns, or, for a self
@@ -151,10 +171,7 @@ def _hold_ring(
     *tensors: Tensor,
 ) -> float:
     bare: LabelledCost = put_together(content, tensors)
-
-    def build(part: LabelledCost) -> BlockOperator:
-        return cast(BlockOperator, build_operator(part, compute, keep_scores=False))
-
+    build = cast(BlockBuild, partial(build_operator, compute=compute, keep_scores=False))
     points = ranks.held[source], ranks.held[target]
     ranks.held[number] = ring_parts(ranks, bare, points, (first_x, first_y), build)
     return cost_error(ranks, number)
@@ -317,7 +334,7 @@ def _hold_parts(
     if not any(isinstance(points, HostPoints | FileFeatures) for points in whole.points):
         whole.squares = _squares_by_owners(ranks, whole)
 
-    def parts() -> Parts:
+    def made_parts() -> Parts:
         share, each = _kernel_share, compute
         if not uses_triton(compute, whole.a.device):
             budget = budget_in_bytes(compute.memory_budget, whole.a.device)
@@ -329,7 +346,7 @@ def _hold_parts(
 
         return Parts.replicated(whole, ranks, build, share if streaming is None else None)
 
-    ranks.held[number] = ranks.together(parts)
+    ranks.held[number] = ranks.together(made_parts)
     for each, cloud in made.items():
         ranks.held[each] = partial(_itself, cloud)
     return cost_error(ranks, number)
@@ -367,3 +384,143 @@ def _holders(ranks: Ranks, compute: ComputeOptions, cost: LabelledCost) -> int:
     alone = cost.a.is_cuda or compute.memory_budget != "auto"
     own = SELF_PARTS if cost.symmetric else PARTS
     return own if alone else own * ranks.size
+
+
+class ShardedOperator:
+    """A cost between two labelled clouds that ranks share, on rank 0.
+
+    Args:
+        ranks: the processes that share it.
+        number: under which ranks hold their `Parts`.
+        cost: the whole cost.
+        error: its `CostFacts.error`.
+        sampled: builds the operator of a sample of the cost, for this process alone.
+    """
+
+    def __init__(
+        self, ranks: Ranks, number: int, cost: LabelledCost, error: float, sampled: Build
+    ) -> None:
+        self.ranks, self.number, self._error, self._sampled = ranks, number, error, sampled
+        weakref.finalize(self, ranks.drop, number)
+        held: Parts = ranks.held[number]
+        self._by_pairs = held.share is not None
+        self._refines = held.representative.refined is not held.representative
+        ring = held.cost is not cost
+        of_one = held.representative.passes
+        backend = f"{of_one.backend}, {ranks.size} ranks{', points in a ring' if ring else ''}"
+        # Ranks wait for each other in every pass.
+        self.passes = of_one._replace(backend=backend, recorded=False)
+        self.replicated = not ring and isinstance(cost.points[0], Tensor)
+        self.cost = cost
+        self.a, self.b, self.shape = cost.a, cost.b, cost.shape
+        self._refined: ShardedOperator | None = None
+
+    @cached_property
+    def costs(self) -> CostFacts:
+        cost = self.cost
+        rounding = float16_rounding(cost) if self._refines and not cost.symmetric else 0.0
+        facts = self.passes.dtype, cost.mean_cost, *cost.cost_range, self._error
+        return CostFacts(*facts, rounding=rounding)
+
+    @property
+    def refined(self) -> ShardedOperator:
+        """The same cost at full accuracy; built once, for the end of a solve and its gradient."""
+        if not self._refines:
+            return self
+        if self._refined is None:
+            ranks, number = self.ranks, self.ranks.number()
+            ranks.order(parts.refine, self.number, number)
+            self._refined = ShardedOperator(ranks, number, self.cost, self._error, self._sampled)
+        return self._refined
+
+    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
+        """Return the cost between some rows and columns; with `masses`, of this process alone.
+
+        Without, it is shared, for all rows and some columns (l,), int64, of the cost between two
+        clouds, and has no softmin of columns.
+        """
+        if masses is not None:
+            return self._sampled(self.cost.sample(rows, columns, masses))
+        assert rows == parts.EVERY
+        assert isinstance(columns, Tensor)
+        ranks, number = self.ranks, self.ranks.number()
+        ranks.order(parts.cut_columns, self.number, number, columns)
+        # The ranks' parts have the points.
+        points = nowhere(self.cost, len(self.a)), nowhere(self.cost, len(columns))
+        cost = self.cost.part(rows, columns, points)
+        return ShardedOperator(ranks, number, cost, self._error, self._sampled)
+
+    def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
+        """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+        if self._by_pairs:
+            return self.ranks.order(parts.softmin_self, self.number, g, epsilon)
+        return self.ranks.order(parts.softmin, self.number, False, g, epsilon, guess)
+
+    def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
+        """Compute T(f) (n,) for the potential f of a self term, which is near T(f)."""
+        return self.softmin_rows(f, epsilon, f)
+
+    def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
+        """Compute g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        if self.cost.symmetric:
+            return self.softmin_rows(f, epsilon, guess)
+        return self.ranks.order(parts.softmin, self.number, True, f, epsilon, guess)
+
+    def marginals(
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
+    ) -> Marginals:
+        """Compute the row and column sums of the plan of f (n,) and g (m,)."""
+        if g is None and self._by_pairs:
+            return self.ranks.order(parts.marginals_self, self.number, f, epsilon, accurate)
+        return self.ranks.order(parts.marginals, self.number, f, g, epsilon, accurate)
+
+    def plan(
+        self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
+    ) -> SharedPlan:
+        """Build the plan of f (n,) and g (m,); see `Operator.plan`."""
+        return SharedPlan(self, f, g, epsilon, most)
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
+        if self._by_pairs:
+            return self.cost.expected_costs(masses)
+        return self.ranks.order(parts.expected_costs, self.number, masses)
+
+
+class SharedPlan(EvaluatedPlan):
+    """A plan whose products ranks share; see `EvaluatedPlan`."""
+
+    def __init__(
+        self,
+        operator: ShardedOperator,
+        f: Tensor,
+        g: Tensor | None,
+        epsilon: float,
+        most: int | None,
+    ) -> None:
+        super().__init__(operator.passes.dtype, (operator.a, operator.b), f, g, epsilon, most)
+        self._operator = operator
+
+    def applied(
+        self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
+    ) -> Applied:
+        operator, (f, g, epsilon), (left, right) = self._operator, self._at, factors or (None, None)
+        if transposed and operator.cost.symmetric:
+            # P^T is the plan with f and g exchanged.
+            f, g, left, right, transposed = g, f, right, left, False
+        given = operator.number, transposed, f, g, epsilon, values, left, right
+        return operator.ranks.order(parts.apply_plan, *given)
+
+    def blocks(
+        self, points: tuple[Points, Points], make: Make, *, transposed: bool = False
+    ) -> Iterator[PlanBlock]:
+        operator, (f, g, epsilon), own = self._operator, self._at, points[transposed]
+        if not (operator.replicated and isinstance(make, LessOrigin)):
+            yield from super().blocks(points, make, transposed=transposed)
+            return
+        # Ranks have the points and compute the values: none are sent.
+        if transposed and operator.cost.symmetric:
+            f, g, transposed = g, f, False
+        given = operator.number, transposed, f, g, epsilon, make.origin
+        applied = operator.ranks.order(parts.apply_plan_to_points, *given)
+        yield PlanBlock(ALL, own[ALL.rows], applied)

@@ -39,6 +39,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.host_points import spans
 from otdd_flash.engine.problems import Segments, Start, WeightedPoints
 from otdd_flash.engine.quasi_newton import ManyVectors, QuasiNewton
 from otdd_flash.formulas.decision import Form, Goal
@@ -322,9 +323,7 @@ def tiles(
     budget = TILE_ELEMENTS_GPU if device.type == "cuda" else TILE_ELEMENTS_CPU
     together, height = max(1, min(count, budget // (n * m))), max(1, min(n, budget // m))
     scratch = torch.empty(together * height * m, dtype=dtype, device=device)
-    for first in range(0, count, together):
-        segments = slice(first, min(first + together, count))
-        for top in range(0, n, height):
-            rows = slice(top, min(top + height, n))
-            shape = (segments.stop - first, rows.stop - top, m)
+    for segments in spans(0, count, together):
+        for rows in spans(0, n, height):
+            shape = (segments.stop - segments.start, rows.stop - rows.start, m)
             yield segments, rows, scratch[: shape[0] * shape[1] * m].view(shape)

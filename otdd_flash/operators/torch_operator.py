@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import threshold
 
 from otdd_flash.cost.facts import CostFacts
+from otdd_flash.cost.host_points import spans
 from otdd_flash.cost.points import Cut, Masses
 from otdd_flash.memory import holds
 from otdd_flash.operators.base import (
@@ -69,6 +70,9 @@ TILE_ELEMENTS_GPU = 1 << 26
 
 
 Pair = tuple[Tensor, Tensor]
+
+# Rows, what is known of them (rows, m), and a buffer of the same shape.
+Tile = tuple[slice, Tensor, Tensor]
 
 
 class Source(Protocol):
@@ -233,46 +237,36 @@ class TorchOperator(Generic[S]):
         Entries are float64; those of points without mass are near 0, those of forbidden pairs 0.
         """
         f, g = present(self.a, f), present(self.b, g)
-        n, m = self.shape
-        budget = TILE_ELEMENTS_CPU if self.device.type == "cpu" else TILE_ELEMENTS_GPU
-        height = max(1, min(n, budget // 2 // m))
-        scratch = torch.empty((0, m), dtype=torch.float64, device=self.device)
         # f_i + g_j as a matrix product: one read and one write of a tile.
         left = torch.stack((f / epsilon, torch.ones_like(f)), 1)
         right = torch.stack((torch.ones_like(g), g / epsilon))
-        for start, block in self.source.negative_costs():
-            scratch = _at_least(scratch, min(height, len(block)))
-            for first in range(0, block.shape[0], height):
-                negative = block[first : first + height]
-                part = slice(start + first, start + first + negative.shape[0])
-                tile = scratch[: negative.shape[0]].copy_(negative)
-                tile.addmm_(left[part], right, beta=1 / epsilon)
-                # exp is slow below LEAST_EXPONENT.
-                tile.clamp_min_(LEAST_EXPONENT).exp_()
-                if self.source.facts.forbidden:
-                    threshold(tile, NOTHING, 0.0, inplace=True)
-                yield part, tile
+        for rows, negative, tile in self._cut(self.source.negative_costs(), torch.float64, 2):
+            tile.copy_(negative).addmm_(left[rows], right, beta=1 / epsilon)
+            # exp is slow below LEAST_EXPONENT.
+            tile.clamp_min_(LEAST_EXPONENT).exp_()
+            if self.source.facts.forbidden:
+                threshold(tile, NOTHING, 0.0, inplace=True)
+            yield rows, tile
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
         epsilon = float(epsilon)
         scale = LOG2_E / epsilon
-        column_term = self.log2_b + g.to(self.dtype) * scale
+        column_term = self._column_term(g, scale)
         logs = torch.empty_like(self.source.row_offset)
-        for rows, tile in self.tiles():
-            torch.add(column_term, tile.scores, alpha=scale, out=tile.scratch)
-            logs[rows] = _log2_sums(tile.scratch)
+        for rows, scores, scratch in self.tiles():
+            torch.add(column_term, scores, alpha=scale, out=scratch)
+            logs[rows] = _log2_sums(scratch)
         return self.source.row_offset - (epsilon * LN_2) * logs.clamp_min_(LOG2_NOTHING)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """Compute g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         epsilon = float(epsilon)
         scale = LOG2_E / epsilon
-        row_term = (self.log2_a + (f.to(self.dtype) - self.source.row_offset) * scale).unsqueeze(1)
-        columns = _ColumnSums(self.log2_b)
-        for rows, tile in self.tiles():
-            torch.add(row_term[rows], tile.scores, alpha=scale, out=tile.scratch)
-            columns.add(tile.scratch)
+        row_term, columns = self._row_term(f, scale), _ColumnSums(self.log2_b)
+        for rows, scores, scratch in self.tiles():
+            torch.add(row_term[rows], scores, alpha=scale, out=scratch)
+            columns.add(scratch)
         return (-epsilon * LN_2) * columns.logs
 
     def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
@@ -292,15 +286,14 @@ class TorchOperator(Generic[S]):
             return found, found
         epsilon = float(epsilon)
         scale = LOG2_E / epsilon
-        row_term = (self.log2_a + (f.to(self.dtype) - self.source.row_offset) * scale).unsqueeze(1)
-        column_term = self.log2_b + g.to(self.dtype) * scale
+        row_term, column_term = self._row_term(f, scale), self._column_term(g, scale)
         logs = torch.empty_like(self.source.row_offset)
         columns = _ColumnSums(self.log2_b)
-        for rows, tile in self.tiles():
-            torch.add(column_term, tile.scores, alpha=scale, out=tile.scratch)
-            logs[rows] = _log2_sums(tile.scratch)
-            torch.add(row_term[rows], tile.scores, alpha=scale, out=tile.scratch)
-            columns.add(tile.scratch)
+        for rows, scores, scratch in self.tiles():
+            torch.add(column_term, scores, alpha=scale, out=scratch)
+            logs[rows] = _log2_sums(scratch)
+            torch.add(row_term[rows], scores, alpha=scale, out=scratch)
+            columns.add(scratch)
         of_rows = self.source.row_offset - (epsilon * LN_2) * logs.clamp_min_(LOG2_NOTHING)
         return of_rows, (-epsilon * LN_2) * columns.logs
 
@@ -338,24 +331,34 @@ class TorchOperator(Generic[S]):
     def plan_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
         """Yield ranges of rows and their entries of P, in the scores' type, in a reused buffer."""
         scale = LOG2_E / epsilon
-        row_term = (self.log2_a + (f.to(self.dtype) - self.source.row_offset) * scale).unsqueeze(1)
-        column_term = self.log2_b + g.to(self.dtype) * scale
-        for rows, tile in self.tiles():
-            torch.add(column_term, tile.scores, alpha=scale, out=tile.scratch)
-            yield rows, tile.scratch.add_(row_term[rows]).exp2_()
+        row_term, column_term = self._row_term(f, scale), self._column_term(g, scale)
+        for rows, scores, scratch in self.tiles():
+            torch.add(column_term, scores, alpha=scale, out=scratch)
+            yield rows, scratch.add_(row_term[rows]).exp2_()
 
-    def tiles(self) -> Iterator[tuple[slice, Tile]]:
-        """Yield the blocks of scores as cache-sized tiles, each with a scratch buffer."""
+    def _row_term(self, f: Tensor, scale: float) -> Tensor:
+        return (self.log2_a + (f.to(self.dtype) - self.source.row_offset) * scale).unsqueeze(1)
+
+    def _column_term(self, g: Tensor, scale: float) -> Tensor:
+        return self.log2_b + g.to(self.dtype) * scale
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yield cache-sized tiles: rows, their scores, not to be written to, and a buffer."""
+        return self._cut(self.source.score_blocks(), self.dtype)
+
+    def _cut(
+        self, blocks: Iterator[tuple[int, Tensor]], dtype: torch.dtype, share: int = 1
+    ) -> Iterator[Tile]:
+        """Cut blocks of rows into tiles, of 1 / `share` of the usual size, each with a buffer."""
         n, m = self.shape
         budget = TILE_ELEMENTS_CPU if self.device.type == "cpu" else TILE_ELEMENTS_GPU
-        height = max(1, min(n, budget // m))
-        scratch = torch.empty((0, m), dtype=self.dtype, device=self.device)
-        for start, block in self.source.score_blocks():
+        height = max(1, min(n, budget // share // m))
+        scratch = torch.empty((0, m), dtype=dtype, device=self.device)
+        for start, block in blocks:
             scratch = _at_least(scratch, min(height, len(block)))
-            for first in range(0, block.shape[0], height):
-                scores = block[first : first + height]
-                rows = slice(start + first, start + first + scores.shape[0])
-                yield rows, Tile(scores, scratch[: scores.shape[0]])
+            for part in spans(0, len(block), height):
+                rows = slice(start + part.start, start + part.stop)
+                yield rows, block[part], scratch[: part.stop - part.start]
 
 
 class TiledPlan(EvaluatedPlan):
@@ -437,15 +440,6 @@ def measured(
 def _at_least(buffer: Tensor, rows: int) -> Tensor:
     """Return a buffer with at least `rows` rows: this one, or a larger one."""
     return buffer if len(buffer) >= rows else buffer.new_empty((rows, buffer.shape[1]))
-
-
-class Tile:
-    """A read-only view of scores (rows, m), and a buffer of the same shape."""
-
-    __slots__ = ("scores", "scratch")
-
-    def __init__(self, scores: Tensor, scratch: Tensor) -> None:
-        self.scores, self.scratch = scores, scratch
 
 
 def _log2_sums(exponents: Tensor) -> Tensor:

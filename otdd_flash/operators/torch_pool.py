@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import SIDES
+from otdd_flash.cost.host_points import spans
 from otdd_flash.engine.few_problems import MEMORY, FewQuasiNewton, FewVectors
 from otdd_flash.engine.problems import Evaluated, Start, Vectors
 from otdd_flash.engine.quasi_newton import ManyVectors, QuasiNewton
@@ -129,8 +130,9 @@ class TorchPool(ScorePool):
         ends, starts = squares * -scale, (rows.start, columns.start)
         sides = [0 if start == 0 else 1 for start in starts]
         scores, transposed = self.block(*sides), self.block(*reversed(sides))
-        for some in _parts(rows):
-            for others in _parts(columns):
+        # Tiles that fit the cache.
+        for some in spans(rows.start, rows.stop, TILE):
+            for others in spans(columns.start, columns.stop, TILE):
                 if symmetric and others.start < some.start:
                     continue
                 tile = ends[:, some, None] + ends[:, None, others]
@@ -153,12 +155,6 @@ class TorchPool(ScorePool):
         problem = torch.arange(self.room.problems)[:, None, None]
         labels = self.labels[:, rows, None], self.labels[:, None, columns]
         return self.class_costs[problem, *labels]
-
-
-def _parts(points: slice) -> list[slice]:
-    """Cut points into tiles that fit the cache."""
-    starts = range(points.start, points.stop, TILE)
-    return [slice(start, min(start + TILE, points.stop)) for start in starts]
 
 
 class TorchSegments(PooledSegments):
@@ -366,8 +362,7 @@ class _Anchor:
         """Yield rows, their scores, and where p of them is, as many as fit the cache."""
         count, n, m = self._plan.shape
         height = max(1, TILE_ELEMENTS_CPU // (count * m))
-        for first in range(0, n, height):
-            rows = slice(first, min(first + height, n))
+        for rows in spans(0, n, height):
             yield rows, self._scores[:, rows], self._plan[:, rows]
 
 
@@ -416,8 +411,8 @@ class TorchTerm:
             columns = rows
         _, n, m = self._scores.shape
         height = max(1, TILE_ELEMENTS_CPU // (2 * len(f) * m))
-        for first in range(0, n, height):
-            part = slice(first, min(first + height, n))
+        for part in spans(0, n, height):
+            first = part.start
             # Of a symmetric plan, entries from the diagonal on.
             others = slice(first if self._own else 0, m)
             tile = self._scores[:, part, others].double()

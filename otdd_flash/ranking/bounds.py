@@ -57,8 +57,7 @@ from otdd_flash.solver.divergence import (
     solve_identical,
     whole_term,
 )
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact
+from otdd_flash.solver.schedules import Converged, Exact
 from otdd_flash.solver.small.pooled_solve import Batch
 from otdd_flash.solver.small.route import is_small, solve_terms
 from otdd_flash.solver.solving import refuse_below_zero, solve

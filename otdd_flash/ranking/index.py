@@ -83,7 +83,7 @@ from otdd_flash.result import versions
 from otdd_flash.samples import TENSORS, LabeledSamples, check_squares
 from otdd_flash.shown import listing
 from otdd_flash.solver.penalties import penalties_of, refuse_unbalanced, resolve_constraints
-from otdd_flash.solver.schedules.exact import schedule_of
+from otdd_flash.solver.schedules import schedule_of
 from otdd_flash.solver.term import resolve_epsilon
 
 INDEX_FILE, LOCK_FILE, INDEX_FORMAT = "index.json", ".lock", 1

@@ -45,7 +45,7 @@ from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.shown import listing
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.schedules.exact import Exact, schedule_of
+from otdd_flash.solver.schedules import Exact, schedule_of
 from otdd_flash.solver.shortfall import joint_shortfall
 
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.matrix.transport import matrix_transport
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.term import UnreachableTolerance
 
 # Width of bounds over the mean cost at which any solve ends; self terms, which converge fast, do.

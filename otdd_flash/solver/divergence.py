@@ -30,11 +30,9 @@ from otdd_flash.formulas.decision import CROSS, SELF, Form
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.real_numbers import real_tensor
+from otdd_flash.solver.geomloss import GeomlossSchedule, solve_by_schedule
 from otdd_flash.solver.matrix_comparison import MatrixComparison
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact, needs_zero
-from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, solve_by_schedule
+from otdd_flash.solver.schedules import Converged, Exact, Schedule, needs_zero
 from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.solve import solve_term
 from otdd_flash.solver.term import (

@@ -44,7 +44,7 @@ magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
 | operation | bound | enters |
 |---|---|---|
 | C_ij in float64: a product of d terms, four additions | (2 d + 16) v (M_i + N_j) | A, B |
-| the same on a lattice, in float32 | measured, `operators.integer_points` | A, B |
+| the same on a lattice, in float32 | measured, `operators.point_scores` | A, B |
 | C_ij rounded to float32, where costs are stored | u abs C_ij | rho |
 | the same below 2^-126, where the least step is 2^-149 | 2^-150 | A, B |
 | PyTorch: exponents and exp, float64 | 8 v (abs f_i + abs g_j + M_i + N_j) | A, B |

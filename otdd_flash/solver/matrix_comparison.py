@@ -1,6 +1,6 @@
 """A cost matrix with its masses: checked, moved to the device, with an operator for each term.
 
-`transport`, `loss` and `plan` build one by `MatrixComparison.prepare` and solve it;
+`matrix.transport` and `matrix.gradients` build one by `MatrixComparison.prepare` and solve it;
 `operators.comparison` is the same for point clouds.
 """
 
@@ -20,16 +20,19 @@ from torch import Tensor
 from otdd_flash.cost.compute import Compute, ComputeOptions, scores_fit, uses_triton
 from otdd_flash.cost.facts import SIDES, TERMS
 from otdd_flash.cost.ground import NO_OFFSET, Offset
-from otdd_flash.cost.matrix import CostBlocks, FunctionCosts, MatrixFacts, matrix_facts
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.given_costs import (
+    CostBlocks,
     CostSource,
+    FunctionCosts,
     GivenCosts,
     HeldCosts,
+    MatrixFacts,
     exact_blocks,
+    matrix_facts,
     matrix_operator,
 )
 from otdd_flash.operators.torch_operator import TorchOperator

@@ -14,7 +14,7 @@ from torch import Tensor
 from otdd_flash.cost.facts import CostFacts, larger
 from otdd_flash.errors import InputError
 from otdd_flash.formulas.marginals import EXACT, Constraints, Exact, Marginal, RelaxedByKL
-from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules import Schedule
 
 # One penalty of both sides, or one of each; None is an exact marginal.
 Unbalanced = float | Sequence[float | None]

@@ -12,9 +12,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact
+from otdd_flash.solver.schedules import Converged, Exact, Schedule
 from otdd_flash.solver.term import StoppedBy, largest_tolerance
 
 K = TypeVar("K")

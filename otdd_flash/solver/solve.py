@@ -39,8 +39,17 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.points import equal_masses
-from otdd_flash.engine.problems import Evaluated, Iterations, Segments, Start, numbers_of
-from otdd_flash.engine.run import Finished, SegmentTerms, run, run_one
+from otdd_flash.engine.problems import (
+    Evaluated,
+    Finished,
+    Iterations,
+    Segments,
+    SegmentTerms,
+    Start,
+    numbers_of,
+    run,
+    run_one,
+)
 from otdd_flash.formulas.decision import (
     CROSS,
     LEVEL_TOLERANCE,
@@ -56,7 +65,7 @@ from otdd_flash.operators.one_problem import OneProblem, problem_of
 from otdd_flash.solver.certificate import Certificate, certify, certify_self, check_moving
 from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.penalties import refuse_beyond_digits
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.term import (
     LOOSEST_DEFAULT,
     StoppedBy,

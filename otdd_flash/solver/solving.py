@@ -1,14 +1,24 @@
-"""The solve of a comparison: the choice of a route by its size.
+"""The solve of a comparison by a route of its size, and the entry points for two datasets.
 
 Distances, losses, derivatives and given matrices all call `solve`. The terms of small problems are
 solved all at once (`small`), equal clouds are one term, and other problems solve their terms in
 turn (`divergence`).
+
+`otdd_flash` exports `sinkhorn` and `sinkhorn_divergence`; users alone call them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
+from otdd_flash.arguments import NotNegative, takes
+from otdd_flash.checks import array, optional
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.data.given import Samples, as_samples
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import (
@@ -18,15 +28,16 @@ from otdd_flash.solver.divergence import (
     Potentials,
     Solved,
     SolvedTerms,
+    checked_start,
+    report_convergence,
     solve_divergence,
     solve_identical,
 )
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact
-from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
+from otdd_flash.solver.geomloss import GeomlossSchedule
+from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
+from otdd_flash.solver.schedules import Converged, Exact, Schedule, refuse_start, schedule_of
 from otdd_flash.solver.small.route import is_small, solve_small
-from otdd_flash.solver.term import SolverProgress
+from otdd_flash.solver.term import SolverProgress, TransportTerm
 
 
 def solve(
@@ -96,3 +107,140 @@ def refuse_below_zero(comparison: Comparison) -> None:
             "unbalanced needs costs of which 0 is the least, and class distances of several labels "
             "are below 0 here; take labels=means, labels.diagonal=true or a tree"
         )
+
+
+@computes
+@takes(class_table=optional(array("(V_x + V_y, V_x + V_y)")))
+def sinkhorn(
+    source: Samples,
+    target: Samples,
+    *,
+    epsilon: NotNegative,
+    class_table: Tensor | None = None,
+    cost: GroundCost | None = None,
+    options: Schedule | None = None,
+    compute: Compute | None = None,
+    unbalanced: Unbalanced | None = None,
+    unbalanced_relative: Unbalanced | None = None,
+    progress: SolverProgress | None = None,
+) -> TransportTerm:
+    """Compute OT_epsilon(source, target) = min_P <C, P> + epsilon KL(P | a b^T).
+
+    With `unbalanced`, marginals need not be a and b, at a price: OT_epsilon is then
+
+        min_P <C, P> + epsilon KL(P | a b^T) + rho_x KL(P 1 | a) + rho_y KL(P^T 1 | b).
+
+    A solve that stops early warns and returns the value reached so far, with valid bounds.
+    Potentials are those of the last iteration. The marginal error does not determine offsets
+    between groups of points that exchange almost no mass; `sinkhorn_potentials` corrects or reports
+    them.
+
+    Args:
+        source: n points: `LabeledSamples`, (features, labels), features alone, or any dataset of
+            vectors that `otdd.embed` takes.
+        target: m points, likewise.
+        epsilon: regularisation, in units of the cost; 0 is exact transport, of `otdd.Exact()`.
+        class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; None is 0.
+            Only the block [x, y] is read.
+        cost: the ground cost and its weights, by default half the squared distances between
+            features and between classes.
+        options: how to solve and when to stop, `otdd.Converged()` by default.
+        compute: `otdd.ComputeOptions`, or only a device.
+        unbalanced: rho, or [rho_x, rho_y], the price of mass that is not matched, in units of the
+            cost; None is exact.
+        unbalanced_relative: the same as multiples of the mean cost.
+        progress: called as progress("xy", iteration, marginal error).
+
+    Returns:
+        Potentials, value and bounds.
+
+    Raises:
+        InputError: a feature that is not finite, a bad epsilon, clouds on two devices or of
+            different dimension, a table of another size, a tolerance that the precision cannot
+            reach, a backend that cannot run on the device, or too little memory.
+        ConvergenceError: `options.require_convergence` is set and the solve stopped early.
+
+    Warns:
+        NotConvergedWarning: the solve stopped early.
+    """
+    options, *_ = schedule_of(options, epsilon, None)
+    x, y = as_samples(source, "source"), as_samples(target, "target")
+    compute = ComputeOptions.of(compute)
+    ground = "sqeuclidean" if cost is None else cost.ground
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, ground=ground)
+    comparison = Comparison.between(x, y, epsilon, class_table, cost, compute, debias=False)
+    mean = comparison.mean_cost
+    constraints = resolve_constraints(unbalanced, unbalanced_relative, mean)
+    comparison = replace(comparison, constraints=constraints)
+    divergence = solve(comparison, options, progress=progress)
+    report_convergence(divergence, options)
+    return _with_one_side(divergence, comparison)
+
+
+def _with_one_side(divergence: Divergence, comparison: Comparison) -> TransportTerm:
+    """Return the cross term with the separable terms of the ground cost added back."""
+    term, ground = divergence.xy, comparison.ground
+    p, q = (ground.one_side(side.features) for side in comparison.given)
+    if p is None or q is None:
+        return term
+    low, high = term.bounds
+    value, error = divergence.offset
+    return replace(
+        term,
+        f=term.f.double() + p.to(term.f.device),
+        g=term.g.double() + q.to(term.g.device),
+        value=term.value + value,
+        bounds=(low + value - error, high + value + error),
+    )
+
+
+@computes
+@takes(class_table=optional(array("(V_x + V_y, V_x + V_y)")))
+def sinkhorn_divergence(
+    source: Samples,
+    target: Samples,
+    *,
+    epsilon: NotNegative,
+    class_table: Tensor | None = None,
+    cost: GroundCost | None = None,
+    options: Schedule | None = None,
+    compute: Compute | None = None,
+    debias: bool = True,
+    unbalanced: Unbalanced | None = None,
+    unbalanced_relative: Unbalanced | None = None,
+    start: Potentials | None = None,
+    progress: SolverProgress | None = None,
+) -> Divergence:
+    """Compute S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2.
+
+    Arguments and errors as for `sinkhorn`; without `debias`, the cross term alone. The blocks [x,
+    x] and [y, y] of `class_table` are read as well and must be symmetric but for rounding. `start`
+    holds potentials by term to start from, {"xy": g, "xx": f, "yy": g}. Clouds of equal fingerprint
+    count as one: a single self term is solved, the value is 0 and the bounds are [0, 0].
+
+    With `unbalanced` (Sejourne et al. 2019, Sinkhorn divergences for unbalanced optimal transport)
+    all three terms are relaxed, by one rho for both sides. A further term, epsilon / 2 times the
+    squared difference of both masses, is 0 as masses sum to 1.
+
+    Raises:
+        InputError: as for `sinkhorn`, two different penalties with `debias`, a block [x, x] or
+            [y, y] is not symmetric, or `start` holds potentials of other clouds or NaN.
+        ConvergenceError: `options.require_convergence` is set and a term stopped early.
+
+    Warns:
+        NotConvergedWarning: a term stopped early.
+    """
+    options, *_ = schedule_of(options, epsilon, None)
+    x, y = as_samples(source, "source"), as_samples(target, "target")
+    refuse_start(options, start)
+    compute = ComputeOptions.of(compute)
+    ground = "sqeuclidean" if cost is None else cost.ground
+    refuse_unbalanced(unbalanced, unbalanced_relative, options, debias=debias, ground=ground)
+    comparison = Comparison.between(x, y, epsilon, class_table, cost, compute, debias=debias)
+    mean = comparison.mean_cost
+    constraints = resolve_constraints(unbalanced, unbalanced_relative, mean)
+    comparison = replace(comparison, constraints=constraints)
+    start = checked_start(comparison, start)
+    divergence = solve(comparison, options, start=start, progress=progress)
+    report_convergence(divergence, options)
+    return divergence

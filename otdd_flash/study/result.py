@@ -20,7 +20,7 @@ from otdd_flash.files.atomic import json_content
 from otdd_flash.plugins import blamed_on
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.shown import display, epsilon_shown, sentence
-from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules import Schedule
 from otdd_flash.study.findings import Choice, Finding, choices, findings
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
 from otdd_flash.study.measures.distances import Epsilon

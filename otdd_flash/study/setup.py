@@ -33,7 +33,7 @@ from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
-from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules import Schedule
 from otdd_flash.study.networks import Transfer
 
 # Key of study.json: the version of `otdd_flash.fingerprint` that digested the tasks.

@@ -68,9 +68,7 @@ from otdd_flash.plugins import blamed_on
 from otdd_flash.samples import needs_classes
 from otdd_flash.sampling.subsampling import LEVEL, check_count
 from otdd_flash.solver.penalties import refuse_unbalanced
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact, schedule_of
+from otdd_flash.solver.schedules import Converged, Exact, Schedule, schedule_of
 from otdd_flash.solver.term import DEFAULT_RELATIVE, default_hint, refuse_both
 from otdd_flash.study.measures import MEASURES, measure_that_chooses, measures_named
 from otdd_flash.study.networks import Transfer, build_body, build_head

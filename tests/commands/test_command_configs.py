@@ -16,8 +16,8 @@ from otdd_flash.commands.compare import DistanceSettings
 from otdd_flash.commands.settings import parse
 from otdd_flash.commands.study import StudySettings
 from otdd_flash.errors import InputError
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
+from otdd_flash.solver.geomloss import GeomlossSchedule
+from otdd_flash.solver.schedules import Converged
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = ("source", "target", "extractor", "labels", "solver", "log")

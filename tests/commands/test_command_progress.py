@@ -10,7 +10,7 @@ from rich.console import Console
 
 from otdd_flash.commands import messages, progress, start
 from otdd_flash.commands.progress import Phases
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 
 # Of which other tests are told nothing.
 SAY = Phases._say

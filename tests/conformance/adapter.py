@@ -19,12 +19,10 @@ from problems import DEVICE, LAMBDA_X, LAMBDA_Y, Case, Problem, problem_of
 from rank_pool import pool
 from torch import Tensor
 
-from otdd_flash.cost import matrix as cost_matrix
 from otdd_flash.cost import points as cost_points
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.cost.matrix import CostBlocks
 from otdd_flash.cost.points import equal_masses
 from otdd_flash.distributed.ranks import Ranks, led
 from otdd_flash.features.file_features import features_file
@@ -34,7 +32,6 @@ from otdd_flash.operators import (
     blocked,
     comparison,
     given_costs,
-    integer_points,
     point_scores,
     sharing,
     torch_operator,
@@ -42,6 +39,7 @@ from otdd_flash.operators import (
 )
 from otdd_flash.operators.base import EvaluatedPlan, Marginals, StoredPlan
 from otdd_flash.operators.comparison import Comparison
+from otdd_flash.operators.given_costs import CostBlocks
 from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
 from otdd_flash.samples import LabeledSamples
@@ -57,15 +55,15 @@ SMALL: list[tuple[Any, str, Any]] = [
     (torch_operator, "TILE_ELEMENTS_CPU", 300),
     (given_costs, "TILE_ELEMENTS_CPU", 300),
     (given_costs, "EXACT_ELEMENTS_CPU", 150),
-    (cost_matrix, "BLOCK_ENTRIES_CPU", 500),
+    (given_costs, "BLOCK_ENTRIES_CPU", 500),
     (cost_points, "CHUNK_ELEMENTS_CPU", 60),
     (blocked, "LEAST_POINTS", 30),
     (triton_operator, "MANY_SCORES", 1),
     (base, "BLOCK_CPU", 200),
     (base, "FEW_COLUMNS", 8),
-    (integer_points, "LEAST_POINTS", 20),
+    (point_scores, "LEAST_ON_LATTICE", 20),
     (point_scores, "TILE_CPU", 32),
-    (point_scores, "LEAST_POINTS", 16),
+    (point_scores, "LEAST_TILE", 16),
     (plan_blocks, "BLOCK_HEIGHT", 256),
     (plan_blocks, "BLOCK_WIDTH", 256),
     (symmetric_step, "STRIPE_BYTES", 1),

@@ -19,7 +19,7 @@ from otdd_flash.derivatives.plan_system import CGOptions, dense_plan
 from otdd_flash.operators import comparison
 from otdd_flash.operators.base import StoredPlan
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from single_problems import InTriton, draw, problem
 from otdd_flash.engine.problems import Start
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
 from otdd_flash.operators.one_problem import problem_of
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_term
 
 ONE = torch.ones(1, dtype=torch.float64)

@@ -7,7 +7,7 @@ from scipy.optimize import linprog
 
 import otdd_flash as otdd
 from otdd_flash.solver.exact import slopes
-from otdd_flash.solver.exact.term import ExactTerm
+from otdd_flash.solver.term import ExactTerm
 
 PROVEN = {"epsilon": 0, "solver": otdd.Exact(bound_width=0), "lambda_x": 1.0, "lambda_y": 0.0}
 

@@ -9,12 +9,12 @@ writes them anew. They depend on these names, which a change of the code has to 
   `.stepping`, `.modes` and of its recorder; the state names of torch's optimizers;
   the fields of `otdd_flash.flows.checkpoint.Shard`. Their settings, which must be those of now,
   have the fields of `otdd_flash.flows.stepping.Stepping`, `otdd_flash.cost.ground.GroundCost`,
-  `otdd_flash.solver.schedules.converged.Converged` and of the metric in `otdd_flash.labels`.
+  `otdd_flash.solver.schedules.Converged` and of the metric in `otdd_flash.labels`.
 - Results: keys of `to_dict` of `otdd_flash.result.DistanceResult`, `.flows.result.FlowResult`,
   `.pairwise.PairwiseResult`, `.solver.matrix.result.MatrixTransport` and of
   `.solver.divergence.Divergence`; fields of `TransportTerm`, `StepRecord`, `Moment`, `GroundCost`,
   `otdd_flash.cost.compute.ComputeOptions` and `otdd_flash.distributed.shared.Shared`; names of
-  the tensors of a plan, `PLAN_TENSORS` of `otdd_flash.solver.exact.term`.
+  the tensors of a plan, `PLAN_TENSORS` of `otdd_flash.solver.term`.
 - Maps: layers of `otdd_flash.flows.residual_map.build_network` by their places.
 - Class distances: fields of `otdd_flash.labels.ClassDistances` and `JointClassDistances`.
 - Caches of class distances: the name of the file, and the text that `recipe` of a metric in

@@ -23,8 +23,7 @@ from otdd_flash.gromov.energy import Cloud, Energy
 from otdd_flash.gromov.problem import Problem, plan_of, round_plan
 from otdd_flash.gromov.solve import Search, prepare, take_step
 from otdd_flash.report.distance import nearest_table, summary_table, write_report
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact
+from otdd_flash.solver.schedules import Converged, Exact
 
 
 def slow(cases):

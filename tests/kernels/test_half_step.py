@@ -14,7 +14,7 @@ from otdd_flash.kernels.points.packed_points import arrange, pack, power_of_two_
 from otdd_flash.kernels.tiling import Tile
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

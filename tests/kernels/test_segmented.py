@@ -12,8 +12,7 @@ from otdd_flash.kernels.adder import UNIT
 from otdd_flash.kernels.segments.softmin import blocks_of, segmented_softmin
 from otdd_flash.kernels.segments.step import PARTIAL, RANGES, ROWS, Sums
 from otdd_flash.kernels.segments.totals import BLOCK, first_blocks, segmented_totals
-from otdd_flash.operators.class_pool import ClassPool
-from otdd_flash.operators.kernel_segments import MEMORY, KernelSegments, is_small
+from otdd_flash.operators.kernel_segments import MEMORY, ClassPool, KernelSegments, is_small
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPSILON = 0.3

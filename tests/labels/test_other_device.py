@@ -8,7 +8,7 @@ from other_device import OTHER, OtherDevice
 from sinkhorn_cases import make_clouds, moved
 
 import otdd_flash as otdd
-from otdd_flash.engine.run import SegmentTerms
+from otdd_flash.engine.problems import SegmentTerms
 from otdd_flash.labels import sinkhorn_pairs as transport_terms
 from otdd_flash.labels.measuring import class_block, measure_all, measure_pairs
 from otdd_flash.labels.pairs import all_pairs

@@ -13,9 +13,9 @@ from otdd_flash.formulas.decision import SELF
 from otdd_flash.labels import sinkhorn_pairs
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances, solve_in_float64, solve_in_kernels
-from otdd_flash.operators.class_pool import ClassPool
+from otdd_flash.operators.kernel_segments import ClassPool
 from otdd_flash.operators.stored_segments import StoredSegments
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_segments
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

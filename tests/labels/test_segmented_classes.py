@@ -14,15 +14,15 @@ from otdd_flash.labels import sinkhorn_pairs as transport_terms
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.operators import stored_segments
-from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import (
     BYTES_PER_SEGMENT,
     MEMORY,
+    ClassPool,
     KernelSegments,
     bytes_of,
 )
 from otdd_flash.operators.stored_segments import StoredSegments
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_segments
 
 

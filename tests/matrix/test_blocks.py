@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.cost import matrix as cost_matrix
+from otdd_flash.operators import given_costs
 
 STREAMED = otdd.ComputeOptions("cpu", memory_budget=0)
 
@@ -44,7 +44,7 @@ class Asked:
 def test_is_the_matrix(
     compute: otdd.ComputeOptions | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cost_matrix, "BLOCK_ENTRIES_CPU", 500)
+    monkeypatch.setattr(given_costs, "BLOCK_ENTRIES_CPU", 500)
     asked = Asked(33, 70, dtype)
     found = otdd.matrix_transport(asked.costs, epsilon=0.3, compute=compute)
     expected = otdd.matrix_transport(asked.matrix, epsilon=0.3)

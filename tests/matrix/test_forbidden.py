@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.cost.matrix import matrix_facts
+from otdd_flash.operators.given_costs import matrix_facts
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # What certificates rest on: half of all mutants, a quarter of them from each.
 CORE = {
-    "ranks": r"/distributed/|/ring|/(sharded|sharing|\w*self_share|owned|parts|by_ranks)\.py"
+    "ranks": r"/distributed/|/ring|/(sharing|self_share|parts|by_ranks)\.py"
     r"|commands/ranks\.py",
-    "certificate": r"solver/(matrix/(result|plan)\.|"
+    "certificate": r"solver/(matrix/(result|gradients)\.|"
     r"(solve|term|certificate|shortfall|divergence)\.)|derivatives/(groups|group_flows|plan_links)\.",
     "evidence": r"/(engine|formulas)/|solver/evidence\.py",
     "exact": r"/solver/exact/",

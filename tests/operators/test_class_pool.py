@@ -9,8 +9,8 @@ import torch
 
 from otdd_flash.engine.problems import WeightedPoints
 from otdd_flash.kernels.segments.step import DIGITS
-from otdd_flash.operators import class_pool
-from otdd_flash.operators.class_pool import ClassPool
+from otdd_flash.operators import kernel_segments
+from otdd_flash.operators.kernel_segments import ClassPool
 
 SIZES = (1, 2, 3, 63, 64, 65, 300)
 
@@ -46,7 +46,7 @@ def test_a_class_is_the_same_to_the_last_bit_wherever_it_is(
     dim: int, zeros: bool, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, first, last, and between classes of other sizes, in either order and any groups."""
-    monkeypatch.setattr(class_pool, "TOGETHER", together)
+    monkeypatch.setattr(kernel_segments, "TOGETHER", together)
     many = [cloud_of(size, dim, zeros=zeros) for size in SIZES]
     last = len(many) - 1
     rising, falling = ClassPool(many), ClassPool(many[::-1])
@@ -111,5 +111,5 @@ def test_classes_that_are_padded_to_one_size_are_together_while_they_are_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In groups of similar sizes, of so many coordinates at the most unless one has more."""
-    monkeypatch.setattr(class_pool, "TOGETHER", 24)
-    assert [*class_pool._groups((4, 1, 2, 30, 3, 4), 2)] == [[1, 2, 4], [0, 5], [3]]
+    monkeypatch.setattr(kernel_segments, "TOGETHER", 24)
+    assert [*kernel_segments._groups((4, 1, 2, 30, 3, 4), 2)] == [[1, 2, 4], [0, 5], [3]]

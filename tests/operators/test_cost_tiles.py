@@ -10,9 +10,14 @@ from labelled_costs import dense_labelled_cost, labelled_cost
 from torch import Tensor
 
 from otdd_flash.cost.points import LabelledCost
-from otdd_flash.operators import integer_points
-from otdd_flash.operators.integer_points import IntegerProducts, integer_products
-from otdd_flash.operators.point_scores import CentredProducts, Products, cost_tiles
+from otdd_flash.operators.point_scores import (
+    LEAST_ON_LATTICE,
+    CentredProducts,
+    IntegerProducts,
+    Products,
+    cost_tiles,
+    integer_products,
+)
 
 
 def gathered(cost: LabelledCost, products: Products, rows: slice) -> Tensor:
@@ -75,7 +80,7 @@ def mostly_white(x: Tensor) -> Tensor:
         pytest.param(lambda x: (x * 255).round() * 8, False, id="too large for bfloat16"),
         pytest.param(mostly_white, False, id="too far below the mean for bfloat16"),
         pytest.param(lambda x: x.repeat(1, 60), False, id="products too large"),
-        pytest.param(lambda x: x[: integer_points.LEAST_POINTS - 1], False, id="few"),
+        pytest.param(lambda x: x[: LEAST_ON_LATTICE - 1], False, id="few"),
     ],
 )
 def test_lattices_on_which_products_are_exact(

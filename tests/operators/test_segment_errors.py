@@ -15,8 +15,7 @@ from otdd_flash.kernels.segments.step import (
     CHAIN_PRODUCTS,
     PARTS,
 )
-from otdd_flash.operators.class_pool import ClassPool
-from otdd_flash.operators.kernel_segments import KernelSegments
+from otdd_flash.operators.kernel_segments import ClassPool, KernelSegments
 from otdd_flash.operators.stored_segments import StoredSegments
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -95,7 +94,7 @@ def test_errors_of_kernels_are_those_derived() -> None:
 
 
 def _points_and_rest(pool: ClassPool, k: int) -> float:
-    """P of a class, as `class_pool` has it."""
+    """P of a class, as `ClassPool` has it."""
     reach, low, rest, lost = pool.norms[k].tolist()
     return lost + pool.chain_error * (low + rest) + 2.0**-50 * reach
 

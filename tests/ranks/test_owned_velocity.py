@@ -14,7 +14,7 @@ import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.flows.stepping import Stepper
 from otdd_flash.operators import sharing
-from otdd_flash.operators.owned import Owned
+from otdd_flash.operators.parts import Owned
 from otdd_flash.solver.small import route
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -19,8 +19,7 @@ from otdd_flash.cost.rounding import lattice_of
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators import parts, sharing
 from otdd_flash.operators.parts import sides_of
-from otdd_flash.operators.ring import ring_parts
-from otdd_flash.operators.ring_blocks import RingBlocks
+from otdd_flash.operators.ring import RingBlocks, ring_parts
 from otdd_flash.operators.triton_operator import KernelOperator
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -23,7 +23,7 @@ from otdd_flash.operators import parts
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.point_scores import stored_operator, streamed_operator
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, folded, merged
-from otdd_flash.operators.sharded import ShardedOperator
+from otdd_flash.operators.sharing import ShardedOperator
 from otdd_flash.operators.triton_operator import KernelOperator
 
 pytestmark = pytest.mark.xdist_group("ranks")

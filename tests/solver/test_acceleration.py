@@ -15,7 +15,7 @@ from otdd_flash.formulas.differences import OneMemory
 from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.evidence import magnitude, rounding_floor
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_term
 
 Case = tuple[Tensor, Tensor, Tensor]

@@ -15,9 +15,9 @@ from otdd_flash.cost.points import LabelledCost
 from otdd_flash.operators.point_scores import streamed_operator
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.clouds import sinkhorn
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_term
+from otdd_flash.solver.solving import sinkhorn
 
 N, M = 400, 333
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

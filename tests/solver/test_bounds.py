@@ -24,10 +24,9 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.point_scores import stored_operator, streamed_operator
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.clouds import sinkhorn
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_term
-from otdd_flash.solver.solving import solve
+from otdd_flash.solver.solving import sinkhorn, solve
 from otdd_flash.solver.term import TransportTerm
 
 # The reference stops at a marginal error of 1e-11, which leaves its value this uncertain.

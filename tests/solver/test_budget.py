@@ -13,9 +13,8 @@ import torch
 import otdd_flash as otdd
 from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.solver.divergence import Divergence, relative_width
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
+from otdd_flash.solver.geomloss import GeomlossSchedule
+from otdd_flash.solver.schedules import Converged, Schedule
 from otdd_flash.solver.shortfall import shortfall
 
 EPSILON = 0.05

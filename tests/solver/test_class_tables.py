@@ -17,7 +17,7 @@ import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 
 CLASSES = 3
 LABELS = {"x": torch.arange(33) % CLASSES, "y": torch.arange(27) % CLASSES}

@@ -13,8 +13,8 @@ from experiments.peers import Problem, geomloss_divergence
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
+from otdd_flash.solver.geomloss import GeomlossSchedule
+from otdd_flash.solver.schedules import Converged
 
 RELATIVE = {"fast": 1e-5, "double": 1e-12}
 

@@ -16,7 +16,7 @@ from otdd_flash.operators import matrix_kernel
 from otdd_flash.solver import solving
 from otdd_flash.solver.matrix.transport import solve_matrix
 from otdd_flash.solver.matrix_comparison import MatrixComparison
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.small import forget, route
 from otdd_flash.solver.term import TransportTerm
 

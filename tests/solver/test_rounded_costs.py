@@ -11,7 +11,7 @@ import torch
 from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.operators.torch_operator import TorchOperator
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_term
 
 

@@ -9,7 +9,7 @@ from labelled_costs import cost_between
 from otdd_flash.cost.points import LabelledCost
 from otdd_flash.cost.rounding import float16_rounding
 from otdd_flash.operators.point_scores import stored_operator, streamed_operator
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_term
 
 

@@ -17,7 +17,7 @@ from otdd_flash.formulas.decision import Form
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import certify
 from otdd_flash.solver.divergence import SCHEDULES, SOLVES
-from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules import Schedule
 from otdd_flash.solver.term import TermProgress, TransportTerm
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "solver"

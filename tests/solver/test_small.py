@@ -23,7 +23,7 @@ from otdd_flash.formulas.marginals import Constraints, Exact, RelaxedByKL
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.small import forget, pooled_solve, route
 from otdd_flash.solver.term import TransportTerm
 

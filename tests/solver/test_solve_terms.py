@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.small import route
 from otdd_flash.solver.small.pooled_solve import Batch
 from otdd_flash.solver.small.route import solve_terms

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash.cost.host_points import spans
 from otdd_flash.cost.points import UNDERFLOW, LabelledCost
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
@@ -32,7 +33,7 @@ from otdd_flash.operators.torch_operator import TorchOperator
 
 if TYPE_CHECKING:
     # Of several processes alone.
-    from otdd_flash.operators.sharded import ShardedOperator
+    from otdd_flash.operators.sharing import ShardedOperator
 
 # Entries of a block of costs. A block is read some five times and takes three buffers of its size.
 BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU = 1 << 22, 1 << 27
@@ -189,8 +190,8 @@ class PointCosts(_InBlocks):
         first, last, m = self._rows.start, self._rows.stop, self._cost.shape[1]
         height = block_height(last - first, m, self.a.device)
         buffer = self.a.new_empty((height, m))
-        for start in range(first, last, height):
-            rows = slice(start, min(start + height, last))
+        for rows in spans(first, last, height):
+            start = rows.start
             block = buffer[: rows.stop - start]
             for part, columns, negative in cost_tiles(self._cost, self._products, rows):
                 torch.neg(negative, out=block[part.start - start : part.stop - start, columns])
@@ -216,8 +217,7 @@ class MatrixCosts(_InBlocks):
         n, m = self._costs.shape
         asked = self._costs.block_entries
         height = block_height(n, m, self.a.device) if asked is None else max(1, min(n, asked // m))
-        for start in range(0, n, height):
-            rows = slice(start, min(start + height, n))
+        for rows in spans(0, n, height):
             yield rows, self._costs.rows(rows).double()
 
 
@@ -232,8 +232,8 @@ def _centred_sample(points: Callable[[slice], Tensor], count: int) -> Tensor:
 def _order_along(axis: Tensor, points: Callable[[slice], Tensor], count: int) -> Places:
     """Return the order of `count` points along an axis (d,)."""
     height = block_height(count, len(axis), axis.device)
-    slices = (slice(start, min(start + height, count)) for start in range(0, count, height))
-    order: Places = torch.cat([points(some) @ axis for some in slices]).argsort().cpu().numpy()
+    along = torch.cat([points(some) @ axis for some in spans(0, count, height)])
+    order: Places = along.argsort().cpu().numpy()
     return order
 
 

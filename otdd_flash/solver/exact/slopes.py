@@ -41,7 +41,7 @@ from otdd_flash.solver.exact.program import (
     integer_masses,
     solve_program,
 )
-from otdd_flash.solver.exact.term import ExactTerm
+from otdd_flash.solver.term import ExactTerm
 
 # Arcs of a row and of a column that a pass finds, and most passes of one slope.
 ARCS, MOST_PASSES = 10, 30

@@ -65,15 +65,19 @@ from otdd_flash.solver.exact.program import (
     integer_masses,
     solve_program,
 )
-from otdd_flash.solver.exact.term import ExactTerm
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact, needs_zero
+from otdd_flash.solver.schedules import Converged, Exact, needs_zero
 from otdd_flash.solver.solve import solve_term
-from otdd_flash.solver.term import SolverProgress, StoppedBy, TermProgress, UnreachableTolerance
+from otdd_flash.solver.term import (
+    ExactTerm,
+    SolverProgress,
+    StoppedBy,
+    TermProgress,
+    UnreachableTolerance,
+)
 
 if TYPE_CHECKING:
     # Of several processes alone.
-    from otdd_flash.operators.sharded import ShardedOperator
+    from otdd_flash.operators.sharing import ShardedOperator
 
 # Entries of a cost up to which the program takes all of them.
 FEW_ENTRIES = 1 << 15

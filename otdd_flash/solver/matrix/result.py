@@ -28,10 +28,9 @@ from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.operators.given_costs import CostSource, exact_blocks
 from otdd_flash.real_numbers import in_one_row, real_tensor
 from otdd_flash.shown import bounded, convergence_text
-from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison
 from otdd_flash.solver.penalties import penalties_of, resolve_constraints
-from otdd_flash.solver.term import StoppedBy, TransportTerm
+from otdd_flash.solver.term import ExactTerm, StoppedBy, TransportTerm, plan_tensors, with_plan
 
 
 @dataclass(frozen=True, eq=False, repr=False)

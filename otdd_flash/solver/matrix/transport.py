@@ -1,6 +1,6 @@
 """Entropic transport for a given cost matrix: the entry point `matrix_transport`, and its solve.
 
-`otdd_flash` exports `matrix_transport`, and `shift.pooled` calls it. `loss` and `plan` call
+`otdd_flash` exports `matrix_transport`, and `shift.pooled` calls it. `gradients` calls
 `solve_matrix` as well, which adds to `solver.solving` what is particular to forbidden pairs, of
 cost +inf: whether the masses admit a plan, `short_rows` before the solve, and an `upper_bound` of
 its cost after it.
@@ -52,9 +52,7 @@ from otdd_flash.solver.evidence import DOUBLE_UNIT, widen_bounds
 from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison, relative_to_mean
 from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
-from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.exact import Exact, refuse_start, schedule_of
+from otdd_flash.solver.schedules import Converged, Exact, Schedule, refuse_start, schedule_of
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.tensors import MASS_TOLERANCE
 from otdd_flash.solver.term import SolverProgress, TransportTerm, epsilon_given_as, refuse_both
@@ -134,7 +132,9 @@ def matrix_transport(
         from otdd_flash.solver.exact.solve import solve_exact
 
         if comparison.facts.forbidden:
-            refuse_infeasible(short_rows(comparison.torch_operator("xy")))
+            short = short_rows(comparison.torch_operator("xy"))
+            if len(short):
+                raise InputError(_infeasible(short))
         divergence = solve_exact(comparison, options, progress=progress)
         report_convergence(divergence, options)
         short = comparison.a.new_empty(0, dtype=torch.int64)
@@ -148,10 +148,6 @@ def matrix_transport(
         divergence, short = solve_matrix(
             comparison, epsilon, epsilon_relative, options, start=start, progress=progress
         )
-    if len(short):
-        report_infeasible(short, options)
-    else:
-        report_convergence(divergence, options)
     seconds = time.perf_counter() - started
     return MatrixTransport(divergence.xy, seconds, short, comparison, options.require_convergence)
 
@@ -181,6 +177,10 @@ def solve_matrix(
 
     Raises:
         InputError: as `matrix_transport`, or a goal that forbidden pairs do not allow.
+        ConvergenceError: as `matrix_transport`.
+
+    Warns:
+        NotConvergedWarning: as `matrix_transport`.
     """
     if epsilon is None:
         assert relative is not None
@@ -198,55 +198,28 @@ def solve_matrix(
         comparison = comparison.at(epsilon)
         start = checked_start(comparison, start)
         if forbidden:
-            _check_goal(options)
+            if isinstance(options, Converged) and options.bound_width is not None:
+                raise InputError(
+                    "solver.bound_width is no goal where pairs are forbidden, as bounds are known "
+                    "at the end alone; set solver.tolerance"
+                )
             short = short_rows(torch_operator)
         if len(short) and isinstance(options, Converged):
             most = min(options.max_iterations, INFEASIBLE_ITERATIONS)
             options = replace(options, max_iterations=most)
         divergence = solve(comparison, options, start=start, progress=progress, solved=solved)
     if len(short):
+        if options.require_convergence:
+            raise ConvergenceError(_infeasible(short))
+        warn(_infeasible(short), NotConvergedWarning)
         term = replace(divergence.xy, converged=False, stopped_by="infeasible")
         return replace(divergence, xy=term), short
     if forbidden:
         term = divergence.xy
         bounds = term.bounds[0], upper_bound(torch_operator, term)
         divergence = replace(divergence, xy=replace(term, bounds=bounds))
+    report_convergence(divergence, options)
     return divergence, short
-
-
-def _check_goal(options: Schedule) -> None:
-    """Refuse a width of bounds, which the upper one has only after the solve.
-
-    Raises:
-        InputError: it is asked for.
-    """
-    if isinstance(options, Converged) and options.bound_width is not None:
-        raise InputError(
-            "solver.bound_width is no goal where pairs are forbidden, as bounds are known at the "
-            "end alone; set solver.tolerance"
-        )
-
-
-def report_infeasible(short: Tensor, options: Schedule) -> None:
-    """Warn, or raise if convergence is required, that no plan has the masses.
-
-    Raises:
-        ConvergenceError: convergence is required.
-    """
-    message = _infeasible(short)
-    if options.require_convergence:
-        raise ConvergenceError(message)
-    warn(message, NotConvergedWarning)
-
-
-def refuse_infeasible(short: Tensor) -> None:
-    """Refuse masses that no plan has, with the rows (k,) of `short_rows`, if there are any.
-
-    Raises:
-        InputError: there are.
-    """
-    if len(short):
-        raise InputError(_infeasible(short))
 
 
 def _infeasible(short: Tensor) -> str:

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import TERMS, CostFacts
+from otdd_flash.cost.host_points import spans
 from otdd_flash.devices import current
-from otdd_flash.engine.problems import Start
+from otdd_flash.engine.problems import SegmentReport, Start
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
-from otdd_flash.engine.run import SegmentReport
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
 from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.operators.comparison import Comparison
@@ -322,8 +322,7 @@ class PooledSolve:
         columns = torch.cat((points, torch.ones_like(points[..., :1])), 2)
         places, found = room.sides[side], []
         height = max(1, ENTRIES // (room.problems * room.points))
-        for first in range(places.start, places.stop, height):
-            rows = slice(first, min(first + height, places.stop))
+        for rows in spans(places.start, places.stop, height):
             plan = pool.signed_plan(cross, own, epsilon, rows)
             images = plan @ columns
             found.append(points[:, rows] * images[..., -1:] - images[..., :-1])
@@ -354,7 +353,7 @@ def _pool_of(room: Room, place: Tensor) -> Pool:
     """
     # Triton may be missing where no kernel runs.
     if not room.dim:
-        from otdd_flash.operators.matrix_pool import MatrixPool
+        from otdd_flash.operators.kernel_pool import MatrixPool
 
         return MatrixPool(room, place)
     if room.in_triton:

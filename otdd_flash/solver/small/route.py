@@ -39,7 +39,7 @@ from otdd_flash.solver.divergence import (
 from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.penalties import beyond_digits, refuse_beyond_digits
-from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.small.pooled_solve import (
     Batch,
     GivenCosts,

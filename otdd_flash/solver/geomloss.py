@@ -32,7 +32,7 @@ from otdd_flash.arguments import MarginalError, Positive, Share
 from otdd_flash.formulas.decision import Form
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import certify, certify_self
-from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules import Schedule
 from otdd_flash.solver.term import TermProgress, TransportTerm, check_usable
 
 
