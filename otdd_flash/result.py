@@ -31,7 +31,7 @@ from otdd_flash.cost.ground import GroundCost
 from otdd_flash.derivatives.centred import conditional_means, origin_near
 from otdd_flash.derivatives.groups import settle, settle_images
 from otdd_flash.devices import resolve_device
-from otdd_flash.distributed.shared import ALONE, Shared
+from otdd_flash.distributed.exchange import ALONE, Shared
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import otdd_flash.files.result_files
 from otdd_flash.cost.compute import ComputeOptions
-from otdd_flash.distributed.shared import Shared
+from otdd_flash.distributed.exchange import Shared
 from otdd_flash.errors import InputError
 from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.files.tensor_file import save_tensors

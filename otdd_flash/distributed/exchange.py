@@ -2,35 +2,60 @@
 
 All processes call these methods together. A run of as many ranks repeats to the last bit, because
 nothing is added in the order in which it arrives. `ranks` derives `Ranks` from `Exchange`;
-`operators.parts`, `operators.self_share` and `flows.owned_velocity` call `added`, and
-`commands.ranks` reads `PATIENCE`.
+`operators.parts`, `operators.self_share` and `flows.stepping` call `added`, and `commands.ranks`
+reads `PATIENCE`. `otdd` and `result` store a `Shared` in results, to say how work was shared.
+
+An exception in the middle of an order leaves the other ranks there, where they wait for what does
+not come. So `Interrupts` notes Ctrl-C at rank 0 meanwhile, which comes when the order is done;
+pressed twice, it comes at once.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from otdd_flash.distributed.interrupts import Interrupts
-from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+
 T = TypeVar("T")
 
 # How long ranks wait for an order, which may be for data to be read or a flow's pictures.
 PATIENCE = timedelta(days=30)
+
+
+class Shared(NamedTuple):
+    """How work was shared.
+
+    Attributes:
+        ranks: by how many processes.
+        bytes_moved: what rank 0 sent, once however many received it, and received.
+        layout: `replicated`, if every process held all points; `ring`, if for some cost each held
+            its own, and those of the other side went round; `streamed`, if each read what it needed
+            from files.
+    """
+
+    ranks: int
+    bytes_moved: int
+    layout: str = "replicated"
+
+
+ALONE = Shared(1, 0)
 
 
 class Exchange:
@@ -434,3 +459,52 @@ def others_heard() -> Iterator[None]:
             "another process of compute.group has ended or does not answer; what it said before "
             "tells why"
         ) from error
+
+
+class Interrupts:
+    """Holds Ctrl-C back while ranks do something together; in the main thread, which hears it."""
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._pressed = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Note Ctrl-C, which comes at the end."""
+        before = signal.getsignal(signal.SIGINT)
+        main = threading.current_thread() is threading.main_thread()
+        if self._before is not None or before is None or not main:
+            yield
+            return
+        self._before = before
+        signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            self._before = None
+            signal.signal(signal.SIGINT, before)
+            self._come()
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Let Ctrl-C come at any time, in what is held."""
+        if self._before is None:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._before)
+        try:
+            self._come()
+            yield
+        finally:
+            signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._pressed:
+            self._pressed = False
+            raise KeyboardInterrupt
+        self._pressed = True
+
+    def _come(self) -> None:
+        if self._pressed:
+            self._pressed = False
+            signal.raise_signal(signal.SIGINT)

@@ -40,7 +40,7 @@ from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
-from otdd_flash.distributed.copies import Copied
+from otdd_flash.distributed.ranks import Copied
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, LostRankError, NotConvergedWarning, prefixed, warn
 from otdd_flash.features.file_features import FileFeatures

@@ -11,7 +11,7 @@ optimisers allowed here move each number by its own gradients alone, so rows can
 different ranks: rank r has the rows `share(n)` of a variable of n rows, with their optimiser state.
 A rank receives the velocities of its rows, or holds them already (`flows.owned_velocity`), and the
 moved rows are gathered. If an evaluation on all ranks has sent the points there
-(`distributed.copies`), every rank moves its copy too.
+(`distributed.ranks.Copied`), every rank moves its copy too.
 
 Random numbers (`Draw`, `generator`; `flows.objective` and `flows.run` draw by them too) depend
 only on seed, step and purpose, so a flow is the same when it is resumed, and on any device.
@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import check_fields
-from otdd_flash.distributed.copies import Copied
-from otdd_flash.distributed.ranks import Dealt, Ranks
+from otdd_flash.distributed.ranks import Copied, Dealt, Ranks
 from otdd_flash.errors import InputError, choose
 from otdd_flash.flows.checkpoint import VALUE, Parts, Shard, write_shard
 from otdd_flash.flows.owned_velocity import OwnedVelocity

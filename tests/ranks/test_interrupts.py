@@ -14,7 +14,7 @@ import torch
 from rank_pool import RankPool, lead, pool
 
 import otdd_flash as otdd
-from otdd_flash.distributed.interrupts import Interrupts
+from otdd_flash.distributed.exchange import Interrupts
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError, LostRankError
 from otdd_flash.flows.history import StepRecord
