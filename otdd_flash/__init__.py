@@ -93,8 +93,7 @@ if TYPE_CHECKING:
     from otdd_flash.shift.joint import shift_test
     from otdd_flash.shift.result import ShiftReport
     from otdd_flash.shift.windows import shift_windows
-    from otdd_flash.sliced.distances import sliced_distances
-    from otdd_flash.sliced.result import SlicedResult
+    from otdd_flash.sliced import SlicedResult, sliced_distances
     from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
     from otdd_flash.solver.matrix.loss import matrix_loss
     from otdd_flash.solver.matrix.plan import matrix_plan
@@ -213,7 +212,7 @@ _HOMES = {
     "Transfer": "otdd_flash.study.networks",
     "ShiftReport": "otdd_flash.shift.result",
     "SinkhornHessian": "otdd_flash.derivatives.hessian",
-    "SlicedResult": "otdd_flash.sliced.result",
+    "SlicedResult": "otdd_flash.sliced",
     "SmallPlans": "otdd_flash.batched.plans",
     "SubsampleInterval": "otdd_flash.sampling",
     "class_distances": "otdd_flash.labels",
@@ -241,7 +240,7 @@ _HOMES = {
     "sinkhorn_losses": "otdd_flash.derivatives.losses",
     "sinkhorn_plans": "otdd_flash.batched.plans",
     "sinkhorn_potentials": "otdd_flash.derivatives.potentials",
-    "sliced_distances": "otdd_flash.sliced.distances",
+    "sliced_distances": "otdd_flash.sliced",
     "subsample_interval": "otdd_flash.sampling",
     "transport_map": "otdd_flash.derivatives.potentials",
 }

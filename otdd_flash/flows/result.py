@@ -22,7 +22,7 @@ from otdd_flash.cost.ground import GroundCost
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, choose
 from otdd_flash.files.atomic import json_content
-from otdd_flash.files.result_files import read_result, write_result
+from otdd_flash.files.tensor_file import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.flows.history import Moment, StepRecord, Trajectory
 from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, VelocityField

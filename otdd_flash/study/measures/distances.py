@@ -43,8 +43,15 @@ from otdd_flash.samples import LabeledSamples, same_content
 from otdd_flash.sampling import noise_floor, subsample_interval
 from otdd_flash.sampling.comparison import SubsetComparison, subsample
 from otdd_flash.sampling.subsampling import MOST_EXCESS, subsample_sizes
-from otdd_flash.sliced.distances import chunk_distances, chunks_of, draw_chunk, draws_in, prepare
-from otdd_flash.sliced.result import SlicedResult, rows_excess
+from otdd_flash.sliced import (
+    SlicedResult,
+    chunk_distances,
+    chunks_of,
+    draw_chunk,
+    draws_in,
+    prepare,
+    rows_excess,
+)
 from otdd_flash.solver.penalties import penalties_of, resolve_constraints
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import DEFAULT_RELATIVE, epsilon_of_datasets, resolve_epsilon
