@@ -45,10 +45,10 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, LostRankError, NotConvergedWarning, prefixed, warn
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import Unchanged
-from otdd_flash.flows.flow import Callbacks, Flow
+from otdd_flash.flows.flow import MODES, STREAMING_MODES, Callbacks, Flow
 from otdd_flash.flows.functionals import build_functionals, noise_temperature
 from otdd_flash.flows.history import Moment, Recorder, StepRecord
-from otdd_flash.flows.modes import MODES, STREAMING_MODES, Mode
+from otdd_flash.flows.modes import Mode
 from otdd_flash.flows.objective import (
     MEAN_COST,
     NOT_FINITE,
