@@ -102,8 +102,8 @@ if TYPE_CHECKING:
     from otdd_flash.solver.schedules.converged import Converged
     from otdd_flash.solver.schedules.exact import Exact
     from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
-    from otdd_flash.study.networks import Transfer
     from otdd_flash.study.result import StudyResult
+    from otdd_flash.study.setup import Transfer
     from otdd_flash.study.study import Study
 
 __all__ = [
@@ -209,7 +209,7 @@ _HOMES = {
     "Stepping": "otdd_flash.flows.stepping",
     "Study": "otdd_flash.study.study",
     "StudyResult": "otdd_flash.study.result",
-    "Transfer": "otdd_flash.study.networks",
+    "Transfer": "otdd_flash.study.setup",
     "ShiftReport": "otdd_flash.shift.result",
     "SinkhornHessian": "otdd_flash.derivatives.hessian",
     "SlicedResult": "otdd_flash.sliced",
