@@ -155,14 +155,19 @@ class Exchange:
         """All shares of a tensor (count, ...), of which each rank gives its own, (share, ...)."""
         if count % self.size == 0:
             return self.all_gathered(part).flatten(0, 1)
-        own = self.share(count)
-        padded = part.new_zeros((-(-count // self.size), *part.shape[1:]))
-        padded[: own.stop - own.start] = part
+        shares = (self.share(count, rank) for rank in range(self.size))
+        return self._joined(part, [share.stop - share.start for share in shares])
+
+    def concatenated(self, part: Tensor) -> Tensor:
+        """Tensors (n_r, ...) of every rank, one below the other."""
+        return self._joined(part, self.all_gathered_objects(len(part)))
+
+    def _joined(self, part: Tensor, counts: Sequence[int]) -> Tensor:
+        """Tensors (n_r, ...) of every rank, of as many rows as `counts` say."""
+        padded = part.new_zeros((max(counts), *part.shape[1:]))
+        padded[: len(part)] = part
         every = self.all_gathered(padded)
-        shares = [self.share(count, rank) for rank in range(self.size)]
-        return torch.cat(
-            [every[rank, : share.stop - share.start] for rank, share in enumerate(shares)]
-        )
+        return torch.cat([every[rank, :count] for rank, count in enumerate(counts)])
 
     def from_leader(self, tensor: Tensor) -> Tensor:
         """What rank 0 has of a tensor of the same shape and type on every rank."""
@@ -195,15 +200,6 @@ class Exchange:
         there = self._movable(like.new_empty((-(-shape[0] // self.size), *shape[1:])))
         self._wait_for([dist.P2POp(dist.irecv, there, self._leader, self._group)])
         return there[: own.stop - own.start].to(like.device)
-
-    def all_to_all(self, parts: Tensor) -> Tensor:
-        """What every rank has for this one, (size, ...), of what each has for each, (size, ...)."""
-        sent = self._movable(parts)
-        found = torch.empty_like(sent)
-        with self.moving():
-            torch.distributed.all_to_all_single(found, sent, group=self._group)
-        self._moved += 2 * (self.size - 1) * sent[0].nbytes
-        return found.to(parts.device)
 
     def exchanged_rows(self, rows: Tensor, sent: Sequence[int], coming: Sequence[int]) -> Tensor:
         """Send every rank so many of the rows (k, ...) in turn; return what comes, in their order.
@@ -279,14 +275,6 @@ class Exchange:
         with others_heard():
             torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=self._orders)
         return said.tolist()
-
-    def concatenated(self, part: Tensor) -> Tensor:
-        """Tensors (n_r, ...) of every rank, one below the other."""
-        counts = self.all_gathered_objects(len(part))
-        padded = part.new_zeros((max(counts), *part.shape[1:]))
-        padded[: len(part)] = part
-        every = self.all_gathered(padded)
-        return torch.cat([every[rank, :count] for rank, count in enumerate(counts)])
 
     def all_gathered_objects(self, something: T) -> list[T]:
         """What every rank says, pickled; for the little that is not tensors."""
