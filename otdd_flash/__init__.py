@@ -89,7 +89,12 @@ if TYPE_CHECKING:
     from otdd_flash.ranking.race import Ranking, nearest
     from otdd_flash.result import DistanceResult
     from otdd_flash.samples import LabeledSamples
-    from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
+    from otdd_flash.sampling.subsampling import (
+        NoiseFloor,
+        SubsampleInterval,
+        noise_floor,
+        subsample_interval,
+    )
     from otdd_flash.shift.joint import shift_test
     from otdd_flash.shift.result import ShiftReport
     from otdd_flash.shift.windows import shift_windows
@@ -201,7 +206,7 @@ _HOMES = {
     "LabeledSamples": "otdd_flash.samples",
     "MatrixTransport": "otdd_flash.solver.matrix.result",
     "Mixture": "otdd_flash.mixing.result",
-    "NoiseFloor": "otdd_flash.sampling",
+    "NoiseFloor": "otdd_flash.sampling.subsampling",
     "NotConvergedWarning": "otdd_flash.errors",
     "PairwiseResult": "otdd_flash.pairwise",
     "Ranking": "otdd_flash.ranking.race",
@@ -214,7 +219,7 @@ _HOMES = {
     "SinkhornHessian": "otdd_flash.derivatives.hessian",
     "SlicedResult": "otdd_flash.sliced",
     "SmallPlans": "otdd_flash.batched.plans",
-    "SubsampleInterval": "otdd_flash.sampling",
+    "SubsampleInterval": "otdd_flash.sampling.subsampling",
     "class_distances": "otdd_flash.labels",
     "dataset_distance": "otdd_flash.otdd",
     "doubly_stochastic": "otdd_flash.batched.doubly_stochastic",
@@ -228,7 +233,7 @@ _HOMES = {
     "matrix_transport": "otdd_flash.solver.matrix.transport",
     "nearest": "otdd_flash.ranking.race",
     "mixture": "otdd_flash.mixing.mixture",
-    "noise_floor": "otdd_flash.sampling",
+    "noise_floor": "otdd_flash.sampling.subsampling",
     "pairwise_distances": "otdd_flash.pairwise",
     "shift_test": "otdd_flash.shift.joint",
     "shift_windows": "otdd_flash.shift.windows",
@@ -241,7 +246,7 @@ _HOMES = {
     "sinkhorn_plans": "otdd_flash.batched.plans",
     "sinkhorn_potentials": "otdd_flash.derivatives.potentials",
     "sliced_distances": "otdd_flash.sliced",
-    "subsample_interval": "otdd_flash.sampling",
+    "subsample_interval": "otdd_flash.sampling.subsampling",
     "transport_map": "otdd_flash.derivatives.potentials",
 }
 _MODULES = ("extractors", "labels", "nn")

@@ -2,15 +2,5 @@
 
 `comparison` draws rows and computes the distance between them; `subsampling` repeats it on
 subsamples for an interval, and compares disjoint halves of one dataset. `otdd_flash`,
-`commands.compare`, `ranking.race` and `study.measures` import their names from here, and others,
-such as `mixing.intervals` and `study.study`, from the modules themselves.
+`commands.compare`, `ranking.race`, `study`, `mixing.intervals` and others call them.
 """
-
-from otdd_flash.sampling.subsampling import (
-    NoiseFloor,
-    SubsampleInterval,
-    noise_floor,
-    subsample_interval,
-)
-
-__all__ = ["NoiseFloor", "SubsampleInterval", "noise_floor", "subsample_interval"]

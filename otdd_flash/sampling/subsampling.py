@@ -34,9 +34,9 @@ The noise floor is the distance between two disjoint halves of one dataset. With
 divergence between two samples of one distribution is far from 0. A distance between datasets is
 meaningful as far as it exceeds that of their halves at equal sizes.
 
-`otdd_flash.sampling` exports `subsample_interval`, which `ranking.race` calls too, and
-`noise_floor`, which `commands.compare` and `study.measures.distances` call; `commands.compare` also
-calls `half_size` of the rows that are `drawable`, before the main solve.
+`otdd_flash` exports `subsample_interval` and `noise_floor`, which `commands.compare` and
+`study.measures.distances` call; `ranking.race` calls the first too. `commands.compare` also calls
+`half_size` of the rows that are `drawable`, before the main solve.
 `mixing.intervals` makes intervals of weights by the functions here. `commands.compare` and
 `study.study` check settings by `check_count`; `commands.compare`, `study.measures.distances` and
 `study.measures.network` take `subsample_sizes`. `study.measures.base` builds the intervals of a
