@@ -53,7 +53,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import t
+from scipy.stats import poisson, t
 from torch import Tensor
 
 from otdd_flash.arguments import DeviceName, Progress, Seed, takes
@@ -386,8 +386,6 @@ def _on_sphere(generator: np.random.Generator, dim: int) -> NDArray[np.float64]:
 
 def _positive_poisson(generator: np.random.Generator) -> NDArray[np.int64]:
     """Draw orders whose column i - 1 is Poisson(i) conditioned on not being 0, by inversion."""
-    from scipy.stats import poisson
-
     uniform = generator.random((DRAWS_PER_CHUNK, MOMENTS))
     orders = np.empty((DRAWS_PER_CHUNK, MOMENTS), dtype=np.int64)
     for place in range(MOMENTS):

@@ -43,8 +43,8 @@ from otdd_flash.files.atomic import lock, unlock
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-# The value is the package that the tracker needs.
-TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+# Each is also the name of the package that it needs.
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 PROJECT = "otdd-flash"
 
@@ -123,10 +123,9 @@ def check_tracker(name: str | None, uri: str | None = None, *, online: bool = Fa
                 "leave it out"
             )
         return
-    package = TRACKERS[choose("log", name, tuple(TRACKERS))]
-    if importlib.util.find_spec(package) is None:
+    if importlib.util.find_spec(choose("log", name, TRACKERS)) is None:
         raise InputError(
-            f"log={name} needs the package {package}: pip install 'otdd-flash[integrations]'"
+            f"log={name} needs the package {name}: pip install 'otdd-flash[integrations]'"
         )
     if uri is not None and not uri.strip():
         raise InputError("log.uri must be a folder or an address, got an empty one; leave it out")
