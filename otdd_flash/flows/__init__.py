@@ -6,7 +6,7 @@
 that transport compares. `objective` solves S_epsilon with warm starts and computes the objective
 and its gradient; `modes` and `joint_modes` decide what moves besides the points, such as the
 Gaussians of classes, and `functionals` are further terms. `stepping` takes a step, and `run`
-repeats both. `history` holds the records of steps, `checkpoint` stores the state for a later run,
-`result` is what a flow returns, and `maps` and `residual_map` carry a finished flow over to new
-points. `commands.adapt`, `integrations.sklearn` and `report.flow` use them.
+repeats both. `checkpoint` stores the state for a later run, `result` is what a flow returns, and
+`maps` and `residual_map` carry a finished flow over to new points. `commands.adapt`,
+`integrations.sklearn` and `report.flow` use them.
 """

@@ -33,10 +33,10 @@ from otdd_flash.errors import InputError, choose
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.functionals import WeightedFunctional
-from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.joint_modes import JointMode, augmented_mode
 from otdd_flash.flows.modes import AttachedMode, FeaturesMode, Mode
 from otdd_flash.flows.objective import FlowSetting
+from otdd_flash.flows.result import StepRecord
 from otdd_flash.flows.space import FeatureSpace, Space
 from otdd_flash.flows.stepping import TO_THE_END, Stepping
 from otdd_flash.labels import ClassDistances

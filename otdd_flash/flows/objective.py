@@ -40,7 +40,7 @@ from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError, UserCodeError
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.functionals import WeightedFunctional, value_and_velocity
-from otdd_flash.flows.history import StepRecord
+from otdd_flash.flows.result import StepRecord
 from otdd_flash.flows.space import FeatureSpace
 from otdd_flash.flows.stepping import (
     Batch,

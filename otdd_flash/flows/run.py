@@ -47,7 +47,6 @@ from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.flows.flow import MODES, STREAMING_MODES, Callbacks, Flow
 from otdd_flash.flows.functionals import build_functionals, noise_temperature
-from otdd_flash.flows.history import Moment, Recorder, StepRecord
 from otdd_flash.flows.modes import Mode
 from otdd_flash.flows.objective import (
     MEAN_COST,
@@ -57,7 +56,7 @@ from otdd_flash.flows.objective import (
     Found,
     Overshot,
 )
-from otdd_flash.flows.result import FlowResult
+from otdd_flash.flows.result import FlowResult, Moment, Recorder, StepRecord
 from otdd_flash.flows.space import DirectionSpace, FeatureSpace
 from otdd_flash.flows.stepping import Draw, Stepper, generator
 from otdd_flash.labels import (

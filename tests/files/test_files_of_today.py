@@ -4,7 +4,7 @@ tests/fixtures holds a file of every kind that the package keeps; `python -m tes
 writes them anew. They depend on these names, which a change of the code has to translate:
 
 - Checkpoints (`otdd_flash.flows.checkpoint`): the names in its `TYPES` and the fields of
-  `otdd_flash.labels.ClassDistances`, `otdd_flash.flows.history.Moment` and `StepRecord`, and
+  `otdd_flash.labels.ClassDistances`, `otdd_flash.flows.result.Moment` and `StepRecord`, and
   `otdd_flash.solver.term.TransportTerm`; the keys of `state` of `otdd_flash.flows.run`,
   `.stepping`, `.modes` and of its recorder; the state names of torch's optimizers;
   the fields of `otdd_flash.flows.checkpoint.Shard`. Their settings, which must be those of now,
