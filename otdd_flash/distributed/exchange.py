@@ -146,8 +146,11 @@ class Exchange:
         device = tensor.device
         sent = self._movable(tensor)
         found = sent.new_empty((self.size, *sent.shape))
+        dist = torch.distributed
+        # Without a copy of each; as newer versions of torch call it, which warn of its first name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self.moving():
-            _all_gather(found, sent, self._group)
+            gather(found.view(-1), sent.view(-1), group=self._group)
         self._moved += (self.size - 1) * sent.nbytes
         return found.to(device)
 
@@ -327,7 +330,8 @@ class Exchange:
             if self.rank > 0 and not isinstance(error, InputError | ConvergenceError):
                 raise
             refusal = error
-        if not self._any(refusal is not None):
+        # Whether any has refused: to gather objects takes seven times as long.
+        if self.largest([float(refusal is not None)])[0] == 0:
             return result
         try:
             self._raise_together(refusal)
@@ -352,10 +356,6 @@ class Exchange:
         """Whether it is what all ranks raised together last, which is forgotten with its memory."""
         last, self._raised_by_all = self._raised_by_all, None
         return error is last
-
-    def _any(self, own: bool) -> bool:
-        """Whether any rank says so: to gather objects takes seven times as long."""
-        return self.largest([float(own)])[0] > 0
 
     def check_same(self, what: str, content: Any, advice: str) -> None:
         """Raise an `InputError` on every rank unless all have the same content."""
@@ -402,14 +402,6 @@ def _as_said(error: Exception) -> tuple[type[Exception], str]:
         if isinstance(error, kind):
             return kind, str(error)
     return LeaderError, f"rank 0 ended with {type(error).__name__}: {error}"
-
-
-def _all_gather(found: Tensor, sent: Tensor, group: ProcessGroup | None) -> None:
-    """Put what every rank sends into one tensor (size, ...), without a copy of each."""
-    dist = torch.distributed
-    # As newer versions of torch call it, which warn of its first name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(found.view(-1), sent.view(-1), group=group)
 
 
 def _import_without_group() -> None:
