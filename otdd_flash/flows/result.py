@@ -430,15 +430,16 @@ class FlowResult:
 
     def _check_entropic(self) -> None:
         """Refuse flows whose steps did not follow the velocity field alone."""
-        settings = self.settings
+        settings, sides = self.settings, (self.source, self.target)
         plain, space = settings["flow.plain"], settings["flow.space"]
+        numbers = settings["labels.method"] == Continuous.name
         reasons = {
             "keep_moments=true keeps what it needs, and was not set": not self.moments,
             f"flow.mode={self.mode} moves more than points": self.mode != "features",
             "only flow.optimizer=sgd without options, noise or minibatches": not plain,
             "flow.functionals move particles too": settings["flow.functionals"],
             "points moved in another space than that of features": space != "features",
-            "rows have numbers or several labels": self._of_other_kinds,
+            "rows have numbers or several labels": numbers or has_sets(sides),
             "with unbalanced points move by more than conditional plans": "unbalanced" in settings,
         }
         met = "; ".join(reason for reason, holds in reasons.items() if holds)
@@ -447,12 +448,6 @@ class FlowResult:
                 f"an entropic map cannot follow this flow: {met}. The maps nearest and residual "
                 "take any flow"
             )
-
-    @property
-    def _of_other_kinds(self) -> bool:
-        """Whether rows have numbers or several labels."""
-        sides = (self.source, self.target)
-        return has_sets(sides) or self.settings["labels.method"] == Continuous.name
 
     def _field(self, moment: Moment) -> VelocityField:
         return VelocityField(
