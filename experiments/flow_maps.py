@@ -20,7 +20,8 @@ import torch
 
 import otdd_flash as otdd
 from experiments.environment import RESULTS, environment, write_result
-from otdd_flash.flows.maps import relative_error
+from otdd_flash.errors import InputError
+from otdd_flash.flows.maps import FlowMap, check_same_particles
 from otdd_flash.samples import LabeledSamples
 
 PARTICLES, STEPS, STEP_SIZE = 800, 10, 0.2
@@ -40,6 +41,30 @@ def flow(source: LabeledSamples, target: LabeledSamples, epsilon: float) -> otdd
         otdd.Flow(STEPS, stepping=otdd.Stepping(STEP_SIZE), keep_moments=True),
         epsilon_relative=epsilon,
     )
+
+
+def relative_error(flow_map: FlowMap, samples: LabeledSamples, truth: LabeledSamples) -> float:
+    """Return (sum_i a_i |map(z_i) - t_i|^2 / sum_i a_i |t_i - z_i|^2)^1/2 for samples z, masses a.
+
+    A perfect map has 0, and the identity has 1.
+
+    Args:
+        flow_map: of a flow without the samples.
+        samples: k points z at the start.
+        truth: the same points, row by row, at the end of a flow that contained them.
+
+    Raises:
+        InputError: the two have different shapes, the truth did not move, or the map refuses the
+            samples.
+    """
+    check_same_particles(samples, truth)
+    moved = flow_map(samples).features.double()
+    masses, start = samples.masses, samples.features.double()
+    end = truth.features.to(start)
+    distance = masses @ (end - start).square().sum(1)
+    if not float(distance) > 0:
+        raise InputError("the truth is where the samples began, so no error is relative to it")
+    return float((masses @ (moved - end).square().sum(1) / distance).sqrt())
 
 
 def measure(epsilon: float, seed: int) -> dict[str, Any]:

@@ -46,8 +46,16 @@ from otdd_flash.sampling.subsampling import (
     deviation_interval,
     sampling_rate,
 )
-from otdd_flash.sliced.distances import DRAWS_PER_CHUNK, Draws, chunk_distances, draw_chunk, prepare
-from otdd_flash.sliced.result import LEAST_DRAWS, intervals, tail_excess
+from otdd_flash.sliced import (
+    DRAWS_PER_CHUNK,
+    LEAST_DRAWS,
+    Draws,
+    chunk_distances,
+    draw_chunk,
+    intervals,
+    prepare,
+    tail_excess,
+)
 from otdd_flash.study.statistics import (
     LEVEL,
     PairTable,

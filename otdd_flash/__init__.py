@@ -89,20 +89,24 @@ if TYPE_CHECKING:
     from otdd_flash.ranking.race import Ranking, nearest
     from otdd_flash.result import DistanceResult
     from otdd_flash.samples import LabeledSamples
-    from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
+    from otdd_flash.sampling.subsampling import (
+        NoiseFloor,
+        SubsampleInterval,
+        noise_floor,
+        subsample_interval,
+    )
     from otdd_flash.shift.joint import shift_test
     from otdd_flash.shift.result import ShiftReport
     from otdd_flash.shift.windows import shift_windows
-    from otdd_flash.sliced.distances import sliced_distances
-    from otdd_flash.sliced.result import SlicedResult
+    from otdd_flash.sliced import SlicedResult, sliced_distances
     from otdd_flash.solver.geomloss import GeomlossSchedule
     from otdd_flash.solver.matrix.gradients import matrix_loss, matrix_plan
     from otdd_flash.solver.matrix.result import MatrixTransport
     from otdd_flash.solver.matrix.transport import matrix_transport
     from otdd_flash.solver.schedules import Converged, Exact
     from otdd_flash.solver.solving import sinkhorn, sinkhorn_divergence
-    from otdd_flash.study.networks import Transfer
     from otdd_flash.study.result import StudyResult
+    from otdd_flash.study.setup import Transfer
     from otdd_flash.study.study import Study
 
 __all__ = [
@@ -200,7 +204,7 @@ _HOMES = {
     "LabeledSamples": "otdd_flash.samples",
     "MatrixTransport": "otdd_flash.solver.matrix.result",
     "Mixture": "otdd_flash.mixing.result",
-    "NoiseFloor": "otdd_flash.sampling",
+    "NoiseFloor": "otdd_flash.sampling.subsampling",
     "NotConvergedWarning": "otdd_flash.errors",
     "PairwiseResult": "otdd_flash.pairwise",
     "Ranking": "otdd_flash.ranking.race",
@@ -208,12 +212,12 @@ _HOMES = {
     "Stepping": "otdd_flash.flows.stepping",
     "Study": "otdd_flash.study.study",
     "StudyResult": "otdd_flash.study.result",
-    "Transfer": "otdd_flash.study.networks",
+    "Transfer": "otdd_flash.study.setup",
     "ShiftReport": "otdd_flash.shift.result",
     "SinkhornHessian": "otdd_flash.derivatives.hessian",
-    "SlicedResult": "otdd_flash.sliced.result",
+    "SlicedResult": "otdd_flash.sliced",
     "SmallPlans": "otdd_flash.batched.plans",
-    "SubsampleInterval": "otdd_flash.sampling",
+    "SubsampleInterval": "otdd_flash.sampling.subsampling",
     "class_distances": "otdd_flash.labels",
     "dataset_distance": "otdd_flash.otdd",
     "doubly_stochastic": "otdd_flash.batched.doubly_stochastic",
@@ -227,7 +231,7 @@ _HOMES = {
     "matrix_transport": "otdd_flash.solver.matrix.transport",
     "nearest": "otdd_flash.ranking.race",
     "mixture": "otdd_flash.mixing.mixture",
-    "noise_floor": "otdd_flash.sampling",
+    "noise_floor": "otdd_flash.sampling.subsampling",
     "pairwise_distances": "otdd_flash.pairwise",
     "shift_test": "otdd_flash.shift.joint",
     "shift_windows": "otdd_flash.shift.windows",
@@ -239,8 +243,8 @@ _HOMES = {
     "sinkhorn_losses": "otdd_flash.derivatives.losses",
     "sinkhorn_plans": "otdd_flash.batched.plans",
     "sinkhorn_potentials": "otdd_flash.derivatives.potentials",
-    "sliced_distances": "otdd_flash.sliced.distances",
-    "subsample_interval": "otdd_flash.sampling",
+    "sliced_distances": "otdd_flash.sliced",
+    "subsample_interval": "otdd_flash.sampling.subsampling",
     "transport_map": "otdd_flash.derivatives.potentials",
 }
 _MODULES = ("extractors", "labels", "nn")

@@ -126,7 +126,7 @@ OBJECTS = {
     "Stepping": ("be a Stepping", "otdd_flash.flows.stepping.Stepping"),
     "Callbacks": ("be otdd.Callbacks", "otdd_flash.flows.flow.Callbacks"),
     "Checkpoints": ("be Checkpoints", "otdd_flash.flows.checkpoint.Checkpoints"),
-    "Transfer": ("be an otdd.Transfer", "otdd_flash.study.networks.Transfer"),
+    "Transfer": ("be an otdd.Transfer", "otdd_flash.study.setup.Transfer"),
     "Ranks": ("be what otdd.led gives", RANKS_CLASS),
 }
 

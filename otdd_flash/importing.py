@@ -1,12 +1,11 @@
 """Users' own functions: import by path, and errors that they raise.
 
-`import_callable` imports a function for `extractors.plain`, `flows.functionals`
-and `study.networks`. `user_code` turns anything that user code raises into a
-`UserCodeError` of one sentence. Every place that calls a user's function must use it, so that no
-error of the user's looks like a defect of this package: these three, `data.given`,
-`extractors.embedding`, `extractors.module_features`, `labels.metrics`, and all that use
-`plugins.blamed_on`. `user_traceback` gives `commands.outcome` the part of the traceback that is the
-user's.
+`import_callable` imports a function for `extractors.plain`, `flows.functionals` and `study.setup`.
+`user_code` turns anything that user code raises into a `UserCodeError` of one sentence. Every place
+that calls a user's function must use it, so that no error of the user's looks like a defect of this
+package: the first two, `study.training`, `data.given`, `extractors.embedding`,
+`extractors.module_features`, `labels.metrics`, and all that use `plugins.blamed_on`.
+`user_traceback` gives `commands.outcome` the part of the traceback that is the user's.
 """
 
 from __future__ import annotations

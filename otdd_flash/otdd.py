@@ -22,8 +22,8 @@ from otdd_flash.arguments import Count, DatasetGround, NotNegative, Progress, ta
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
+from otdd_flash.distributed.exchange import ALONE
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.distributed.shared import ALONE
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.fingerprint import Unchanged

@@ -41,11 +41,12 @@ from otdd_flash.distributed.ranks import Ranks, balanced, restored, saved
 from otdd_flash.eager import computes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.files.atomic import json_content, write_json
-from otdd_flash.files.result_files import COMPUTE_AGAIN, SUMMARY_FILE
 from otdd_flash.files.tensor_file import (
     CHECKSUM,
+    COMPUTE_AGAIN,
     FORMAT,
     FORMAT_KEY,
+    SUMMARY_FILE,
     DamagedFileError,
     LaterFormatError,
     check_format,

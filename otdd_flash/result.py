@@ -1,8 +1,8 @@
 """`DistanceResult`: the distance with its bounds, what can be asked of the plan, and its files.
 
 `otdd` and `gromov.distance` make it; `commands.compare` and `report.distance` show it,
-`commands.results` logs it; `sampling.comparison`, `sampling.halves` and `study.measures` work with
-many of them. `pairwise`, `flows.result` and `study.setup` also use `versions`.
+`commands.results` logs it; `sampling.comparison`, `sampling.subsampling` and `study.measures` work
+with many of them. `pairwise`, `flows.result` and `study.setup` also use `versions`.
 
 A change must respect three things. Plans are evaluated again from potentials and the cost, never
 stored, because they have n x m entries. What reads the datasets again (questions about the plan,
@@ -31,11 +31,11 @@ from otdd_flash.cost.ground import GroundCost
 from otdd_flash.derivatives.centred import conditional_means, origin_near
 from otdd_flash.derivatives.groups import settle, settle_images
 from otdd_flash.devices import resolve_device
-from otdd_flash.distributed.shared import ALONE, Shared
+from otdd_flash.distributed.exchange import ALONE, Shared
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
-from otdd_flash.files.result_files import read_result, write_result
+from otdd_flash.files.tensor_file import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.formulas.marginals import EXACT, Constraints
 from otdd_flash.gromov.record import GromovRecord

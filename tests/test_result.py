@@ -14,12 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import otdd_flash.files.result_files
+import otdd_flash.files.tensor_file
 from otdd_flash.cost.compute import ComputeOptions
-from otdd_flash.distributed.shared import Shared
+from otdd_flash.distributed.exchange import Shared
 from otdd_flash.errors import InputError
-from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE
-from otdd_flash.files.tensor_file import save_tensors
+from otdd_flash.files.tensor_file import SUMMARY_FILE, TENSOR_FILE, save_tensors
 from otdd_flash.labels import Sinkhorn
 from otdd_flash.operators.torch_operator import TiledPlan
 from otdd_flash.otdd import dataset_distance
@@ -272,7 +271,7 @@ def test_a_save_that_is_interrupted_leaves_one_whole_result(stage, tmp_path, mon
     if stage == "tensors":
         monkeypatch.setattr("safetensors.torch.save_file", interrupt)
     elif stage == "summary":
-        monkeypatch.setattr(otdd_flash.files.result_files, "write_json", interrupt)
+        monkeypatch.setattr(otdd_flash.files.tensor_file, "write_json", interrupt)
     with nullcontext() if stage == "afterwards" else pytest.raises(KeyboardInterrupt):
         new.save(tmp_path)
     loaded, expected = DistanceResult.load(tmp_path), old if stage == "tensors" else new

@@ -47,10 +47,15 @@ from otdd_flash.report.distance import (
 )
 from otdd_flash.report.figures.page import Report
 from otdd_flash.result import DistanceResult
-from otdd_flash.sampling import noise_floor, subsample_interval
 from otdd_flash.sampling.comparison import drawable
-from otdd_flash.sampling.halves import half_size
-from otdd_flash.sampling.subsampling import LEVEL, check_count, subsample_sizes
+from otdd_flash.sampling.subsampling import (
+    LEVEL,
+    check_count,
+    half_size,
+    noise_floor,
+    subsample_interval,
+    subsample_sizes,
+)
 from otdd_flash.solver.penalties import penalties_of
 from otdd_flash.solver.schedules import Converged, Exact, Schedule
 

@@ -31,7 +31,7 @@ from otdd_flash.commands.start import dispensable, job_under_way
 from otdd_flash.shown import display
 
 if TYPE_CHECKING:
-    from otdd_flash.flows.history import StepRecord
+    from otdd_flash.flows.result import StepRecord
     from otdd_flash.solver.schedules import Schedule
 
 # Seconds between two lines of text of one stage.

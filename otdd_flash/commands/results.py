@@ -30,9 +30,9 @@ from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.settings import DatasetPairSettings, LogSettings
 from otdd_flash.errors import DataNotice, MissingFileNotice
 from otdd_flash.files.atomic import write_json
-from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
-from otdd_flash.integrations.tensorboard import EVENTS
+from otdd_flash.files.tensor_file import SUMMARY_FILE, TENSOR_FILE, remove_result
 from otdd_flash.integrations.tracking import (
+    EVENTS,
     TrackedRun,
     finite,
     folder_at,

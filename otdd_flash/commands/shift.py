@@ -29,7 +29,7 @@ from otdd_flash.commands.sides import prepare_sides
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError, ShiftFound
 from otdd_flash.files.atomic import write_json
-from otdd_flash.files.result_files import SUMMARY_FILE, remove_result
+from otdd_flash.files.tensor_file import SUMMARY_FILE, remove_result
 from otdd_flash.report.shift import shift_table, write_shift_report
 from otdd_flash.shift.joint import check_permutations, shift_test
 from otdd_flash.shift.result import ShiftReport

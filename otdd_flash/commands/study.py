@@ -62,8 +62,8 @@ from otdd_flash.report.study.page import choice_sentences
 from otdd_flash.report.study.writing import FILES, study_table, write_study_report
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import hidden
-from otdd_flash.study.networks import Transfer
 from otdd_flash.study.result import StudyResult
+from otdd_flash.study.setup import Transfer
 from otdd_flash.study.study import STUDY_FILE, Study
 from otdd_flash.study.units import FOLDER, Shard, part_of
 

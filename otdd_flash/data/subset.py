@@ -1,10 +1,10 @@
 """The rows of a dataset that are used: chosen classes, then a seeded draw, stratified by labels.
 
 `data.registry`, `data.given`, `commands.sides` and `commands.study` call `subset`; `data.digits`,
-`flows.run`, `sampling.comparison`, `sampling.halves`, `study.training` and `commands.study` draw by
-`stratified_rows`. A change must keep the draw a function of labels, count and seed alone, and the
-rows in their original order: results record the rows by a hash, and a later run with the same
-settings must compare the same rows.
+`flows.run`, `sampling.comparison`, `sampling.subsampling`, `study.training` and `commands.study`
+draw by `stratified_rows`. A change must keep the draw a function of labels, count and seed alone,
+and the rows in their original order: results record the rows by a hash, and a later run with the
+same settings must compare the same rows.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ for any o. With o near the points' mean, only the spread is rounded, and the fin
 Values are computed from the points of one side, block by block, and results `Assembled` where their
 points are. So of streamed points neither need be on the device at once. `gradient` computes
 derivatives by points in this way; `result` and `flows.maps` call `conditional_means`; `adjoint`,
-`potentials`, `plan_points` and `flows.owned_velocity` take the point near the mean from here.
+`potentials`, `plan_points` and `flows.stepping` take the point near the mean from here.
 """
 
 from __future__ import annotations

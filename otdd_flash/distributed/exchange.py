@@ -2,35 +2,60 @@
 
 All processes call these methods together. A run of as many ranks repeats to the last bit, because
 nothing is added in the order in which it arrives. `ranks` derives `Ranks` from `Exchange`;
-`operators.parts`, `operators.self_share` and `flows.owned_velocity` call `added`, and
-`commands.ranks` reads `PATIENCE`.
+`operators.parts`, `operators.self_share` and `flows.stepping` call `added`, and `commands.ranks`
+reads `PATIENCE`. `otdd` and `result` store a `Shared` in results, to say how work was shared.
+
+An exception in the middle of an order leaves the other ranks there, where they wait for what does
+not come. So `Interrupts` notes Ctrl-C at rank 0 meanwhile, which comes when the order is done;
+pressed twice, it comes at once.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from otdd_flash.distributed.interrupts import Interrupts
-from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+
 T = TypeVar("T")
 
 # How long ranks wait for an order, which may be for data to be read or a flow's pictures.
 PATIENCE = timedelta(days=30)
+
+
+class Shared(NamedTuple):
+    """How work was shared.
+
+    Attributes:
+        ranks: by how many processes.
+        bytes_moved: what rank 0 sent, once however many received it, and received.
+        layout: `replicated`, if every process held all points; `ring`, if for some cost each held
+            its own, and those of the other side went round; `streamed`, if each read what it needed
+            from files.
+    """
+
+    ranks: int
+    bytes_moved: int
+    layout: str = "replicated"
+
+
+ALONE = Shared(1, 0)
 
 
 class Exchange:
@@ -121,8 +146,11 @@ class Exchange:
         device = tensor.device
         sent = self._movable(tensor)
         found = sent.new_empty((self.size, *sent.shape))
+        dist = torch.distributed
+        # Without a copy of each; as newer versions of torch call it, which warn of its first name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self.moving():
-            _all_gather(found, sent, self._group)
+            gather(found.view(-1), sent.view(-1), group=self._group)
         self._moved += (self.size - 1) * sent.nbytes
         return found.to(device)
 
@@ -130,14 +158,19 @@ class Exchange:
         """All shares of a tensor (count, ...), of which each rank gives its own, (share, ...)."""
         if count % self.size == 0:
             return self.all_gathered(part).flatten(0, 1)
-        own = self.share(count)
-        padded = part.new_zeros((-(-count // self.size), *part.shape[1:]))
-        padded[: own.stop - own.start] = part
+        shares = (self.share(count, rank) for rank in range(self.size))
+        return self._joined(part, [share.stop - share.start for share in shares])
+
+    def concatenated(self, part: Tensor) -> Tensor:
+        """Tensors (n_r, ...) of every rank, one below the other."""
+        return self._joined(part, self.all_gathered_objects(len(part)))
+
+    def _joined(self, part: Tensor, counts: Sequence[int]) -> Tensor:
+        """Tensors (n_r, ...) of every rank, of as many rows as `counts` say."""
+        padded = part.new_zeros((max(counts), *part.shape[1:]))
+        padded[: len(part)] = part
         every = self.all_gathered(padded)
-        shares = [self.share(count, rank) for rank in range(self.size)]
-        return torch.cat(
-            [every[rank, : share.stop - share.start] for rank, share in enumerate(shares)]
-        )
+        return torch.cat([every[rank, :count] for rank, count in enumerate(counts)])
 
     def from_leader(self, tensor: Tensor) -> Tensor:
         """What rank 0 has of a tensor of the same shape and type on every rank."""
@@ -170,15 +203,6 @@ class Exchange:
         there = self._movable(like.new_empty((-(-shape[0] // self.size), *shape[1:])))
         self._wait_for([dist.P2POp(dist.irecv, there, self._leader, self._group)])
         return there[: own.stop - own.start].to(like.device)
-
-    def all_to_all(self, parts: Tensor) -> Tensor:
-        """What every rank has for this one, (size, ...), of what each has for each, (size, ...)."""
-        sent = self._movable(parts)
-        found = torch.empty_like(sent)
-        with self.moving():
-            torch.distributed.all_to_all_single(found, sent, group=self._group)
-        self._moved += 2 * (self.size - 1) * sent[0].nbytes
-        return found.to(parts.device)
 
     def exchanged_rows(self, rows: Tensor, sent: Sequence[int], coming: Sequence[int]) -> Tensor:
         """Send every rank so many of the rows (k, ...) in turn; return what comes, in their order.
@@ -255,14 +279,6 @@ class Exchange:
             torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=self._orders)
         return said.tolist()
 
-    def concatenated(self, part: Tensor) -> Tensor:
-        """Tensors (n_r, ...) of every rank, one below the other."""
-        counts = self.all_gathered_objects(len(part))
-        padded = part.new_zeros((max(counts), *part.shape[1:]))
-        padded[: len(part)] = part
-        every = self.all_gathered(padded)
-        return torch.cat([every[rank, :count] for rank, count in enumerate(counts)])
-
     def all_gathered_objects(self, something: T) -> list[T]:
         """What every rank says, pickled; for the little that is not tensors."""
         found: list[Any] = [None] * self.size
@@ -314,7 +330,8 @@ class Exchange:
             if self.rank > 0 and not isinstance(error, InputError | ConvergenceError):
                 raise
             refusal = error
-        if not self._any(refusal is not None):
+        # Whether any has refused: to gather objects takes seven times as long.
+        if self.largest([float(refusal is not None)])[0] == 0:
             return result
         try:
             self._raise_together(refusal)
@@ -339,10 +356,6 @@ class Exchange:
         """Whether it is what all ranks raised together last, which is forgotten with its memory."""
         last, self._raised_by_all = self._raised_by_all, None
         return error is last
-
-    def _any(self, own: bool) -> bool:
-        """Whether any rank says so: to gather objects takes seven times as long."""
-        return self.largest([float(own)])[0] > 0
 
     def check_same(self, what: str, content: Any, advice: str) -> None:
         """Raise an `InputError` on every rank unless all have the same content."""
@@ -391,14 +404,6 @@ def _as_said(error: Exception) -> tuple[type[Exception], str]:
     return LeaderError, f"rank 0 ended with {type(error).__name__}: {error}"
 
 
-def _all_gather(found: Tensor, sent: Tensor, group: ProcessGroup | None) -> None:
-    """Put what every rank sends into one tensor (size, ...), without a copy of each."""
-    dist = torch.distributed
-    # As newer versions of torch call it, which warn of its first name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(found.view(-1), sent.view(-1), group=group)
-
-
 def _import_without_group() -> None:
     """Import `torch.distributed.nn.functional` as if there were no default group.
 
@@ -434,3 +439,52 @@ def others_heard() -> Iterator[None]:
             "another process of compute.group has ended or does not answer; what it said before "
             "tells why"
         ) from error
+
+
+class Interrupts:
+    """Holds Ctrl-C back while ranks do something together; in the main thread, which hears it."""
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._pressed = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Note Ctrl-C, which comes at the end."""
+        before = signal.getsignal(signal.SIGINT)
+        main = threading.current_thread() is threading.main_thread()
+        if self._before is not None or before is None or not main:
+            yield
+            return
+        self._before = before
+        signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            self._before = None
+            signal.signal(signal.SIGINT, before)
+            self._come()
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Let Ctrl-C come at any time, in what is held."""
+        if self._before is None:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._before)
+        try:
+            self._come()
+            yield
+        finally:
+            signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._pressed:
+            self._pressed = False
+            raise KeyboardInterrupt
+        self._pressed = True
+
+    def _come(self) -> None:
+        if self._pressed:
+            self._pressed = False
+            signal.raise_signal(signal.SIGINT)

@@ -6,12 +6,24 @@ that it is done. An order is a function that every rank calls with the same argu
 so ranks can never be of two minds about what comes next. `commands.ranks` and `otdd.led` make
 `Ranks`; operators, `labels.by_ranks`, `flows.stepping`, `sampling.subsampling` and others order and
 exchange by it.
+
+A broadcast takes the host and a GPU as long for a number as for many potentials. So the small
+tensors of an order, of one device, are sent as one message of bytes, and every large one by itself.
+Both sides call `messages` with the same descriptions, so that they agree on what is in which.
+
+`flows.run` and `flows.stepping` hold tensors that change as `Copied`, of which the other ranks hold
+copies. Orders that change such a tensor change its copies alike, and rank 0 then calls
+`mark_equal`. PyTorch counts changes of a tensor, so that one which was changed otherwise is sent
+anew. It counts none through `.data` or by libraries that share its memory: content tells of what
+may be changed so.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -22,21 +34,13 @@ from torch import Tensor
 
 from otdd_flash.arguments import Progress, takes
 from otdd_flash.distributed.exchange import Exchange, others_heard
-from otdd_flash.distributed.messages import (
-    Described,
-    empty_message,
-    messages,
-    packed,
-    unpacked,
-)
 from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
-from otdd_flash.fingerprint import Mark
+from otdd_flash.fingerprint import Mark, mark_of_tensors
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from otdd_flash.distributed.copies import Copied
 
 T = TypeVar("T")
 
@@ -78,7 +82,7 @@ class Ranks(Exchange):
         numbers: the leader's, of objects that ranks hold as long as it does, each with what marked
             its content when it was sent.
         ring_numbers: likewise, of those of which every rank holds a part.
-        copied: the leader's, tensors that change with their copies (`copies.Copied`), by `id`.
+        copied: the leader's, tensors that change with their copies (`Copied`), by `id`.
         room: the leader's, by device: its bytes free for points when ranks said last how many they
             have, and the least of these.
         apart: whether rank 0 has left an order in which the others still are.
@@ -392,3 +396,137 @@ def led(work: Callable[[Ranks], T], group: ProcessGroup | str | None = None) -> 
     ranks = Ranks(None if group is None or isinstance(group, str) else group)
     check_versions(ranks)
     return ranks.led(lambda: work(ranks))
+
+
+# Bytes up to which a tensor is copied into a message.
+SMALL = 2**26
+# In a message every tensor begins at a multiple of so many bytes, as kernels want them.
+ALIGNED = 256
+
+
+class Described(NamedTuple):
+    """Shape, type and device of a tensor on rank 0."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Described:
+        return cls(tensor.shape, tensor.dtype, tensor.device)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def messages(tensors: Sequence[Described]) -> list[list[int]]:
+    """Return the places of the tensors that each message carries; none of those without entries."""
+    found: list[list[int]] = []
+    together: dict[torch.device, list[int]] = {}
+    for place, each in enumerate(tensors):
+        if each.nbytes > SMALL:
+            found.append([place])
+        elif each.nbytes > 0:
+            together.setdefault(each.device, []).append(place)
+    return [*found, *together.values()]
+
+
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """Put tensors of one device into one of bytes; a single one is returned as it is."""
+    if len(tensors) == 1:
+        return tensors[0].contiguous()
+    # One operation: `cat` of all, with what each is short of its room.
+    padding = torch.empty(ALIGNED, dtype=torch.uint8, device=tensors[0].device)
+    parts = []
+    for each in tensors:
+        content = each.detach().contiguous().reshape(-1).view(torch.uint8)
+        parts += [content, padding[: -len(content) % ALIGNED]]
+    return torch.cat(parts)
+
+
+def empty_message(described: Sequence[Described], device: torch.device) -> Tensor:
+    """Return an empty tensor for what `packed` makes of tensors, on a device."""
+    if len(described) == 1:
+        return torch.empty(described[0].shape, dtype=described[0].dtype, device=device)
+    size = sum(map(_room, described))
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def unpacked(message: Tensor, described: Sequence[Described]) -> list[Tensor]:
+    """Return the tensors of a message, which share its memory.
+
+    They are no views of it: a change of one in place is none of the others.
+    """
+    if len(described) == 1:
+        return [message]
+    found, first = [], 0
+    for each in described:
+        there = torch.empty(0, dtype=each.dtype, device=message.device)
+        stride = torch.empty(each.shape, device="meta").stride()
+        place = first // each.dtype.itemsize
+        found.append(there.set_(message.untyped_storage(), place, each.shape, stride))
+        first += _room(each)
+    return found
+
+
+def _room(each: Described) -> int:
+    """Return the bytes that a tensor takes in a message."""
+    return -(-each.nbytes // ALIGNED) * ALIGNED
+
+
+class Copied:
+    """A tensor of which copies are sent when they are needed first.
+
+    Args:
+        ranks: that hold them, led by this process.
+        tensor: what is copied.
+        owner: what changes it; there are copies as long as it lives.
+        given: whether its memory is a user's, who may change it as NumPy does; a failed flow, and
+            with it its copies, lives as long as somebody keeps the exception.
+    """
+
+    def __init__(self, ranks: Ranks, tensor: Tensor, owner: object, *, given: bool = False) -> None:
+        self._ranks, self._tensor, self._number = ranks, tensor, ranks.number()
+        self._given = given
+        self._equal: Mark | None = None
+        # The tensor is held here, so that no other one is at its place in memory.
+        ranks.copied[id(tensor)] = self
+        weakref.finalize(owner, _forget, ranks, id(tensor), self._number)
+
+    @property
+    def number(self) -> int | None:
+        """What the other ranks call copies that are equal to the tensor; None where they are not.
+
+        Tensors made in inference mode count nothing, and no copy of one is known to be equal.
+        """
+        equal = self._equal is not None and self._equal == self._mark()
+        return self._number if equal else None
+
+    def _mark(self) -> Mark | None:
+        """What changes with the tensor; None where nothing does."""
+        tensor = self._tensor
+        if tensor.is_inference():
+            return None
+        return mark_of_tensors(tensor) if self._given else (tensor._version,)
+
+    def sent(self) -> int:
+        """Return `number`, after sending copies if there are no equal ones."""
+        if self.number is None:
+            self._ranks.order(_hold_copy, self._number, self._tensor)
+            self.mark_equal()
+        return self._number
+
+    def mark_equal(self) -> None:
+        """Record that the copies have been changed as the tensor was."""
+        self._equal = self._mark()
+
+
+def _hold_copy(ranks: Ranks, number: int, tensor: Tensor) -> None:
+    if ranks.rank > 0:
+        ranks.held[number] = tensor
+
+
+def _forget(ranks: Ranks, place: int, number: int) -> None:
+    ranks.copied.pop(place, None)
+    ranks.drop(number)

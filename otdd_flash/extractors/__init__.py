@@ -5,7 +5,7 @@
 and `reduce_pca` then map both sides together.
 
 `commands.sides`, `commands.adapt` and `commands.study` import their names from here,
-`study.networks` and `commands.nearest` from the modules. An extractor that an installed package
+`study.setup` and `commands.nearest` from the modules. An extractor that an installed package
 adds is an attribute of this module by its name, `otdd.extractors.NAME(...)`.
 
 `build_extractor` makes an extractor of a name and the parameters of a configuration, by the

@@ -1,6 +1,6 @@
 """Weights for networks without classifier: from a checkpoint file, or random ones from a seed.
 
-`extractors.vision_models` calls it; `study.networks` uses `seeded_weights`. A checkpoint
+`extractors.vision_models` calls it; `study.training` uses `seeded_weights`. A checkpoint
 must fit the network exactly; only the classifier that it may hold is ignored. If it does not fit,
 the error names the models of timm that it fits. Files are loaded without running code in them.
 

@@ -1,7 +1,7 @@
 """A digest of an object by content: weights, settings, and the code of functions and classes.
 
 `extractors.module_features` makes it a part of the cache key of a user's own network, and
-`study.networks` a part of study.json and of the keys of training units, so two objects with one
+`study.setup` a part of study.json and of the keys of training units, so two objects with one
 digest must compute the same. It covers:
 
     a tensor                              type, shape and values, on whatever device

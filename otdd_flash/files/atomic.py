@@ -1,10 +1,10 @@
 """Files and folders that appear whole or not at all; locks; and strict JSON.
 
-Nearly everything that writes a file uses it: `files.tensor_file` and `files.result_files`,
-`data.writing`, `flows.checkpoint`, `extractors.feature_store`, `study.study` and `study.units`, the
-modules of `report`, `integrations.mlflow`, `ranking.index`, `commands.outcome` and the work of the
-commands. Results use `json_content`. `replacing` and `replacing_folder` write beside the target and
-rename. `lock` and `unlock` use flock, so that a killed process leaves no lock behind.
+Nearly everything that writes a file uses it: `files.tensor_file`, `data.writing`,
+`flows.checkpoint`, `extractors.feature_store`, `study.study` and `study.units`, the modules of
+`report`, `integrations.tracking`, `ranking.index`, `commands.outcome` and the work of the commands.
+Results use `json_content`. `replacing` and `replacing_folder` write beside the target and rename.
+`lock` and `unlock` use flock, so that a killed process leaves no lock behind.
 
 A change must leave, at any interruption, the old content or the new one, never a mixture. It must
 not write through links that lead elsewhere, because others may have placed them. JSON holds no NaN

@@ -1,12 +1,20 @@
-"""Files of tensors and arrays that detect damage: safetensors, torch's own files, and npz.
+"""Files of tensors and arrays that detect damage, and the two files of a saved result.
 
 `write_tensors` and `read_tensors` handle named tensors and texts in one safetensors file, with a
-checksum over all of them, so that a flipped bit is found instead of computed with.
-`files.result_files`, `files.cache`, `flows.checkpoint`, `flows.residual_map`, `ranking.index` and
-`study.units` use them; `pairwise` uses the checksum for files of its own. `load_torch_file` reads
-files of `torch.save` without running code, for `extractors.checkpoint`. `write_arrays` and
-`read_arrays` handle npz files: tables of class distances (`labels.table`) and samples
-(`data.writing`, `report.flow.writing`).
+checksum over all of them, so that a flipped bit is found instead of computed with. `files.cache`,
+`flows.checkpoint`, `flows.residual_map`, `ranking.index` and `study.units` use them; `pairwise`
+uses the checksum for files of its own. `load_torch_file` reads files of `torch.save` without
+running code, for `extractors.checkpoint`. `write_arrays` and `read_arrays` handle npz files: tables
+of class distances (`labels.table`) and samples (`data.writing`, `report.flow.writing`).
+
+A saved result is result.json to read, and result.safetensors with everything. `result`,
+`flows.result` and `solver.matrix.result` write and read both by `write_result` and `read_result`;
+`pairwise` has one file of the name SUMMARY_FILE with a table of its own beside it, and takes
+SUMMARY_FILE and COMPUTE_AGAIN. `commands.results` and `commands.shift` remove an old result with
+`remove_result`. `read_result` reads result.safetensors alone, which holds the summary too. So a
+write that was interrupted between both files never mixes two results, although result.json is then
+older. Both file names and the layout are formats on disk: files of earlier versions must stay
+readable.
 
 Every saved file carries the version and a format number (STAMP), which `check_format` compares when
 it is read, here and in `flows.checkpoint`, `pairwise` and `extractors.feature_store`;
@@ -26,16 +34,16 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, uint8
 
 from otdd_flash.errors import InputError
-from otdd_flash.files.atomic import replacing
+from otdd_flash.files.atomic import replacing, write_json
 from otdd_flash.version import __version__
 
 FORMAT = 1
@@ -275,3 +283,73 @@ def read_arrays(path: str | Path, needed: Sequence[str], writer: str) -> dict[st
 
 def _enumerated(names: Sequence[str]) -> str:
     return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
+
+
+SUMMARY_FILE = "result.json"
+TENSOR_FILE = "result.safetensors"
+COMPUTE_AGAIN = "restore it from a copy, or compute it again"
+
+Result = TypeVar("Result")
+
+
+def write_result(path: Path, summary: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write result.safetensors with tensors and summary, then result.json with the summary.
+
+    The first holds the summary too, so that an interrupted write can never mix two results.
+
+    Raises:
+        InputError: the directory cannot be written.
+    """
+    write_tensors(path / TENSOR_FILE, tensors, {"summary": json.dumps(summary)})
+    write_json(path / SUMMARY_FILE, summary)
+
+
+def remove_result(path: Path) -> None:
+    """Remove a result in `path`, so that no part of it remains beside a new one.
+
+    Raises:
+        InputError: it cannot be removed.
+    """
+    # First result.json, by which commands recognise a result.
+    for name in (SUMMARY_FILE, TENSOR_FILE):
+        try:
+            (path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"cannot remove {path / name} ({error.strerror or error}); choose another folder"
+            ) from error
+
+
+def read_result(
+    path: Path, restore: Callable[[dict[str, Any], dict[str, Tensor]], Result], kind: str
+) -> Result:
+    """Restore a result from the summary and the tensors that `write_result` wrote.
+
+    Args:
+        path: the directory.
+        restore: called as restore(summary, tensors).
+        kind: the class whose `save` writes such results, for the message.
+
+    Raises:
+        InputError: the directory holds no complete result of this kind, a damaged one, or one of a
+            later version.
+    """
+    file = path / TENSOR_FILE
+    try:
+        stored = read_tensors(file)
+    except DamagedFileError as error:
+        raise InputError(f"{file} is damaged ({error}); {COMPUTE_AGAIN}") from error
+    except OSError as error:
+        raise _no_result(path, f"{error}", kind) from error
+    try:
+        return restore(json.loads(stored.texts["summary"]), stored.tensors)
+    except Exception as error:
+        # Whatever it raises: files of earlier versions are not checked otherwise.
+        raise _no_result(path, f"{error}{other_version(stored.texts)}", kind) from error
+
+
+def _no_result(path: Path, reason: str, kind: str) -> InputError:
+    return InputError(
+        f"no complete result in {path} ({reason}); {kind}.save writes {TENSOR_FILE} there, and so "
+        "does the command with save_result=true"
+    )

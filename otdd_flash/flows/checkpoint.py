@@ -42,7 +42,7 @@ from otdd_flash.files.tensor_file import (
     save_tensors,
 )
 from otdd_flash.fingerprint import VERSION
-from otdd_flash.flows.history import Moment, StepRecord
+from otdd_flash.flows.result import Moment, StepRecord
 from otdd_flash.labels import ClassDistances
 from otdd_flash.solver.term import TransportTerm, default_hint
 from otdd_flash.version import __version__

@@ -1,7 +1,15 @@
 """The options of a flow: what moves, how far, what it descends, and the callbacks.
 
 `Flow` and `Callbacks` are what users and `commands.adapt` pass to `gradient_flow`;
-`integrations.sklearn` builds a `Flow` too. `flows.run` and `flows.objective` read them.
+`integrations.sklearn` builds a `Flow` too. `flows.run` and `flows.objective` read them; `flows.run`
+also makes the mode and reads STREAMING_MODES.
+
+A new mode is a class of `flows.modes.Mode`, or a function that makes one, and an entry in `MODES`.
+A change must keep the names, which are values of `flow.mode` in users' settings and in saved
+results. A mode belongs in STREAMING_MODES only if it uses the target's points in class distances
+and in passes (which go over all pairs of points, block by block) and nowhere else: `flows.run` may
+leave the target of such a mode on the CPU or in its file, and moves that of any other mode to the
+device.
 
 `Flow.settings` is stored in checkpoints and compared when a flow is resumed. It must contain each
 option that changes the path or the result, because a resumed flow must take the same steps, and no
@@ -25,11 +33,24 @@ from otdd_flash.errors import InputError, choose
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.functionals import WeightedFunctional
-from otdd_flash.flows.history import StepRecord
-from otdd_flash.flows.modes import MODES
+from otdd_flash.flows.joint_modes import JointMode, augmented_mode
+from otdd_flash.flows.modes import AttachedMode, FeaturesMode, Mode
+from otdd_flash.flows.objective import FlowSetting
+from otdd_flash.flows.result import StepRecord
 from otdd_flash.flows.space import FeatureSpace, Space
 from otdd_flash.flows.stepping import TO_THE_END, Stepping
+from otdd_flash.labels import ClassDistances
 from otdd_flash.solver.term import SolverProgress
+
+MODES: dict[str, Callable[[FlowSetting, ClassDistances], Mode]] = {
+    "features": FeaturesMode,
+    "attached": AttachedMode,
+    "joint": JointMode,
+    "augmented": augmented_mode,
+}
+
+# Modes whose target may stay on the CPU or in its file; see above.
+STREAMING_MODES = ("features", "attached")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +60,7 @@ class Flow:
     Args:
         steps: the number of steps.
         mode: what moves: `features`, `attached`, `joint` or `augmented`; `otdd_flash.flows.modes`
-            gives the equations.
+            and `otdd_flash.flows.joint_modes` give the equations.
         stepping: step size, optimiser, schedule, box, noise and minibatches.
         functionals: weighted terms added to the divergence, such as {"name": "norm", "weight":
             0.1}; see `build_functionals`.

@@ -1,10 +1,9 @@
 """Maps that carry a finished flow over to points that were not in it.
 
-`FlowMap` is their interface, and `relative_error` the distance of a map from a flow that contained
-the points. `NearestParticleMap` copies the displacement of the nearest particle, found by an exact
-search. `EntropicMap` follows the velocity field of each step. `flows.residual_map` has a third map,
-a network, and shares the checks and the matching of classes by name. `FlowResult`
-(`flows.result`) makes the maps; `experiments.flow_maps` compares them.
+`FlowMap` is their interface. `NearestParticleMap` copies the displacement of the nearest particle,
+found by an exact search. `EntropicMap` follows the velocity field of each step.
+`flows.residual_map` has a third map, a network, and shares the checks and the matching of classes
+by name. `FlowResult` (`flows.result`) makes the maps; `experiments.flow_maps` compares them.
 
 Particles without mass are never nearest, because the objective of the flow did not move them. The
 particles, potentials and table of a `VelocityField` must be those of one step: with those of
@@ -107,30 +106,6 @@ def class_indices(
         )
     indices = [known.get(name, -1) for name in own]
     return torch.tensor(indices, device=samples.labels.device)[samples.labels]
-
-
-def relative_error(flow_map: FlowMap, samples: LabeledSamples, truth: LabeledSamples) -> float:
-    """Return (sum_i a_i |map(z_i) - t_i|^2 / sum_i a_i |t_i - z_i|^2)^1/2 for samples z, masses a.
-
-    A perfect map has 0, and the identity has 1.
-
-    Args:
-        flow_map: of a flow without the samples.
-        samples: k points z at the start.
-        truth: the same points, row by row, at the end of a flow that contained them.
-
-    Raises:
-        InputError: the two have different shapes, the truth did not move, or the map refuses the
-            samples.
-    """
-    check_same_particles(samples, truth)
-    moved = flow_map(samples).features.double()
-    masses, start = samples.masses, samples.features.double()
-    end = truth.features.to(start)
-    distance = masses @ (end - start).square().sum(1)
-    if not float(distance) > 0:
-        raise InputError("the truth is where the samples began, so no error is relative to it")
-    return float((masses @ (moved - end).square().sum(1) / distance).sqrt())
 
 
 # The most distances in memory at once.

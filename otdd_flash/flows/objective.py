@@ -11,7 +11,7 @@ second order in the step.
 minibatch of the points or points displaced by noise, and its value is then an estimate. Start and
 end of a flow are evaluated on all points. Points that run away raise `Overshot`.
 
-`flows.run` makes the setting and evaluates; the modules of `flows.modes` solve through
+`flows.run` makes the setting and evaluates; `flows.modes` and `flows.joint_modes` solve through
 `TargetDivergence`. `FlowSetting.settings` is stored in checkpoints and compared when a flow is
 resumed, so its keys are part of their format. Random draws depend only on the seed, the step and
 their purpose, so that a resumed flow repeats them.
@@ -40,10 +40,16 @@ from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError, UserCodeError
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.functionals import WeightedFunctional, value_and_velocity
-from otdd_flash.flows.history import StepRecord
-from otdd_flash.flows.owned_velocity import OwnedGradient, OwnedVelocity
+from otdd_flash.flows.result import StepRecord
 from otdd_flash.flows.space import FeatureSpace
-from otdd_flash.flows.stepping import Batch, Draw, generator, normal_like
+from otdd_flash.flows.stepping import (
+    Batch,
+    Draw,
+    OwnedGradient,
+    OwnedVelocity,
+    generator,
+    normal_like,
+)
 from otdd_flash.labels import ClassDistances, Given, LabelMetric, PairFunction
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.label_costs import has_sets

@@ -40,15 +40,14 @@ from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
-from otdd_flash.distributed.copies import Copied
+from otdd_flash.distributed.ranks import Copied
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, LostRankError, NotConvergedWarning, prefixed, warn
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import Unchanged
-from otdd_flash.flows.flow import Callbacks, Flow
+from otdd_flash.flows.flow import MODES, STREAMING_MODES, Callbacks, Flow
 from otdd_flash.flows.functionals import build_functionals, noise_temperature
-from otdd_flash.flows.history import Moment, Recorder, StepRecord
-from otdd_flash.flows.modes import MODES, STREAMING_MODES, Mode
+from otdd_flash.flows.modes import Mode
 from otdd_flash.flows.objective import (
     MEAN_COST,
     NOT_FINITE,
@@ -57,7 +56,7 @@ from otdd_flash.flows.objective import (
     Found,
     Overshot,
 )
-from otdd_flash.flows.result import FlowResult
+from otdd_flash.flows.result import FlowResult, Moment, Recorder, StepRecord
 from otdd_flash.flows.space import DirectionSpace, FeatureSpace
 from otdd_flash.flows.stepping import Draw, Stepper, generator
 from otdd_flash.labels import (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from otdd_flash.cost.points import DOUBLE_UNIT
 from otdd_flash.gromov.energy import OPERATIONS, Cloud, Energy
-from otdd_flash.sliced.distances import Steps, equal_steps, weighted_steps
+from otdd_flash.sliced import Steps, equal_steps, weighted_steps
 
 TINY = torch.finfo(torch.float64).tiny
 

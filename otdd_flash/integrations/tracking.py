@@ -1,32 +1,50 @@
-"""Trackers of runs (`log=` of the commands): the data that they get, and checks before a run.
+"""Trackers of runs (`log=` of the commands): the data that they get, checks, and what writes them.
 
-`commands.results` builds a `TrackedRun` and calls `track`, which imports the tracker's module
-beside this one; `commands.settings` calls `check_tracker` before the solve, so that a run is not
-lost to a missing package or key. `integrations.mlflow`, `integrations.tensorboard` and
-`integrations.wandb` read the run and share the helpers. No tracker package is imported here, as
-each is optional. A change must respect that nothing is sent from this machine unless a setting asks
-for it, whatever variables of the environment say: results may be confidential.
+`commands.results` builds a `TrackedRun` and calls `track`; `commands.settings` calls
+`check_tracker` before the solve, so that a run is not lost to a missing package or key.
+
+- `log=tensorboard` writes event files in a folder, for `tensorboard --logdir`. `commands.results`
+  deletes the EVENTS of an earlier run where the folder belongs to this run alone.
+- `log=wandb` writes an offline run for `wandb sync`, or an online run if asked for. A run holds
+  settings and results only: no arguments, terminal output, code or description of the machine,
+  which may contain secrets.
+- `log=mlflow` writes a run in a folder, a database or on a server, for `mlflow ui`. The tracking
+  address of the user's own runs is not changed, and nothing is printed.
+
+Tracker packages are imported in the functions that use them, as each is optional. A change must
+respect that nothing is sent from this machine unless a setting asks for it, whatever variables of
+the environment say: results may be confidential.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
+import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from importlib.metadata import entry_points
+from itertools import count
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from otdd_flash.errors import InputError, choose
+import numpy as np
+from PIL import Image
 
-# Each is a module beside this one; the value is the package it needs.
-TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+from otdd_flash.errors import InputError, choose
+from otdd_flash.files.atomic import lock, unlock
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+# Each is also the name of the package that it needs.
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 PROJECT = "otdd-flash"
 
@@ -105,10 +123,9 @@ def check_tracker(name: str | None, uri: str | None = None, *, online: bool = Fa
                 "leave it out"
             )
         return
-    package = TRACKERS[choose("log", name, tuple(TRACKERS))]
-    if importlib.util.find_spec(package) is None:
+    if importlib.util.find_spec(choose("log", name, TRACKERS)) is None:
         raise InputError(
-            f"log={name} needs the package {package}: pip install 'otdd-flash[integrations]'"
+            f"log={name} needs the package {name}: pip install 'otdd-flash[integrations]'"
         )
     if uri is not None and not uri.strip():
         raise InputError("log.uri must be a folder or an address, got an empty one; leave it out")
@@ -170,7 +187,12 @@ def track(name: str, run: TrackedRun) -> None:
             before the run.
     """
     check_tracker(name)
-    import_module(f"otdd_flash.integrations.{name}").write(run)
+    writers = {
+        "tensorboard": write_to_tensorboard,
+        "wandb": write_to_wandb,
+        "mlflow": write_to_mlflow,
+    }
+    writers[name](run)
 
 
 def folder_of(name: str, directory: Path) -> Path:
@@ -257,3 +279,172 @@ def _flattened(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+EVENTS = "events.out.tfevents.*"
+
+
+def write_to_tensorboard(run: TrackedRun) -> None:
+    """Write settings as text, numbers and series as scalars, pictures as images."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(_tensorboard_folder(run)))
+    try:
+        writer.add_text("config", f"```\n{json.dumps(run.config, indent=2, default=str)}\n```")
+        for name, value in run.numbers.items():
+            writer.add_scalar(name, value, 0)
+        for name, points in run.series.items():
+            for step, value in points:
+                writer.add_scalar(name, value, step)
+        for path in run.pictures:
+            with Image.open(path) as image:
+                writer.add_image(path.stem, np.asarray(image.convert("RGB")), 0, dataformats="HWC")
+    finally:
+        writer.close()
+
+
+def _tensorboard_folder(run: TrackedRun) -> Path:
+    """Return a folder without other event files: tensorboard shows those of a folder as one run."""
+    # TensorBoard has no server, so `commands.results` always gives it a folder as `store`.
+    first = Path(str(run.store))
+    folders = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    folder = first
+    while any(folder.glob(EVENTS)):
+        folder = next(folders)
+    return folder
+
+
+# wandb would send reports of its own errors, also from an offline run.
+WANDB_SETTINGS = {"WANDB_ERROR_REPORTING": "false"}
+
+
+@environment(WANDB_SETTINGS)
+def write_to_wandb(run: TrackedRun) -> None:
+    """Write settings, series step by step, numbers as the run's summary, and pictures."""
+    import wandb
+
+    address = {"base_url": run.store} if isinstance(run.store, str) else {}
+    folder = run.store if isinstance(run.store, Path) else run.directory
+    folder.mkdir(parents=True, exist_ok=True)
+    tracked = wandb.init(
+        project=run.project or PROJECT,
+        name=run.name,
+        group=run.group,
+        dir=str(folder),
+        config=run.flat_config,
+        mode="online" if run.online or address else "offline",
+        reinit="create_new",
+        settings=wandb.Settings(
+            silent=True,
+            # A run is its settings: no command-line arguments, which may hold a secret, no terminal
+            # output, no code and no description of the machine.
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            **address,
+        ),
+    )
+    try:
+        by_step: dict[int, dict[str, float]] = {}
+        for name, points in run.series.items():
+            for step, value in points:
+                by_step.setdefault(step, {})[name] = value
+        for step in sorted(by_step):
+            tracked.log(by_step[step], step=step)
+        pictures = {path.stem: wandb.Image(str(path)) for path in run.pictures}
+        tracked.log({**run.numbers, **pictures})
+        tracked.summary.update(dict(run.numbers))
+    finally:
+        tracked.finish()
+
+
+# The longest parameter value, and the most parameters and metrics in one request, that every server
+# accepts.
+LONGEST, MOST_PARAMETERS, MOST_METRICS = 500, 100, 1000
+# mlflow refuses its file store, which needs no server or database, unless the first allows it. The
+# others stop telemetry, and output beside the result.
+MLFLOW_SETTINGS = {
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+LOCK_FILE = ".otdd-flash.lock"
+# Characters that mlflow refuses in names of metrics.
+NOT_IN_NAMES = re.compile(r"[^\w.\- :/]")
+DATABASE = "sqlite:///"
+
+
+@environment(MLFLOW_SETTINGS)
+def write_to_mlflow(run: TrackedRun) -> None:
+    """Write settings as parameters, numbers and series as metrics, pictures as artifacts."""
+    from mlflow import MlflowClient
+
+    # `check_tracker` has refused a run that is sent without an address or this variable.
+    store = os.environ["MLFLOW_TRACKING_URI"] if run.store is None else run.store
+    if isinstance(store, Path):
+        store.mkdir(parents=True, exist_ok=True)
+    address = store.absolute().as_uri() if isinstance(store, Path) else store
+    # The run has a client of its own, so that the user's tracking address is unchanged.
+    client = MlflowClient(tracking_uri=address)
+    with _alone(store):
+        experiment = _mlflow_experiment(client, run.project or PROJECT, store)
+    tags = None if run.group is None else {"sweep": run.group}
+    created = client.create_run(experiment, run_name=run.name, tags=tags)
+    try:
+        _log_to_mlflow(client, created.info.run_id, run)
+    except BaseException:
+        client.set_terminated(created.info.run_id, "FAILED")
+        raise
+    client.set_terminated(created.info.run_id)
+
+
+def _mlflow_experiment(client: MlflowClient, name: str, store: Path | str) -> str:
+    if (known := client.get_experiment_by_name(name)) is not None:
+        return str(known.experiment_id)
+    artifacts = None
+    if isinstance(store, str) and store.startswith(DATABASE):
+        # Artifacts go beside the database; mlflow's default is the folder in which the command was
+        # started.
+        beside = Path(store.removeprefix(DATABASE)).absolute().parent
+        artifacts = (beside / "mlartifacts").as_uri()
+    return str(client.create_experiment(name, artifact_location=artifacts))
+
+
+@contextmanager
+def _alone(store: Path | str) -> Iterator[None]:
+    """Lock a store that is a folder, so that jobs of a sweep do not create one experiment twice."""
+    if not isinstance(store, Path):
+        yield
+        return
+    while (descriptor := lock(store / LOCK_FILE)) is None:
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        unlock(store / LOCK_FILE, descriptor)
+
+
+def _log_to_mlflow(client: MlflowClient, run_id: str, run: TrackedRun) -> None:
+    from mlflow.entities import Metric, Param
+
+    now = int(1000 * time.time())
+    parameters = [Param(key, str(value)[:LONGEST]) for key, value in run.flat_config.items()]
+    metrics = [Metric(_mlflow_name(name), value, now, 0) for name, value in run.numbers.items()]
+    metrics += [
+        Metric(_mlflow_name(name), value, now, step)
+        for name, points in run.series.items()
+        for step, value in points
+    ]
+    for start in range(0, len(parameters), MOST_PARAMETERS):
+        some = parameters[start : start + MOST_PARAMETERS]
+        client.log_batch(run_id, params=some, synchronous=True)
+    for start in range(0, len(metrics), MOST_METRICS):
+        client.log_batch(run_id, metrics=metrics[start : start + MOST_METRICS], synchronous=True)
+    for path in run.pictures:
+        client.log_artifact(run_id, str(path))
+
+
+def _mlflow_name(name: str) -> str:
+    return NOT_IN_NAMES.sub("_", name)

@@ -6,8 +6,8 @@ below them a list of pairs: it reads the cache, measures the missing pairs in pa
 at intervals, so that a killed run loses little. `settled_metric`, `drop_small_classes` and
 `notice_single_samples` prepare metric and datasets before they are measured.
 
-`pairwise` calls `measure_all`, `flows.modes.feature_driven` and `ranking.bounds` `measure_pairs`,
-`study.measures.distances` and `mixing.sources` `class_block`; `pairwise` and `sliced.distances`
+`pairwise` calls `measure_all`, `flows.modes` and `ranking.bounds` `measure_pairs`,
+`study.measures.distances` and `mixing.sources` `class_block`; `pairwise` and `sliced`
 `as_datasets`. The others come through `otdd_flash.labels`: `otdd`, `flows.run`, `ranking.index`,
 `sampling.comparison`, `study.study` and others.
 

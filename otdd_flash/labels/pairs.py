@@ -1,7 +1,7 @@
 """Pairs of classes: their lists, chunks of these, measured distances and the table they fill.
 
 The modules of `labels` that measure, `contributions`, `ranking.bounds`,
-`flows.modes.jointly_driven` and `flows.modes.feature_driven` call it.
+`flows.joint_modes` and `flows.modes` call it.
 
 In `all_pairs` the larger index comes first, and pairs are measured in that direction. The other
 direction would give other last digits, and distances are cached (`labels.classes.merge_identical`).

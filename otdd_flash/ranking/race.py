@@ -51,8 +51,7 @@ from otdd_flash.ranking.index import Entry, Index, digest_of, index
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.sampling import subsample_interval
-from otdd_flash.sampling.subsampling import LEVEL, check_count
+from otdd_flash.sampling.subsampling import LEVEL, check_count, subsample_interval
 from otdd_flash.shown import display, listing
 from otdd_flash.solver.term import TransportTerm
 

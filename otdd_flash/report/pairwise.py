@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from otdd_flash.pairwise import PairwiseResult
-    from otdd_flash.sliced.result import SlicedResult
+    from otdd_flash.sliced import SlicedResult
 
 
 # `takes` checks arguments by their annotations.

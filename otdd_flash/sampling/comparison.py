@@ -1,7 +1,7 @@
 """The dataset distance as a function of the rows drawn, and the draws themselves.
 
 In a `SubsetComparison` all is fixed but the rows: epsilon, metric, ground cost and device are those
-of the whole. `subsample` draws rows without replacement. `sampling.subsampling`, `sampling.halves`,
+of the whole. `subsample` draws rows without replacement. `sampling.subsampling`,
 `study.measures.distances`, `study.measures.network` and `mixing.intervals` call it;
 `commands.compare` and `shift.rows` call `drawable`.
 

@@ -8,7 +8,7 @@ The data pass through these stages:
 A task is a dataset with test rows. `setup` holds tasks and resolved settings. A unit is one piece
 of work, stored in the study's folder under a digest of all that its result depends on (`units`).
 `measures` name the units they need and read values of ordered pairs from them; `training` holds the
-units of transfer runs, on `networks`. `study.study` runs a study in a folder, alone or with worker
+networks and units of transfer runs. `study.study` runs a study in a folder, alone or with worker
 processes. `result` gathers what is done; `statistics` and `findings` say how well measures predict
 gains. `commands.study` runs studies from the command line, and `report.study` writes their reports.
 """

@@ -23,6 +23,7 @@ from otdd_flash.shown import display, epsilon_shown, sentence
 from otdd_flash.solver.schedules import Schedule
 from otdd_flash.study.findings import Choice, Finding, choices, findings
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
+from otdd_flash.study.measures.base import Pair
 from otdd_flash.study.measures.distances import Epsilon
 from otdd_flash.study.setup import Setup
 from otdd_flash.study.statistics import Numbers, PairTable, levelled
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-Pair = tuple[int, int]
 # The fewest tasks for correlations.
 FEWEST_TASKS = 4
 

@@ -1,45 +1,163 @@
-"""Tasks and resolved settings of a study, from which its units are made.
+"""Tasks and resolved settings of a study, from which its units are made, and those of transfer.
 
 `as_tasks` makes tasks from what the user gave: it drops small classes, matches the classes of test
 rows by name and groups tasks that share rows into families. `Settings` holds what decides results
 and `Setup` joins both. `study.study` makes them; `study.units`, `study.training`, `study.result`
-and the modules of `study.measures` read them.
+and the modules of `study.measures` read them. `Transfer` says how networks are trained; users,
+`commands.study` and `study.study` make it, and `study.training` reads it.
 
 The dictionaries of `Settings` are parts of unit keys and of study.json. A new entry changes all
 digests, so that stored units are not found any more; a setting that decides no result, such as
-`cache_dir`, must stay out of them.
+`cache_dir`, must stay out of them. `Transfer.to_dict` is part of the keys of `TrainedSource` and
+`TargetRun`, the stored units of training: if a field is added, renamed or gets another default,
+finished units are computed again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import combinations, permutations
 from typing import Any, TypeAlias
 
 import numpy as np
+from torch import nn
 
-from otdd_flash.arguments import holds_items, samples
+from otdd_flash.arguments import (
+    Count,
+    Index,
+    NotNegative,
+    Positive,
+    check_fields,
+    count,
+    holds_items,
+    importable,
+    samples,
+)
+from otdd_flash.checks import optional, sequence
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
-from otdd_flash.errors import DataNotice, InputError, prefixed, warn
+from otdd_flash.errors import DataNotice, InputError, choose, prefixed, warn
+from otdd_flash.extractors.content_digest import Unidentified, content_digest
 from otdd_flash.fingerprint import VERSION
+from otdd_flash.importing import import_callable
 from otdd_flash.labels import drop_small_classes
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
 from otdd_flash.solver.schedules import Schedule
-from otdd_flash.study.networks import Transfer
 
 # Key of study.json: the version of `otdd_flash.fingerprint` that digested the tasks.
 VERSION_KEY = "fingerprint_version"
 
 Given: TypeAlias = "Samples | tuple[Samples, Samples | None]"
+
+PROTOCOLS = ("finetune", "head")
+
+# Rows of the target per class, if their number is not given.
+PER_CLASS = 10
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Settings of transfer runs: a source's network is trained further on a few rows of the target.
+
+    The baseline is trained on the same rows of the target alone: all layers under either protocol,
+    from the weights that the source's network began with, in the same order and for as many steps.
+
+    Args:
+        protocol: `finetune` trains all layers on the target, `head` only the last layer.
+        target_samples: rows of the target in all, drawn in proportion to its classes; None is ten
+            per class.
+        seeds: repetitions, each with its own weights, rows and orders.
+        source_epochs: passes over the source.
+        target_epochs: passes over the target's rows.
+        min_target_steps: passes over the target's rows are added until there are at least this many
+            steps; 0 adds none.
+        batch_size: rows of a step, on the source and on the target.
+        learning_rate: that of Adam.
+        weight_decay: that of `torch.optim.Adam`, which adds it times the weights to the gradient.
+        network: a function, or where to import it from, "package.module:function". It
+            takes (dim, image_shape) and returns a module from features (n, dim) to the input of the
+            linear head. None: LeNet-5 for images, otherwise one hidden layer of 256.
+        image_shape: (c, h, w) if features are pixels of images, otherwise None.
+
+    Raises:
+        InputError: a field is invalid.
+    """
+
+    protocol: str = "finetune"
+    target_samples: Count | None = None
+    seeds: Count = 5
+    source_epochs: Count = 20
+    target_epochs: Count = 10
+    min_target_steps: Index = 200
+    batch_size: Count = 32
+    learning_rate: Positive = 1e-3
+    weight_decay: NotNegative = 1e-6
+    network: str | Callable[..., nn.Module] | None = None
+    image_shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "transfer.",
+            network=optional(importable),
+            image_shape=optional(sequence(count, length=3)),
+        )
+        choose("transfer.protocol", self.protocol, PROTOCOLS)
+
+    def target_rows(self, target: LabeledSamples) -> int:
+        """Return the number of rows of a target that are trained on.
+
+        Raises:
+            InputError: it is below the number of classes or above the number of rows.
+        """
+        classes, rows = target.class_total, len(target)
+        wanted = PER_CLASS * classes if self.target_samples is None else self.target_samples
+        if not classes <= wanted <= rows:
+            given = "" if self.target_samples is not None else f", {PER_CLASS} a class,"
+            raise InputError(
+                f"transfer.target_samples={wanted}{given} must lie between the {classes} classes "
+                f"and the {rows} training rows of {target.name}; set transfer.target_samples to a "
+                "number in between"
+            )
+        return wanted
+
+    def builder(self) -> Callable[..., nn.Module] | None:
+        """Import the function that builds bodies; None for the built-in ones.
+
+        Raises:
+            InputError: there is no such function.
+        """
+        if isinstance(self.network, str):
+            return import_callable(self.network, "transfer.network")
+        return self.network
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry of study.json; a user's function becomes its name and digest.
+
+        Raises:
+            InputError: the function reads an object that has no content to digest.
+        """
+        shape = None if self.image_shape is None else list(self.image_shape)
+        summary = {**vars(self), "network": None, "image_shape": shape}
+        if (builder := self.builder()) is not None:
+            name = getattr(builder, "__qualname__", type(builder).__name__)
+            try:
+                digest = content_digest(builder)
+            except Unidentified as error:
+                raise InputError(
+                    f"transfer.network holds what has no content to tell it by ({error}), and a "
+                    "study could not know whether it changed; name a function of a module"
+                ) from error
+            summary["network"] = f"{getattr(builder, '__module__', '')}.{name} {digest[:16]}"
+        return summary
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,6 @@ from otdd_flash.solver.penalties import refuse_unbalanced
 from otdd_flash.solver.schedules import Converged, Exact, Schedule, schedule_of
 from otdd_flash.solver.term import DEFAULT_RELATIVE, default_hint, refuse_both
 from otdd_flash.study.measures import MEASURES, measure_that_chooses, measures_named
-from otdd_flash.study.networks import Transfer, build_body, build_head
 from otdd_flash.study.result import StudyResult, gather
 from otdd_flash.study.setup import (
     VERSION_KEY,
@@ -79,10 +78,11 @@ from otdd_flash.study.setup import (
     Settings,
     Setup,
     Task,
+    Transfer,
     as_tasks,
     read_datasets,
 )
-from otdd_flash.study.training import transfer_units
+from otdd_flash.study.training import build_body, build_head, transfer_units
 from otdd_flash.study.units import (
     Shard,
     Stop,

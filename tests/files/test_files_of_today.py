@@ -4,7 +4,7 @@ tests/fixtures holds a file of every kind that the package keeps; `python -m tes
 writes them anew. They depend on these names, which a change of the code has to translate:
 
 - Checkpoints (`otdd_flash.flows.checkpoint`): the names in its `TYPES` and the fields of
-  `otdd_flash.labels.ClassDistances`, `otdd_flash.flows.history.Moment` and `StepRecord`, and
+  `otdd_flash.labels.ClassDistances`, `otdd_flash.flows.result.Moment` and `StepRecord`, and
   `otdd_flash.solver.term.TransportTerm`; the keys of `state` of `otdd_flash.flows.run`,
   `.stepping`, `.modes` and of its recorder; the state names of torch's optimizers;
   the fields of `otdd_flash.flows.checkpoint.Shard`. Their settings, which must be those of now,
@@ -13,7 +13,7 @@ writes them anew. They depend on these names, which a change of the code has to 
 - Results: keys of `to_dict` of `otdd_flash.result.DistanceResult`, `.flows.result.FlowResult`,
   `.pairwise.PairwiseResult`, `.solver.matrix.result.MatrixTransport` and of
   `.solver.divergence.Divergence`; fields of `TransportTerm`, `StepRecord`, `Moment`, `GroundCost`,
-  `otdd_flash.cost.compute.ComputeOptions` and `otdd_flash.distributed.shared.Shared`; names of
+  `otdd_flash.cost.compute.ComputeOptions` and `otdd_flash.distributed.exchange.Shared`; names of
   the tensors of a plan, `PLAN_TENSORS` of `otdd_flash.solver.term`.
 - Maps: layers of `otdd_flash.flows.residual_map.build_network` by their places.
 - Class distances: fields of `otdd_flash.labels.ClassDistances` and `JointClassDistances`.

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.flows.modes import MODES, Mode
+from otdd_flash.flows.flow import MODES
+from otdd_flash.flows.modes import Mode
 from otdd_flash.flows.objective import FlowSetting
 from otdd_flash.labels import LabelMetric, measure_classes
 from otdd_flash.operators.comparison import Comparison

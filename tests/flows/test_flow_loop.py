@@ -12,9 +12,9 @@ import otdd_flash as otdd
 from otdd_flash.cost.points import LabelledCost
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.flows.functionals import Norm, WeightedFunctional
-from otdd_flash.flows.history import Recorder, StepRecord
-from otdd_flash.flows.modes.feature_driven import FeaturesMode
+from otdd_flash.flows.modes import FeaturesMode
 from otdd_flash.flows.objective import TargetDivergence
+from otdd_flash.flows.result import Recorder, StepRecord
 from otdd_flash.flows.run import report_convergence
 from otdd_flash.operators import comparison
 from otdd_flash.samples import LabeledSamples

@@ -8,9 +8,8 @@ from small_flows import CASES, blobs, flow, mode_of, rough_flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.flows import run
-from otdd_flash.flows.modes import jointly_driven
-from otdd_flash.flows.modes.jointly_driven import Gaussians, recluster
+from otdd_flash.flows import joint_modes, run
+from otdd_flash.flows.joint_modes import Gaussians, recluster
 from otdd_flash.labels import gaussian as fidelity
 from otdd_flash.labels.gaussian import fidelities
 from otdd_flash.labels.pairs import all_pairs
@@ -101,9 +100,9 @@ def test_factors_of_all_particles_have_to_fit_into_memory(monkeypatch):
     # Six copies of factors (9, 3, 3) and of a table (11, 11), two of roots (9, 3, 3).
     needed = (6 * (81 + 121) + 2 * 81) * 8
     sides, options = (blobs(9), blobs(11, seed=1)), {"mode": "augmented", "steps": 1}
-    monkeypatch.setattr(jointly_driven, "free_memory", lambda device: needed)
+    monkeypatch.setattr(joint_modes, "free_memory", lambda device: needed)
     rough_flow(*sides, **options)
-    monkeypatch.setattr(jointly_driven, "free_memory", lambda device: needed - 1)
+    monkeypatch.setattr(joint_modes, "free_memory", lambda device: needed - 1)
     with pytest.raises(InputError, match=rf"factor of 3 x 3.*{needed:,} bytes.*labels.diagonal"):
         flow(*sides, **options)
     rough_flow(*sides, labels="means", **options)
@@ -181,11 +180,11 @@ def test_pairs_that_no_mass_moves_between_are_not_measured(monkeypatch):
         measured.append(len(pairs))
         return fidelities(factors, pairs, *rest)
 
-    monkeypatch.setattr(jointly_driven, "fidelities", counted)
+    monkeypatch.setattr(joint_modes, "fidelities", counted)
     source, target = apart(20), apart(22, shift=0.5)
     some = mode_of("augmented", source, target, otdd.labels.Gaussian()).evaluate(source.features)
-    monkeypatch.setattr(jointly_driven, "NO_MASS", 5e-324)
-    monkeypatch.setattr(jointly_driven.FullAugmentedMode, "_needed", lambda *_: None)
+    monkeypatch.setattr(joint_modes, "NO_MASS", 5e-324)
+    monkeypatch.setattr(joint_modes.FullAugmentedMode, "_needed", lambda *_: None)
     every = mode_of("augmented", source, target, otdd.labels.Gaussian()).evaluate(source.features)
     # Pairs within both classes, and those with the classes of the target.
     assert measured == [2 * 45 + 40, 190 + 40]

@@ -13,7 +13,7 @@ from small_flows import blobs, digits, flow, rough_flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import EpsilonOutOfRange, InputError
-from otdd_flash.flows.modes.feature_driven import FeaturesMode
+from otdd_flash.flows.modes import FeaturesMode
 from otdd_flash.flows.stepping import Stepping
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)

@@ -8,15 +8,11 @@ from refusals import naming
 from small_flows import DOUBLE, blobs, digits, flow
 
 import otdd_flash as otdd
+from experiments.flow_maps import relative_error
 from otdd_flash.derivatives import groups
 from otdd_flash.errors import InputError
 from otdd_flash.flows import maps, residual_map
-from otdd_flash.flows.maps import (
-    EntropicMap,
-    NearestParticleMap,
-    VelocityField,
-    relative_error,
-)
+from otdd_flash.flows.maps import EntropicMap, NearestParticleMap, VelocityField
 from otdd_flash.flows.residual_map import ResidualMap
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples

@@ -30,9 +30,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.integrations import tracking
 from otdd_flash.integrations.tracking import TrackedRun, check_tracker, track
 
-INSTALLED = [
-    name for name, package in tracking.TRACKERS.items() if importlib.util.find_spec(package)
-]
+INSTALLED = [name for name in tracking.TRACKERS if importlib.util.find_spec(name)]
 RUN = ("report=none", "max_samples=40", "extractor=identity")
 # Where a command's entry point is, if not in the module of its name.
 MODULES = {"study": "study.__main__"}

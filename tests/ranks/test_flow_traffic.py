@@ -19,7 +19,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash.cost import points as cost_points
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.flows.history import StepRecord
+from otdd_flash.flows.result import StepRecord
 from otdd_flash.operators import sharing
 from otdd_flash.solver.small import route
 

@@ -14,10 +14,10 @@ import torch
 from rank_pool import RankPool, lead, pool
 
 import otdd_flash as otdd
-from otdd_flash.distributed.interrupts import Interrupts
+from otdd_flash.distributed.exchange import Interrupts
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError, LostRankError
-from otdd_flash.flows.history import StepRecord
+from otdd_flash.flows.result import StepRecord
 from otdd_flash.operators.torch_operator import TorchOperator
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -9,9 +9,8 @@ import torch
 from rank_pool import pool
 from torch import Tensor
 
-from otdd_flash.distributed import messages as module
-from otdd_flash.distributed.messages import Described, messages, packed, unpacked
-from otdd_flash.distributed.ranks import Dealt, Ranks
+from otdd_flash.distributed import ranks as module
+from otdd_flash.distributed.ranks import Dealt, Described, Ranks, messages, packed, unpacked
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

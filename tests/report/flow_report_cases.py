@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from otdd_flash.flows.history import StepRecord, Trajectory
+from otdd_flash.flows.result import StepRecord, Trajectory
 from otdd_flash.samples import LabeledSamples
 
 

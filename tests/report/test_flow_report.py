@@ -15,7 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 from otdd_flash.errors import InputError
-from otdd_flash.flows.history import StepRecord
+from otdd_flash.flows.result import StepRecord
 from otdd_flash.report.figures.page import TARGET_COLOR, new_figure
 from otdd_flash.report.figures.planes import fit_plane
 from otdd_flash.report.flow import images as animation

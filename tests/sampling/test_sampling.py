@@ -12,9 +12,14 @@ from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning
 from otdd_flash.labels import ClassDistances
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.sampling import comparison, noise_floor, subsample_interval, subsampling
+from otdd_flash.sampling import comparison, subsampling
 from otdd_flash.sampling.comparison import least_rows, subsample
-from otdd_flash.sampling.halves import most_per_half, two_halves
+from otdd_flash.sampling.subsampling import (
+    most_per_half,
+    noise_floor,
+    subsample_interval,
+    two_halves,
+)
 from otdd_flash.solver.schedules import Converged
 
 FEWEST = 39

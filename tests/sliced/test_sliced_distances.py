@@ -13,10 +13,9 @@ from reference import numbers_on_a_line, transport_on_a_line
 from scipy import stats
 
 import otdd_flash as otdd
+from otdd_flash import sliced
 from otdd_flash.errors import DataNotice, InputError
-from otdd_flash.sliced import distances
-from otdd_flash.sliced.distances import DRAWS_PER_CHUNK, MOMENTS, draw_all, draw_chunk
-from otdd_flash.sliced.result import intervals
+from otdd_flash.sliced import DRAWS_PER_CHUNK, MOMENTS, draw_all, draw_chunk, intervals
 
 
 def some(n, d, classes, seed, *, weights="none"):
@@ -107,7 +106,7 @@ def test_a_draw_is_the_same_however_many_there_are(monkeypatch):
         assert torch.equal(one, other[:3])
     datasets = [some(40, 6, 3, 0), some(30, 6, 3, 1)]
     whole = otdd.sliced_distances(datasets, projections=50, device="cpu")
-    monkeypatch.setattr(distances, "WORK_BYTES", 8 * 70 * 20)
+    monkeypatch.setattr(sliced, "WORK_BYTES", 8 * 70 * 20)
     parts = otdd.sliced_distances(datasets, projections=50, device="cpu")
     torch.testing.assert_close(parts.values, whole.values, rtol=1e-12, atol=0)
 
@@ -140,9 +139,9 @@ def test_intervals_of_100_draws_hold_the_mean_over_all_lines(scale):
         otdd.LabeledSamples.from_arrays(factor * generator.normal(size=(24, 8)), np.arange(24) % 2)
         for factor in (1.0, scale)
     ]
-    prepared = distances.prepare(sides, "cpu")
+    prepared = sliced.prepare(sides, "cpu")
     chunks = (draw_chunk(chunk, 10**6, 8, seed=0) for chunk in range(40))
-    pool = torch.cat([distances.chunk_distances(prepared, draws)[0] for draws in chunks])
+    pool = torch.cat([sliced.chunk_distances(prepared, draws)[0] for draws in chunks])
     lower, upper = intervals(pool.reshape(200, 100))
     truth, blocks = pool.mean(), pool.reshape(200, 100)
     assert ((lower <= truth) & (truth <= upper)).double().mean() >= 0.915

@@ -24,9 +24,17 @@ from otdd_flash.study import study as running
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.measures.base import Reading
 from otdd_flash.study.measures.distances import conditional_entropy, frechet_distance
-from otdd_flash.study.networks import Network, build_body, build_head
 from otdd_flash.study.setup import as_tasks
-from otdd_flash.study.training import Purpose, TargetRun, TrainedSource, target_rows, train
+from otdd_flash.study.training import (
+    Network,
+    Purpose,
+    TargetRun,
+    TrainedSource,
+    build_body,
+    build_head,
+    target_rows,
+    train,
+)
 
 DISTANCES = {"measures": ["frechet"], "transfer": None}
 

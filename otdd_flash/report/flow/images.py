@@ -24,7 +24,7 @@ from torch import Tensor
 
 from otdd_flash.data.writing import ImageShape, eight_bit_images
 from otdd_flash.files.atomic import replacing
-from otdd_flash.flows.history import Trajectory
+from otdd_flash.flows.result import Trajectory
 from otdd_flash.report.figures.page import (
     INK,
     SOURCE_COLOR,

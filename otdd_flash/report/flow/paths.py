@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otdd_flash.flows.history import Trajectory
+from otdd_flash.flows.result import Trajectory
 from otdd_flash.report.figures.page import INK, save_picture
 from otdd_flash.report.figures.planes import (
     PointName,

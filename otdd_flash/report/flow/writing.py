@@ -25,8 +25,7 @@ from otdd_flash.data.writing import (
 )
 from otdd_flash.errors import choose
 from otdd_flash.files.tensor_file import write_arrays
-from otdd_flash.flows.history import StepRecord, Trajectory
-from otdd_flash.flows.result import FlowResult
+from otdd_flash.flows.result import FlowResult, StepRecord, Trajectory
 from otdd_flash.report.figures.page import (
     CONTENTS,
     INK,

@@ -23,7 +23,7 @@ from otdd_flash.derivatives.groups import settle
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
-from otdd_flash.files.result_files import read_result, write_result
+from otdd_flash.files.tensor_file import read_result, write_result
 from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.operators.given_costs import CostSource, exact_blocks
 from otdd_flash.real_numbers import in_one_row, real_tensor

@@ -16,7 +16,6 @@ must stay too, and a new field needs a default.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from otdd_flash.checks import number
+from otdd_flash.arguments import finite
 from otdd_flash.plugins import blamed_on, parts
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling.subsampling import deviation_interval, sampling_rate
@@ -159,9 +158,6 @@ class PairMeasure(PairwiseMeasure):
     def pair_unit(self, setup: Setup, i: int, j: int) -> Unit:
         """Return the unit that calls `value`."""
         return PairValue(setup, self, i, j)
-
-
-finite = number("be finite", math.isfinite)
 
 
 class PairValue(MeasureUnit):

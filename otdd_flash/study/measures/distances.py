@@ -40,11 +40,22 @@ from otdd_flash.labels.table import class_names
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, same_content
-from otdd_flash.sampling import noise_floor, subsample_interval
 from otdd_flash.sampling.comparison import SubsetComparison, subsample
-from otdd_flash.sampling.subsampling import MOST_EXCESS, subsample_sizes
-from otdd_flash.sliced.distances import chunk_distances, chunks_of, draw_chunk, draws_in, prepare
-from otdd_flash.sliced.result import SlicedResult, rows_excess
+from otdd_flash.sampling.subsampling import (
+    MOST_EXCESS,
+    noise_floor,
+    subsample_interval,
+    subsample_sizes,
+)
+from otdd_flash.sliced import (
+    SlicedResult,
+    chunk_distances,
+    chunks_of,
+    draw_chunk,
+    draws_in,
+    prepare,
+    rows_excess,
+)
 from otdd_flash.solver.penalties import penalties_of, resolve_constraints
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import DEFAULT_RELATIVE, epsilon_of_datasets, resolve_epsilon
@@ -574,16 +585,13 @@ class WholeClouds(PairValue):
     """The Fréchet distance of two tasks, and its sampling interval."""
 
     kind = "frechet"
+    about = "the Fréchet distance"
+    title = PairUnit.title
 
     @property
     def key(self) -> Mapping[str, Any]:
         settings = self.setup.settings
         return {"fingerprints": self.fingerprints, **settings.sampling, **settings.machine}
-
-    @property
-    def title(self) -> str:
-        names = self.setup.names
-        return f"the Fréchet distance of {names[self.i]} and {names[self.j]}"
 
     def compute(self, store: Store) -> Content:
         """Compute the distance; subsamples give its interval if the settings ask for one."""

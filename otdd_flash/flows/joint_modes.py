@@ -16,7 +16,7 @@ With `labels.diagonal`, F_k is the vector s_k of standard deviations and the las
 In mode `joint`, with fixed labels (jd-fl), the particles of a class share their Gaussian. In mode
 `augmented`, with variable labels (jd-vl), each particle has its own Gaussian.
 
-`flows.modes` builds both by name; `flows.run` and `flows.objective` use them as a `Mode`.
+`flows.flow` names both; `flows.run` and `flows.objective` use them as a `Mode`.
 `flows.stepping` changes the tensors of `variables` in place: a mode may not replace them, nor keep
 what depends on them. Mode `augmented` computes its labels each time that they are asked for.
 Gaussians are float64, because small distances are differences of large traces, and their tables
@@ -36,7 +36,7 @@ from torch import Tensor
 from otdd_flash.arguments import Progress
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError
-from otdd_flash.flows.modes.base import Evaluation, Mode, beside, per_mass, require_moments
+from otdd_flash.flows.modes import Evaluation, Mode, beside, per_mass, require_moments
 from otdd_flash.flows.objective import FlowSetting
 from otdd_flash.flows.stepping import Batch
 from otdd_flash.labels import ClassDistances, Gaussian, LabelMetric
