@@ -32,7 +32,7 @@ from otdd_flash.flows.flow import Callbacks, Flow
 from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
-from otdd_flash.report.flow.writing import flow_table, write_flow_report
+from otdd_flash.report.flow import flow_table, write_flow_report
 from otdd_flash.solver.schedules.exact import Exact, needs_zero
 
 logger = logging.getLogger("otdd_flash.flow")

@@ -45,7 +45,7 @@ from otdd_flash.report.distance import (
     write_contributions,
     write_report,
 )
-from otdd_flash.report.figures.page import Report
+from otdd_flash.report.page import Report
 from otdd_flash.result import DistanceResult
 from otdd_flash.sampling import noise_floor, subsample_interval
 from otdd_flash.sampling.comparison import drawable

@@ -183,7 +183,7 @@ class Outcome(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Collect all jobs into summary.csv and summary.png, and take the highest exit code."""
-        from otdd_flash.report.figures.page import write_each
+        from otdd_flash.report.page import write_each
         from otdd_flash.report.sweep import axes_of, draw_sweep, summary_csv
 
         sweep = Path(config.hydra.sweep.dir)

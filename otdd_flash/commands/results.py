@@ -41,7 +41,7 @@ from otdd_flash.integrations.tracking import (
     track,
     unfollowed,
 )
-from otdd_flash.report.figures.page import Report, write_each
+from otdd_flash.report.page import Report, write_each
 from otdd_flash.shown import display, interval
 
 logger = logging.getLogger(__name__)

@@ -34,8 +34,8 @@ from otdd_flash.integrations.tracking import check_tracker
 from otdd_flash.labels import METRICS, LabelMetric, Tree, fields_of, metric_named
 from otdd_flash.labels.metrics import POOLED
 from otdd_flash.otdd import LAMBDA_Y
-from otdd_flash.report.figures.heat_maps import ORDERS
-from otdd_flash.report.figures.page import CONTENTS
+from otdd_flash.report.heat_maps import ORDERS
+from otdd_flash.report.page import CONTENTS
 from otdd_flash.shown import display, hidden
 from otdd_flash.solver.divergence import SCHEDULES
 from otdd_flash.solver.penalties import refuse_unbalanced

@@ -6,7 +6,7 @@ checksum over all of them, so that a flipped bit is found instead of computed wi
 `study.units` use them; `pairwise` uses the checksum for files of its own. `load_torch_file` reads
 files of `torch.save` without running code, for `extractors.checkpoint`. `write_arrays` and
 `read_arrays` handle npz files: tables of class distances (`labels.table`) and samples
-(`data.writing`, `report.flow.writing`).
+(`data.writing`, `report.flow`).
 
 Every saved file carries the version and a format number (STAMP), which `check_format` compares when
 it is read, here and in `flows.checkpoint`, `pairwise` and `extractors.feature_store`;

@@ -1,7 +1,7 @@
 """The result of a flow: the adapted dataset, the records of its steps, and how to store it.
 
 `gradient_flow` (`flows.run`) returns a `FlowResult`; `commands.adapt`, `commands.results` and
-`report.flow.writing` read it. The module also saves and loads it, and makes maps of new points from
+`report.flow` read it. The module also saves and loads it, and makes maps of new points from
 it. result.json comes from `to_dict`, and result.safetensors from the tensors that `PARTS` lists:
 keys and names are the format.
 """
@@ -228,7 +228,7 @@ class FlowResult:
             InputError: particles are not images of this shape, or a dataset was modified in place.
         """
         self._check_unchanged()
-        from otdd_flash.report.flow.writing import plot_flow
+        from otdd_flash.report.flow import plot_flow
 
         return plot_flow(self, image_shape)
 

@@ -16,8 +16,7 @@ from otdd_flash.arguments import takes
 from otdd_flash.data.writing import write_hugging_face, write_npz
 from otdd_flash.errors import choose
 from otdd_flash.files.atomic import write_text
-from otdd_flash.report.bars import Barred, barred_page
-from otdd_flash.report.figures.page import (
+from otdd_flash.report.page import (
     CONTENTS,
     SOURCE_COLOR,
     TARGET_COLOR,
@@ -31,7 +30,7 @@ from otdd_flash.report.figures.page import (
     save_picture,
     write_each,
 )
-from otdd_flash.report.tables import write_table_csv
+from otdd_flash.report.tables import Barred, barred_page, write_table_csv
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import display, shorten
 
