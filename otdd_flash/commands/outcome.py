@@ -59,7 +59,7 @@ from otdd_flash.errors import (
     ShiftFound,
 )
 from otdd_flash.files.atomic import lock, unlock, write_json
-from otdd_flash.importing import user_traceback
+from otdd_flash.plugins import user_traceback
 from otdd_flash.shown import hidden
 
 RESULT_FILE, ERROR_FILE = "result.json", "error.json"
