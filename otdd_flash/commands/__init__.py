@@ -2,7 +2,7 @@
 
 The entry points `otdd_flash.distance`, `otdd_flash.flow`, `otdd_flash.nearest`, `otdd_flash.mix`,
 `shift.__main__` and `study.__main__` call `start`, which begins and ends the process with
-`choices`, `hydra_errors` and `ranks`, and holds the exit codes. Hydra then runs the jobs through
+`arguments` and `ranks`, and holds the exit codes. Hydra then runs the jobs through
 `outcome`: `compare`, `adapt`, `nearest`, `mix`, `shift` and `study` are the work of the commands.
 They use `settings`, `sides`, `progress`, `messages` and `results`.
 

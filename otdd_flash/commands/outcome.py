@@ -36,7 +36,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from otdd_flash.checks import path
-from otdd_flash.commands.hydra_errors import check_references, limit_of_the_system
+from otdd_flash.commands.arguments import check_references, limit_of_the_system
 from otdd_flash.commands.messages import messages, shown
 from otdd_flash.commands.ranks import leading, named, remember
 from otdd_flash.commands.start import (

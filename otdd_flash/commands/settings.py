@@ -23,8 +23,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from otdd_flash.arguments import Count, NotNegative, check_fields, penalties
 from otdd_flash.checks import LONGEST_SHOWN, optional
-from otdd_flash.commands.choices import leaves
-from otdd_flash.commands.hydra_errors import check_references, given_at, unknown_key
+from otdd_flash.commands.arguments import check_references, given_at, leaves, unknown_key
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.start import conceal_environment
 from otdd_flash.cost.compute import ComputeOptions

@@ -103,24 +103,24 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
     # configuration, so that jobs that a launcher runs in other processes use the same number.
     OmegaConf.register_new_resolver("process", os.getpid, use_cache=True, replace=True)
     conceal_environment()
-    from otdd_flash.commands import choices
+    from otdd_flash.commands import arguments
 
-    choices.search_installed()
+    arguments.search_installed()
     if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
-        choices.show_help(config_name, sys.argv[1:])
+        arguments.show_help(config_name, sys.argv[1:])
         return
     # Argparse accepts settings only if no flag stands between them: flags of a multirun go first.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in MULTIRUN)
-    if (refusal := choices.refused_argument(sys.argv[1:])) is not None:
+    if (refusal := arguments.refused_argument(sys.argv[1:])) is not None:
         raise InputError(refusal)
-    sys.argv[1:] = choices.with_folders(sys.argv[1:])
-    for notice in choices.twice_given(sys.argv[1:]):
+    sys.argv[1:] = arguments.with_folders(sys.argv[1:])
+    for notice in arguments.twice_given(sys.argv[1:]):
         # Imported here: with rich, the import takes as long as all the rest of --version.
         from otdd_flash.commands.messages import say
 
         say("notice", notice, "yellow")
     entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
-    with _errors_handed_on(), choices.trusted_configurations(), warnings.catch_warnings():
+    with _errors_handed_on(), arguments.trusted_configurations(), warnings.catch_warnings():
         # Hydra's own warnings are shown by this function, too, because they repeat arguments.
         warnings.showwarning = _show_warning
         entry(job)()
@@ -261,7 +261,7 @@ def _errors_handed_on() -> Iterator[None]:
 
 def _refused(error: Exception) -> int:
     """Print what is wrong with the arguments, or a defect's traceback; return the exit code."""
-    from otdd_flash.commands.hydra_errors import sentence
+    from otdd_flash.commands.arguments import sentence
 
     # The variable is as the user set it: `_errors_handed_on` has restored it by now.
     said = None if os.environ.get(FULL_ERROR) else sentence(error, sys.argv[1:])

@@ -34,9 +34,9 @@ import numpy as np
 import torch
 from torch import Tensor, uint8
 
+from otdd_flash import __version__
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing
-from otdd_flash.version import __version__
 
 FORMAT = 1
 

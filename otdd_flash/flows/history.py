@@ -4,7 +4,7 @@ A `Moment` is the state of a step from which an entropic map is built (`flows.re
 
 `flows.objective` and `flows.run` make the records, `Recorder` thins the trajectory, and
 `flows.checkpoint` stores records, moments and the state of the `Recorder`. `flows.result`,
-`commands.progress` and the modules of `report.flow` read them. The fields of `StepRecord` and
+`commands.messages` and the modules of `report` read them. The fields of `StepRecord` and
 `Moment` are part of the checkpoint format, and those of `StepRecord` are the columns of
 metrics.csv, so their names must stay.
 """
