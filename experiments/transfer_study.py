@@ -35,7 +35,7 @@ import numpy as np
 from hydra import compose, initialize_config_module
 
 from experiments.environment import RESULTS, environment, write_result
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.settings import parse
 from otdd_flash.commands.study import StudySettings, load_tasks, study_of
 from otdd_flash.files.atomic import write_json

@@ -19,8 +19,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from otdd_flash.arguments import positive
-from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases, interrupts_noted
+from otdd_flash.commands.messages import Phases, Terminal, interrupts_noted
 from otdd_flash.commands.results import track_flow, write_run
 from otdd_flash.commands.settings import DatasetPairSettings, FlowNode, parse, recorded, taken
 from otdd_flash.commands.sides import Sides, prepare_sides

@@ -17,8 +17,7 @@ from omegaconf import DictConfig
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, check_fields
 from otdd_flash.checks import shown
-from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases, Terminal
 from otdd_flash.commands.results import track_ranking
 from otdd_flash.commands.settings import (
     EmbeddingSettings,

@@ -16,8 +16,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from otdd_flash.arguments import Count, Positive, Share, check_fields
-from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases, Terminal
 from otdd_flash.commands.results import track_shift
 from otdd_flash.commands.settings import (
     EmbeddingSettings,

@@ -25,7 +25,7 @@ import torch
 
 from otdd_flash.arguments import count
 from otdd_flash.checks import choice, optional
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import EmbeddingSettings, RuntimeSettings
 from otdd_flash.data.dataset import LabeledDataset

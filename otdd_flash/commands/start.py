@@ -1,7 +1,7 @@
 """The beginning and the end of a command's process: Hydra, exit codes and standard streams.
 
 The entry points `otdd_flash.distance`, `.flow`, `.nearest`, `.mix`, `study.__main__` and
-`shift.__main__` call `run_hydra`, `run_work`, `run_command` and `run_script`. `commands.progress`
+`shift.__main__` call `run_hydra`, `run_work`, `run_command` and `run_script`. `commands.messages`
 asks for the running job and draws inside `dispensable`; `commands.outcome` ends a job (`job_ended`)
 and asks `unheard`; `commands.settings` calls `conceal_environment`. The exit codes of all commands
 and `say_error` are here, too, for `commands.outcome`, `commands.ranks` and `commands.study`.
@@ -161,7 +161,7 @@ def run_work(name: str, config: DictConfig) -> int:
     Returns:
         The job's exit code.
     """
-    from otdd_flash.commands.progress import importing
+    from otdd_flash.commands.messages import importing
 
     with importing():
         from otdd_flash.commands.outcome import run_job

@@ -26,8 +26,7 @@ from omegaconf import DictConfig
 
 from otdd_flash.arguments import count
 from otdd_flash.checks import optional
-from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases, interrupts_noted
+from otdd_flash.commands.messages import Phases, Terminal, interrupts_noted
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.results import track_study
 from otdd_flash.commands.settings import (

@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is told of progress, whose lines would stand between those that tests read."""
-    from otdd_flash.commands.progress import Phases
+    from otdd_flash.commands.messages import Phases
 
     monkeypatch.setattr(Phases, "_say", lambda _: None)
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from otdd_flash.commands import messages, progress, start
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases
 from otdd_flash.solver.schedules.converged import Converged
 
 # Of which other tests are told nothing.
