@@ -54,8 +54,7 @@ from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.exact.term import ExactTerm, plan_tensors, with_plan
 from otdd_flash.solver.penalties import penalties_of, penalties_text, resolve_constraints
 from otdd_flash.solver.term import TransportTerm
-from otdd_flash.target_changes import TargetHistogram, histogram, mean_changes
-from otdd_flash.unmatched import Unmatched, unmatched_of
+from otdd_flash.unmatched import TargetHistogram, Unmatched, histogram, mean_changes, unmatched_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

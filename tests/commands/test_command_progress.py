@@ -32,7 +32,6 @@ def written(monkeypatch):
     console = Console(file=file, width=40)
     monkeypatch.setattr(Phases, "_say", SAY)
     monkeypatch.setattr(messages, "messages", console)
-    monkeypatch.setattr(messages, "messages", console)
     return file
 
 
