@@ -10,6 +10,7 @@ does the work. Imports at the top must stay light, so that help is shown without
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from otdd_flash.commands.start import run_command, run_hydra, run_script, run_work
@@ -26,19 +27,8 @@ def job(config: DictConfig) -> int:
     return run_work("adapt", config)
 
 
-def main() -> None:
-    """Run the command through Hydra, with the configuration conf/flow.yaml."""
-    run_hydra(job, "flow")
-
-
-def script() -> None:
-    """Run the console command `otdd-flow`.
-
-    Functions that the user names are also looked for in the working directory, as `python -m` does
-    by itself.
-    """
-    run_script(main)
-
+main = partial(run_hydra, job, "flow")
+script = partial(run_script, main)
 
 if __name__ == "__main__":
     run_command(main)

@@ -11,6 +11,7 @@ torch.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from otdd_flash.commands.start import run_command, run_hydra, run_script, run_work
@@ -27,19 +28,8 @@ def job(config: DictConfig) -> int:
     return run_work("mix", config)
 
 
-def main() -> None:
-    """Run the command through Hydra, with the configuration conf/mix.yaml."""
-    run_hydra(job, "mix")
-
-
-def script() -> None:
-    """Run the console command `otdd-mix`.
-
-    Functions that the user names are also looked for in the working directory, as `python -m` does
-    by itself.
-    """
-    run_script(main)
-
+main = partial(run_hydra, job, "mix")
+script = partial(run_script, main)
 
 if __name__ == "__main__":
     run_command(main)

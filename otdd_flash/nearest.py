@@ -16,6 +16,7 @@ function: so the module can be called in its place.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -45,19 +46,8 @@ def job(config: DictConfig) -> int:
     return run_work("nearest", config)
 
 
-def main() -> None:
-    """Run the command through Hydra, with the configuration conf/nearest.yaml."""
-    run_hydra(job, "nearest")
-
-
-def script() -> None:
-    """Run the console command `otdd-nearest`.
-
-    Functions that the user names are also looked for in the working directory, as `python -m` does
-    by itself.
-    """
-    run_script(main)
-
+main = partial(run_hydra, job, "nearest")
+script = partial(run_script, main)
 
 if __name__ == "__main__":
     run_command(main)

@@ -69,41 +69,34 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def takes_shards(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let an entry point be called by all processes of `compute.group`, each with its shards.
+def takes_shards(function: Callable[P, T]) -> Callable[P, T]:
+    """Let the distance be called by all processes of `compute.group`, each with shards of both.
 
     Rank 0 then computes as one process would, leading the others, and all return its result.
-
-    Args:
-        *names: names of the arguments that are shards of datasets.
     """
+    signature = inspect.signature(function)
 
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        signature = inspect.signature(function)
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            # The call fails again, in the function, whose error names it.
+            return function(*args, **kwargs)
+        compute = ComputeOptions.of(bound.arguments.get("compute"))
+        # One process, or a call inside `otdd.led`: there `group` is a `Ranks`, and the datasets are
+        # whole.
+        if compute.group is None or isinstance(compute.group, Ranks):
+            return function(*args, **kwargs)
+        ranks = ranks_of(compute.group)
+        settings = {**bound.arguments, "compute": compute}
+        given = {name: settings.pop(name) for name in ("source", "target")}
+        bound.arguments |= _whole_datasets(ranks, given, settings)
+        bound.arguments["compute"] = replace(compute, group=ranks)
+        # Rank 0 calls the function; the others serve its passes and get a copy of the result.
+        return ranks.led(lambda: function(*bound.args, **bound.kwargs))
 
-        @wraps(function)
-        def called(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                bound = signature.bind(*args, **kwargs)
-            except TypeError:
-                # The call fails again, in the function, whose error names it.
-                return function(*args, **kwargs)
-            compute = ComputeOptions.of(bound.arguments.get("compute"))
-            # One process, or a call inside `otdd.led`: there `group` is a `Ranks`, and the datasets
-            # are whole.
-            if compute.group is None or isinstance(compute.group, Ranks):
-                return function(*args, **kwargs)
-            ranks = ranks_of(compute.group)
-            given = {name: bound.arguments[name] for name in names}
-            settings = {key: value for key, value in bound.arguments.items() if key not in names}
-            bound.arguments |= _whole_datasets(ranks, given, {**settings, "compute": compute})
-            bound.arguments["compute"] = replace(compute, group=ranks)
-            # Rank 0 calls the function; the others serve its passes and get a copy of the result.
-            return ranks.led(lambda: function(*bound.args, **bound.kwargs))
-
-        return called
-
-    return decorate
+    return called
 
 
 # The weight of class distances where none is given.
@@ -114,7 +107,7 @@ LAMBDA_Y = 0.5
 # `takes_shards` joins the shards of several processes, and `takes` checks arguments by their
 # annotations.
 @computes
-@takes_shards("source", "target")
+@takes_shards
 @takes()
 def dataset_distance(
     source: Samples,

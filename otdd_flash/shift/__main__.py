@@ -7,6 +7,7 @@ does the work. Imports at the top must stay light, so that help is shown without
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from otdd_flash.commands.start import run_command, run_hydra, run_script, run_work
@@ -20,15 +21,8 @@ def job(config: DictConfig) -> int:
     return run_work("shift", config)
 
 
-def main() -> None:
-    """Run the command through Hydra, with the configuration conf/shift.yaml."""
-    run_hydra(job, "shift")
-
-
-def script() -> None:
-    """Run the console command `otdd-shift`."""
-    run_script(main)
-
+main = partial(run_hydra, job, "shift")
+script = partial(run_script, main)
 
 if __name__ == "__main__":
     run_command(main)
