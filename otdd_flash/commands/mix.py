@@ -73,7 +73,6 @@ def mix(config: DictConfig, directory: Path) -> None:
     settings = parse(config, MixSettings)
     kept = recorded(settings, config)
     check_fields(settings)
-    settings.report.check()
     settings.log.check()
     for key, asked in (("labels.full", settings.labels.full), *_fitted(settings.extractor)):
         if asked:

@@ -75,7 +75,6 @@ def nearest(config: DictConfig, directory: Path) -> None:
     settings = parse(config, NearestSettings)
     kept = recorded(settings, config)
     check_fields(settings)
-    settings.report.check()
     settings.log.check()
     if settings.labels.full:
         raise InputError("labels.full=true has no meaning in a ranking; leave it out")

@@ -270,7 +270,7 @@ class ReportSettings:
     content: str
     order: str = "given"
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise an `InputError` unless content and order are known."""
         choose("report", self.content, CONTENTS)
         choose("report.order", self.order, ORDERS)
@@ -325,7 +325,6 @@ class DatasetPairSettings(ComparisonSettings, EmbeddingSettings):
             InputError: a setting is invalid for any data.
         """
         self.check()
-        self.report.check()
         self.log.check()
         metric = self.metric()
         self.check_metric(metric)
@@ -408,7 +407,7 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
     """Check a composed configuration against a dataclass and build it.
 
     Raises:
-        InputError: a value has the wrong type, is missing, or refers to nothing.
+        InputError: a value has the wrong type, is missing, unknown, or refers to nothing.
     """
     # Repeated here, because a launcher may run this job in another process.
     conceal_environment()

@@ -70,7 +70,6 @@ class ShiftSettings(EmbeddingSettings):
         check_permutations(self.permutations, None if self.window else self.level)
         refuse_both(self.epsilon, self.epsilon_relative)
         GroundCost(self.lambda_x, self.lambda_y, self.ground)
-        self.report.check()
         self.log.check()
         if self.window is not None and self.sample.get("max_samples", self.max_samples) is not None:
             raise InputError(

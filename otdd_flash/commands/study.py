@@ -147,7 +147,6 @@ def study(config: DictConfig, directory: Path) -> None:
 
 def _check(settings: StudySettings, directory: Path) -> None:
     """Raise an `InputError` for settings that no tasks can meet, before data are read."""
-    settings.report.check()
     if leading() is not None:
         raise InputError(
             "a study is shared by jobs that each do a part of its work: leave torchrun out, and "
