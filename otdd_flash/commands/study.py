@@ -38,7 +38,6 @@ from otdd_flash.commands.settings import (
     recorded,
 )
 from otdd_flash.commands.sides import (
-    blamed,
     build,
     clustered,
     embed_side,
@@ -55,6 +54,7 @@ from otdd_flash.errors import (
     NOT_CONVERGED,
     ConvergenceError,
     InputError,
+    placed,
 )
 from otdd_flash.extractors import reduce_pca, standardize
 from otdd_flash.report.study.page import choice_sentences
@@ -301,7 +301,7 @@ def load_tasks(settings: StudySettings, phases: Phases) -> LoadedTasks:
     counts: dict[str, int] = {}
     shape: tuple[int, ...] | None = None
     for name, node in nodes.items():
-        with blamed(f"task {name}"):
+        with placed(f"task {name}"):
             parts = _load(name, node, settings, phases, fraction)
             shape = shape or image_shape_of(extractor, parts[0])
         found = [
@@ -311,7 +311,7 @@ def load_tasks(settings: StudySettings, phases: Phases) -> LoadedTasks:
             )
             for part in parts
         ]
-        with blamed(f"task {name}"):
+        with placed(f"task {name}"):
             embedded += clustered(found, node, node.get("k"), int(node.get("seed", settings.seed)))
         counts[name] = len(parts)
     if standardised:

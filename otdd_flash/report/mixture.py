@@ -8,7 +8,6 @@ must stay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,7 +110,8 @@ def _cells(mixture: Mixture, other: Mixture | None) -> tuple[list[str], list[lis
     """Return the heads of a table, and its lines, the heaviest source first."""
     each = [mixture, *([] if other is None else [other])]
     interval = [] if mixture.intervals is None else ["95% interval"]
-    heads = ["source", *map(_head, each), *interval, "marginal cost", "rows"]
+    weights = ["debiased weight" if one.debias else "weight" for one in each]
+    heads = ["source", *weights, *interval, "marginal cost", "rows"]
     lines = []
     for name, _ in sorted(mixture.weights.items(), key=lambda item: -item[1]):
         cells = [name, *(f"{one.weights[name]:.4f}" for one in each)]
@@ -124,10 +124,6 @@ def _cells(mixture: Mixture, other: Mixture | None) -> tuple[list[str], list[lis
 def plot_mixture(mixture: Mixture) -> Figure:
     """Draw weights and marginal costs as bars."""
     return figure_of(lambda: _draw(mixture, None), list(mixture.weights))
-
-
-def _head(mixture: Mixture) -> str:
-    return "debiased weight" if mixture.debias else "weight"
 
 
 def _rows(mixture: Mixture) -> list[tuple[object, ...]]:
@@ -164,7 +160,7 @@ def _draw(mixture: Mixture, path: Path | None) -> Figure:
         if mixture.intervals is not None:
             for place, name in enumerate(names):
                 left.plot(mixture.intervals[name], [place, place], color="0.2", linewidth=1)
-        right.barh(places, _costs(mixture, names), color=TARGET_COLOR)
+        right.barh(places, [mixture.marginal_costs[name] for name in names], color=TARGET_COLOR)
         left.set_yticks(places, [shorten(name, LONGEST) for name in names])
         left.invert_yaxis()
         left.set_xlabel("weight")
@@ -179,7 +175,3 @@ def _draw(mixture: Mixture, path: Path | None) -> Figure:
         figure.set_layout_engine("constrained")
         save_picture(figure, path)
     return figure
-
-
-def _costs(mixture: Mixture, names: Sequence[str]) -> list[float]:
-    return [mixture.marginal_costs[name] for name in names]
