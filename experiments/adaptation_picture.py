@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otdd_flash.report.figures.page import INK, new_figure, save_picture
+from otdd_flash.report.page import INK, new_figure, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

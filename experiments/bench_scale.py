@@ -43,7 +43,7 @@ from typing import Any
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.scale_workloads import WORKLOADS
-from otdd_flash.report.figures.page import new_figure, save_picture
+from otdd_flash.report.page import new_figure, save_picture
 
 KEYS = ("workload", "processes", "points", "dimension", "classes")
 ROOT = Path(__file__).parents[1]

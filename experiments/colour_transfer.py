@@ -27,7 +27,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from experiments.environment import RESULTS
 from experiments.rows import Rows
-from otdd_flash.report.figures.page import new_figure, save_picture
+from otdd_flash.report.page import new_figure, save_picture
 from otdd_flash.solver.divergence import Divergence
 
 EPSILONS, SAMPLE, SEED, AT_ONCE = (0.01, 0.001), 512, 0, 4096

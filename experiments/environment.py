@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from otdd_flash import __version__
 from otdd_flash.files.atomic import write_json
-from otdd_flash.version import __version__
 
 RESULTS = Path(__file__).parent / "results"
 

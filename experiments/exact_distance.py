@@ -20,7 +20,7 @@ from typing import Any
 
 import otdd_flash as otdd
 from experiments.environment import RESULTS, environment, write_result
-from otdd_flash.report.figures.page import INK, new_figure, save_picture
+from otdd_flash.report.page import INK, new_figure, save_picture
 
 NAMES = {
     "mnist": "MNIST",

@@ -26,7 +26,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from experiments.environment import RESULTS
 from experiments.rows import Rows
-from otdd_flash.report.figures.page import SOURCE_COLOR, TARGET_COLOR, new_figure, save_picture
+from otdd_flash.report.page import SOURCE_COLOR, TARGET_COLOR, new_figure, save_picture
 
 NOISES, EPSILONS = (0.0, 0.01, 0.03, 0.1), (0.1, 0.01, 0.001)
 ANGLE, STEPS, SEEDS = 40.0, 30, 5

@@ -47,7 +47,7 @@ from otdd_flash.kernels.passes.symmetric_step import symmetric_step_kernel
 from otdd_flash.kernels.points.packed_points import arrange
 from otdd_flash.kernels.tiling import BLOCK_ROWS, narrow_tile, tile_for
 from otdd_flash.operators.triton_operator import KernelOperator
-from otdd_flash.report.figures.page import INK, SOURCE_COLOR, TARGET_COLOR, new_figure, save_picture
+from otdd_flash.report.page import INK, SOURCE_COLOR, TARGET_COLOR, new_figure, save_picture
 
 SAMPLES = 60_000
 DIMENSIONS = (784, 512, 128, 64)

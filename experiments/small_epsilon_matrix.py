@@ -21,7 +21,7 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from experiments.environment import RESULTS, environment, write_result
-from otdd_flash.report.figures.page import (
+from otdd_flash.report.page import (
     INK,
     SOURCE_COLOR,
     TARGET_COLOR,

@@ -35,11 +35,11 @@ import numpy as np
 from hydra import compose, initialize_config_module
 
 from experiments.environment import RESULTS, environment, write_result
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.settings import parse
 from otdd_flash.commands.study import StudySettings, load_tasks, study_of
 from otdd_flash.files.atomic import write_json
-from otdd_flash.report.figures.page import INK, SOURCE_COLOR, new_figure, save_picture
+from otdd_flash.report.page import INK, SOURCE_COLOR, new_figure, save_picture
 from otdd_flash.report.study.writing import write_study_report
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.result import StudyResult

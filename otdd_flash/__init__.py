@@ -33,6 +33,9 @@ from __future__ import annotations
 import os
 import sys
 
+# Written into files, into keys of cached features and into messages, and compared between ranks.
+__version__ = "0.1.0"
+
 # The folder in which a command was started: the one that `python -m otdd_flash.distance` puts into
 # sys.path, or that `commands.start.run_script` sets for a console command.
 _started_in: str | None = None
@@ -54,8 +57,6 @@ if _run and _run[0].removeprefix("-m").startswith("otdd_flash.") and not sys.fla
 # Imported after that, for the same reason.
 from importlib import import_module  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
-
-from otdd_flash.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from otdd_flash import extractors, labels, nn

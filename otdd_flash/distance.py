@@ -1,45 +1,18 @@
 """The command `python -m otdd_flash.distance`: the dataset distance of a configuration.
 
 pyproject.toml names `script` as the console command `otdd-distance`. `run_hydra` reads
-conf/distance.yaml and the arguments and calls `job`; `run_work` then imports `commands.compare`,
-which does the work. Imports at the top must stay light, so that help is shown without importing
-torch.
-
-`run_script` (console command) and `run_command` (`python -m`) call `main`, `main` calls
-`run_hydra`, that calls `job`, and that `run_work`.
+conf/distance.yaml and the arguments; `run_work` then imports `commands.compare`, which does the
+work. Imports at the top must stay light, so that help is shown without importing torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
-from otdd_flash.commands.start import run_command, run_hydra, run_script, run_work
+from otdd_flash.commands.start import run_command, run_hydra, run_script
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-
-def job(config: DictConfig) -> int:
-    """Run one job (a multirun has several) and return its exit code.
-
-    `run_job` has noted the code, too, and the process exits with the highest that was noted.
-    """
-    return run_work("compare", config)
-
-
-def main() -> None:
-    """Run the command through Hydra, with the configuration conf/distance.yaml."""
-    run_hydra(job, "distance")
-
-
-def script() -> None:
-    """Run the console command `otdd-distance`.
-
-    Functions that the user names are also looked for in the working directory, as `python -m` does
-    by itself.
-    """
-    run_script(main)
-
+main = partial(run_hydra, "compare", "distance")
+script = partial(run_script, main)
 
 if __name__ == "__main__":
     run_command(main)

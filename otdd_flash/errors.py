@@ -25,12 +25,14 @@ from otdd_flash.shown import display, sentence
 # The folder of this package, with a separator at its end.
 HERE = os.path.join(os.path.dirname(__file__), "")
 
-# The exit codes of a command or of a study's unit that an error ends; `commands.start` has others.
-# Users' scripts rely on them, so they must not change. A defect is printed with its traceback.
+# The exit codes of a command or of a study's unit that an error ends. Users' scripts rely on them,
+# so they must not change. A defect is printed with its traceback.
 DEFECT, BAD_INPUT = 1, 2
 # `solver.require_convergence` was set and not met.
 NOT_CONVERGED = 3
-# `fail_on_shift` was set and a shift was found; 4 is `commands.start.INCOMPLETE`.
+# The result was written, but a picture, another file or output could not be.
+INCOMPLETE = 4
+# `fail_on_shift` was set and a shift was found.
 SHIFTED = 5
 
 
@@ -112,6 +114,10 @@ def exit_code(error: Exception) -> int:
             return BAD_INPUT
         case ConvergenceError():
             return NOT_CONVERGED
+        case IncompleteError():
+            return INCOMPLETE
+        case ShiftFound():
+            return SHIFTED
         case _:
             return DEFECT
 

@@ -1,12 +1,8 @@
 """The command `python -m otdd_flash.nearest`: which datasets of a library are nearest to one.
 
 pyproject.toml names `script` as the console command `otdd-nearest`. `run_hydra` reads
-conf/nearest.yaml and the arguments and calls `job`; `run_work` then imports `commands.nearest`,
-which does the work. Imports at the top must stay light, so that help is shown without importing
-torch.
-
-`run_script` (console command) and `run_command` (`python -m`) call `main`, `main` calls
-`run_hydra`, that calls `job`, and that `run_work`.
+conf/nearest.yaml and the arguments; `run_work` then imports `commands.nearest`, which does the
+work. Imports at the top must stay light, so that help is shown without importing torch.
 
 The function `otdd.nearest` has the name of this module, which `python -m` and the console command
 run and nobody else imports. Python binds an imported module to its name in the package, over the
@@ -16,13 +12,11 @@ function: so the module can be called in its place.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from otdd_flash.commands.start import run_command, run_hydra, run_script, run_work
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from otdd_flash.commands.start import run_command, run_hydra, run_script
 
 
 class _Module(ModuleType):
@@ -37,27 +31,8 @@ class _Module(ModuleType):
 sys.modules[__name__].__class__ = _Module
 
 
-def job(config: DictConfig) -> int:
-    """Run one job (a multirun has several) and return its exit code.
-
-    `run_job` has noted the code, too, and the process exits with the highest that was noted.
-    """
-    return run_work("nearest", config)
-
-
-def main() -> None:
-    """Run the command through Hydra, with the configuration conf/nearest.yaml."""
-    run_hydra(job, "nearest")
-
-
-def script() -> None:
-    """Run the console command `otdd-nearest`.
-
-    Functions that the user names are also looked for in the working directory, as `python -m` does
-    by itself.
-    """
-    run_script(main)
-
+main = partial(run_hydra, "nearest", "nearest")
+script = partial(run_script, main)
 
 if __name__ == "__main__":
     run_command(main)

@@ -9,21 +9,34 @@ Feydy et al. 2019, Interpolating between optimal transport and MMD using Sinkhor
 class distances, settle epsilon, solve the terms, return a `DistanceResult`. `commands.compare`,
 `sampling.comparison` and `integrations.torchmetrics` call it, and users. Errors of input must come
 before class distances are measured, which may take long.
+
+`takes_shards`, which decorates it, stands before it: on several processes, each of which holds a
+shard of every dataset, it joins the shards in the order of the ranks (the numbers of the processes
+in their group), and rank 0 leads the computation, so that the result is that of one process with
+all rows. All ranks must run the same collectives, as a rank that misses one leaves the others
+waiting. Checks of a rank's own input therefore run inside `ranks.together`, which raises the error
+of one rank on all of them.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce, wraps
+from hashlib import sha256
+from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 from otdd_flash.arguments import Count, DatasetGround, NotNegative, Progress, takes
 from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.exchange import ALONE
-from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.distributed.ranks import Ranks, check_versions, ranks_of
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.fingerprint import Unchanged
@@ -44,13 +57,46 @@ from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.numbers import refuse_table, scale_of, with_numbers
 from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.result import DistanceResult
-from otdd_flash.samples import LabeledSamples, check_squares
-from otdd_flash.shards import takes_shards
+from otdd_flash.samples import LEAST_MASS, MOST_MASS, NO_MASS, LabeledSamples, check_squares
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
 from otdd_flash.solver.schedules import Schedule, schedule_of
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term import SolverProgress, epsilon_of_datasets, resolve_epsilon
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def takes_shards(function: Callable[P, T]) -> Callable[P, T]:
+    """Let the distance be called by all processes of `compute.group`, each with shards of both.
+
+    Rank 0 then computes as one process would, leading the others, and all return its result.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            # The call fails again, in the function, whose error names it.
+            return function(*args, **kwargs)
+        compute = ComputeOptions.of(bound.arguments.get("compute"))
+        # One process, or a call inside `otdd.led`: there `group` is a `Ranks`, and the datasets are
+        # whole.
+        if compute.group is None or isinstance(compute.group, Ranks):
+            return function(*args, **kwargs)
+        ranks = ranks_of(compute.group)
+        settings = {**bound.arguments, "compute": compute}
+        given = {name: settings.pop(name) for name in ("source", "target")}
+        bound.arguments |= _whole_datasets(ranks, given, settings)
+        bound.arguments["compute"] = replace(compute, group=ranks)
+        # Rank 0 calls the function; the others serve its passes and get a copy of the result.
+        return ranks.led(lambda: function(*bound.args, **bound.kwargs))
+
+    return called
+
 
 # The weight of class distances where none is given.
 LAMBDA_Y = 0.5
@@ -60,7 +106,7 @@ LAMBDA_Y = 0.5
 # `takes_shards` joins the shards of several processes, and `takes` checks arguments by their
 # annotations.
 @computes
-@takes_shards("source", "target")
+@takes_shards
 @takes()
 def dataset_distance(
     source: Samples,
@@ -280,3 +326,101 @@ def prepared(
         notice_single_samples(sides, metric)
     scale = scale_of(metric)
     return sides, Comparison.prepare(sides, cost, compute, debias=debias, target_scale=scale)
+
+
+# If there are more names than this, ranks compare a digest, which keeps the error short.
+MOST_NAMES = 20
+
+ADVICE = "start every rank in the same way"
+
+
+def _whole_datasets(
+    ranks: Ranks, given: dict[str, Samples], settings: dict[str, Any]
+) -> dict[str, LabeledSamples]:
+    """Join the shards of all ranks, in the order of the ranks.
+
+    Raises:
+        InputError: a part of the samples is refused, or ranks disagree. Every rank raises it.
+    """
+
+    def made() -> dict[str, LabeledSamples]:
+        return {
+            # `as_samples` refuses samples without mass, which one shard of several may be.
+            name: side.detached() if isinstance(side, LabeledSamples) else as_samples(side, name)
+            for name, side in given.items()
+        }
+
+    # Of otdd_flash and torch.
+    check_versions(ranks)
+    # Settings with a function are not compared: its repr has another address in every process.
+    said = {key: repr(value) for key, value in settings.items()}
+    said = {key: value for key, value in said.items() if " at 0x" not in value}
+    ranks.check_same("settings", said, ADVICE)
+    sides = ranks.together(made)
+    whole: dict[LabeledSamples, LabeledSamples] = {}
+    for name, side in sides.items():
+        # One object may be both datasets; samples are equal only to themselves.
+        whole[side] = whole[side] if side in whole else _whole(ranks, name, side)
+    return {name: whole[side] for name, side in sides.items()}
+
+
+def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
+    def check() -> None:
+        # Called for its error: a group of nccl moves no tensors from the CPU.
+        ranks.device_of(shard.features.device)
+        if not (LEAST_MASS < shard.mass < MOST_MASS or shard.without_mass):
+            raise InputError(
+                f"{name}: the weights of a shard add up to {shard.mass:.0e} or beyond; bring those "
+                "of all shards to another unit"
+            )
+        if shard.label_sets is not None:
+            raise InputError(
+                f"{name}: shards of rows with several labels are not put together; give each "
+                "process all rows, and lead the work from rank 0 with otdd.led"
+            )
+
+    ranks.together(check)
+    # A shard without names of features, as of an array, takes those of the others.
+    named = [names for names in ranks.all_gathered_objects(shard.feature_names) if names]
+    feature_names = shard.feature_names or next(iter(named), None)
+    for what, content in (
+        ("the number of features", shard.dim),
+        ("names of features", _short(feature_names)),
+        ("whether there are labels", shard.labels is not None),
+        ("whether there are weights", shard.weights is not None),
+        ("whether there are numbers", shard.targets is not None),
+        ("class names", _short(shard.class_names)),
+    ):
+        advice = "a shard may lack rows of a class, but names all classes and columns in one order"
+        ranks.check_same(f"{what} of {name}", content, advice)
+    # Integers became float32 or float64 by the numbers of their own shard; all take the wider type.
+    dtypes = ranks.all_gathered_objects(shard.features.dtype)
+    features = ranks.concatenated(shard.features.to(reduce(torch.promote_types, dtypes)))
+    labels = None if shard.labels is None else ranks.concatenated(shard.labels)
+    weights = None
+    if shard.weights is not None:
+        # Weights of a shard sum to 1. In units of the heaviest shard the sum of all is finite.
+        heaviest = max(ranks.all_gathered_objects(shard.mass))
+        weights = ranks.concatenated(shard.weights * (shard.mass / heaviest))
+        if not weights.any():
+            raise InputError(f"{name}: {NO_MASS}, as they are in all shards")
+    # `subset_hash` and `mass` describe a shard; the whole is a dataset by itself.
+    return replace(
+        shard,
+        features=features,
+        labels=labels,
+        weights=weights,
+        targets=None if shard.targets is None else ranks.concatenated(shard.targets),
+        subset_hash=None,
+        mass=1.0,
+        feature_names=feature_names,
+    )
+
+
+def _short(names: tuple[str, ...] | None) -> Any:
+    """Return names as ranks compare them: a digest if there are many."""
+    if names is None or len(names) <= MOST_NAMES:
+        return names
+    # Names may hold lone surrogates, which UTF-8 alone refuses.
+    digest = sha256("\0".join(names).encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{len(names)} of digest {digest[:16]}"

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from otdd_flash import __version__
 from otdd_flash.arguments import Count, Index, takes
 from otdd_flash.contributions import Contributions, contributions_of, exact_contributions
 from otdd_flash.cost.compute import Compute, ComputeOptions
@@ -52,9 +53,7 @@ from otdd_flash.shown import bounded, bounded_energy, convergence_text, not_samp
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.penalties import penalties_of, penalties_text, resolve_constraints
 from otdd_flash.solver.term import ExactTerm, TransportTerm, plan_tensors, with_plan
-from otdd_flash.target_changes import TargetHistogram, histogram, mean_changes
-from otdd_flash.unmatched import Unmatched, unmatched_of
-from otdd_flash.version import __version__
+from otdd_flash.unmatched import TargetHistogram, Unmatched, histogram, mean_changes, unmatched_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

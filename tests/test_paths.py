@@ -10,7 +10,7 @@ import pytest
 
 import otdd_flash as otdd
 from otdd_flash.checks import path
-from otdd_flash.commands.choices import refused_argument, twice_given, with_folders
+from otdd_flash.commands.arguments import refused_argument, twice_given, with_folders
 from otdd_flash.data.writing import write_npz
 from otdd_flash.errors import InputError
 from otdd_flash.report.distance import write_report

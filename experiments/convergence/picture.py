@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.ticker import NullFormatter
 
 from experiments.convergence.problem import TARGET
-from otdd_flash.report.figures.page import INK, new_figure, save_picture
+from otdd_flash.report.page import INK, new_figure, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otdd_flash.report.figures.page import INK, SOURCE_COLOR, TARGET_COLOR, new_figure, save_picture
+from otdd_flash.report.page import INK, SOURCE_COLOR, TARGET_COLOR, new_figure, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

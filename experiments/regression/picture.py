@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.regression.descent import LEAST_EIGENVALUE, SMALL_GRADIENT
-from otdd_flash.report.figures.page import (
+from otdd_flash.report.page import (
     INK,
     SOURCE_COLOR,
     TARGET_COLOR,

@@ -19,8 +19,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from otdd_flash.arguments import positive
-from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases, interrupts_noted
+from otdd_flash.commands.messages import Phases, Terminal, interrupts_noted
 from otdd_flash.commands.results import track_flow, write_run
 from otdd_flash.commands.settings import DatasetPairSettings, FlowNode, parse, recorded, taken
 from otdd_flash.commands.sides import Sides, prepare_sides
@@ -32,7 +31,7 @@ from otdd_flash.flows.flow import Callbacks, Flow
 from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
-from otdd_flash.report.flow.writing import flow_table, write_flow_report
+from otdd_flash.report.flow import flow_table, write_flow_report
 from otdd_flash.solver.schedules import Exact, needs_zero
 
 logger = logging.getLogger("otdd_flash.flow")

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from rich.console import RenderableType
 
 from otdd_flash.arguments import Count
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.results import track_distance, write_run
 from otdd_flash.commands.settings import DatasetPairSettings, SamplingSettings, parse, recorded
@@ -45,7 +45,7 @@ from otdd_flash.report.distance import (
     write_contributions,
     write_report,
 )
-from otdd_flash.report.figures.page import Report
+from otdd_flash.report.page import Report
 from otdd_flash.result import DistanceResult
 from otdd_flash.sampling.comparison import drawable
 from otdd_flash.sampling.subsampling import (

@@ -16,8 +16,7 @@ from omegaconf import DictConfig
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, check_fields
 from otdd_flash.checks import shown
-from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases, Terminal
 from otdd_flash.commands.results import track_mixture
 from otdd_flash.commands.settings import (
     EmbeddingSettings,
@@ -74,7 +73,6 @@ def mix(config: DictConfig, directory: Path) -> None:
     settings = parse(config, MixSettings)
     kept = recorded(settings, config)
     check_fields(settings)
-    settings.report.check()
     settings.log.check()
     for key, asked in (("labels.full", settings.labels.full), *_fitted(settings.extractor)):
         if asked:

@@ -17,8 +17,7 @@ from omegaconf import DictConfig
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, check_fields
 from otdd_flash.checks import shown
-from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases, Terminal
 from otdd_flash.commands.results import track_ranking
 from otdd_flash.commands.settings import (
     EmbeddingSettings,
@@ -76,7 +75,6 @@ def nearest(config: DictConfig, directory: Path) -> None:
     settings = parse(config, NearestSettings)
     kept = recorded(settings, config)
     check_fields(settings)
-    settings.report.check()
     settings.log.check()
     if settings.labels.full:
         raise InputError("labels.full=true has no meaning in a ranking; leave it out")

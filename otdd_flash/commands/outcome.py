@@ -36,30 +36,23 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from otdd_flash.checks import path
-from otdd_flash.commands.hydra_errors import check_references, limit_of_the_system
+from otdd_flash.commands.arguments import check_references, limit_of_the_system
 from otdd_flash.commands.messages import messages, shown
 from otdd_flash.commands.ranks import leading, named, remember
-from otdd_flash.commands.start import (
-    INCOMPLETE,
-    at_the_end,
-    job_ended,
-    note,
-    say_error,
-    unheard,
-)
+from otdd_flash.commands.start import at_the_end, job_ended, note, say_error, unheard
 from otdd_flash.errors import (
     BAD_INPUT,
     DEFECT,
+    INCOMPLETE,
     NOT_CONVERGED,
     SHIFTED,
-    ConvergenceError,
     IncompleteError,
     InputError,
     LostRankError,
-    ShiftFound,
+    exit_code,
 )
 from otdd_flash.files.atomic import lock, unlock, write_json
-from otdd_flash.importing import user_traceback
+from otdd_flash.plugins import user_traceback
 from otdd_flash.shown import hidden
 
 RESULT_FILE, ERROR_FILE = "result.json", "error.json"
@@ -118,36 +111,30 @@ def _carried_out(work: Work, config: DictConfig, directory: Path) -> int:
                 f"the result was written to {directory}, but {stream} did not take all that was to "
                 "be written to it"
             )
-    except InputError as error:
-        return _failed(directory, error, BAD_INPUT)
-    except ConvergenceError as error:
-        return _failed(directory, error, NOT_CONVERGED)
-    except ShiftFound as error:
-        return _failed(directory, error, SHIFTED)
-    except IncompleteError as error:
-        return _failed(directory, error, INCOMPLETE)
     except LostRankError as error:
         return _failed(directory, named(error), DEFECT)
     except Exception as error:
-        if (limit := limit_of_the_system(error)) is not None:
-            return _failed(directory, InputError(limit), BAD_INPUT)
-        messages.print_exception()
-        return _failed(directory, error, DEFECT)
+        code = exit_code(error)
+        if code == DEFECT:
+            if (limit := limit_of_the_system(error)) is not None:
+                return _failed(directory, InputError(limit), BAD_INPUT)
+            messages.print_exception()
+        return _failed(directory, error, code)
     return 0
 
 
-def _failed(directory: Path, error: Exception, exit_code: int) -> int:
+def _failed(directory: Path, error: Exception, code: int) -> int:
     say_error(error)
     if trace := user_traceback(error):
         messages.print(trace, soft_wrap=True)
-    record = {"error": hidden(str(error)), "type": type(error).__name__, "exit_code": exit_code}
-    if exit_code == DEFECT:
+    record = {"error": hidden(str(error)), "type": type(error).__name__, "exit_code": code}
+    if code == DEFECT:
         record["traceback"] = hidden("".join(traceback.format_exception(error)))
     try:
         write_json(directory / ERROR_FILE, record)
     except InputError as unwritable:
         say_error(unwritable)
-    return exit_code
+    return code
 
 
 # Exit codes of jobs that have written a result.
@@ -183,7 +170,7 @@ class Outcome(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Collect all jobs into summary.csv and summary.png, and take the highest exit code."""
-        from otdd_flash.report.figures.page import write_each
+        from otdd_flash.report.page import write_each
         from otdd_flash.report.sweep import axes_of, draw_sweep, summary_csv
 
         sweep = Path(config.hydra.sweep.dir)

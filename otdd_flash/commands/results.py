@@ -25,8 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from rich.console import RenderableType
 
-from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases, Terminal
 from otdd_flash.commands.settings import DatasetPairSettings, LogSettings
 from otdd_flash.errors import DataNotice, MissingFileNotice
 from otdd_flash.files.atomic import write_json
@@ -41,7 +40,7 @@ from otdd_flash.integrations.tracking import (
     track,
     unfollowed,
 )
-from otdd_flash.report.figures.page import Report, write_each
+from otdd_flash.report.page import Report, write_each
 from otdd_flash.shown import display, interval
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from otdd_flash.arguments import Count, NotNegative, check_fields, penalties
 from otdd_flash.checks import LONGEST_SHOWN, optional
-from otdd_flash.commands.choices import leaves
-from otdd_flash.commands.hydra_errors import check_references, given_at, unknown_key
+from otdd_flash.commands.arguments import check_references, given_at, leaves, unknown_key
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.start import conceal_environment
 from otdd_flash.cost.compute import ComputeOptions
@@ -34,8 +33,8 @@ from otdd_flash.integrations.tracking import check_tracker
 from otdd_flash.labels import METRICS, LabelMetric, Tree, fields_of, metric_named
 from otdd_flash.labels.metrics import POOLED
 from otdd_flash.otdd import LAMBDA_Y
-from otdd_flash.report.figures.heat_maps import ORDERS
-from otdd_flash.report.figures.page import CONTENTS
+from otdd_flash.report.heat_maps import ORDERS
+from otdd_flash.report.page import CONTENTS
 from otdd_flash.shown import display, hidden
 from otdd_flash.solver.divergence import SCHEDULES
 from otdd_flash.solver.penalties import refuse_unbalanced
@@ -269,7 +268,7 @@ class ReportSettings:
     content: str
     order: str = "given"
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise an `InputError` unless content and order are known."""
         choose("report", self.content, CONTENTS)
         choose("report.order", self.order, ORDERS)
@@ -324,7 +323,6 @@ class DatasetPairSettings(ComparisonSettings, EmbeddingSettings):
             InputError: a setting is invalid for any data.
         """
         self.check()
-        self.report.check()
         self.log.check()
         metric = self.metric()
         self.check_metric(metric)
@@ -407,7 +405,7 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
     """Check a composed configuration against a dataclass and build it.
 
     Raises:
-        InputError: a value has the wrong type, is missing, or refers to nothing.
+        InputError: a value has the wrong type, is missing, unknown, or refers to nothing.
     """
     # Repeated here, because a launcher may run this job in another process.
     conceal_environment()

@@ -16,8 +16,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from otdd_flash.arguments import Count, Positive, Share, check_fields
-from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases, Terminal
 from otdd_flash.commands.results import track_shift
 from otdd_flash.commands.settings import (
     EmbeddingSettings,
@@ -71,7 +70,6 @@ class ShiftSettings(EmbeddingSettings):
         check_permutations(self.permutations, None if self.window else self.level)
         refuse_both(self.epsilon, self.epsilon_relative)
         GroundCost(self.lambda_x, self.lambda_y, self.ground)
-        self.report.check()
         self.log.check()
         if self.window is not None and self.sample.get("max_samples", self.max_samples) is not None:
             raise InputError(

@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 
 from otdd_flash.arguments import count
 from otdd_flash.checks import choice, optional
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import EmbeddingSettings, RuntimeSettings
 from otdd_flash.data.dataset import LabeledDataset
@@ -33,7 +33,7 @@ from otdd_flash.data.pseudo_labels import label_parts
 from otdd_flash.data.registry import load
 from otdd_flash.data.subset import subset
 from otdd_flash.devices import resolve_device
-from otdd_flash.errors import DataNotice, InputError, prefixed
+from otdd_flash.errors import DataNotice, InputError, placed
 from otdd_flash.extractors import build_extractor, embed, reduce_pca, standardize
 from otdd_flash.extractors.network import Extractor
 from otdd_flash.extractors.plain import PixelValues
@@ -148,7 +148,7 @@ def named(node: dict[str, Any], group: str) -> str:
 
 def load_side(side: str, node: dict[str, Any], phases: Phases, numbers: bool) -> LabeledDataset:
     """Load one dataset; `node` has its name and its keys."""
-    with phases.phase("load", f"loading {side}: {named(node, side)}"), blamed(side):
+    with phases.phase("load", f"loading {side}: {named(node, side)}"), placed(side):
         keys = without_clustering(node)
         # Rows are drawn whatever their numbers, of which whole ones are read as classes.
         dataset = load(**(keys | {"max_samples": None} if numbers else keys))
@@ -173,7 +173,7 @@ def listed_side(
     node = {key: getattr(settings, key) for key in shared} | {"root": settings.data_root} | node
     dataset = load_side(name, node, phases, settings.labels.method == Continuous.name)
     samples = embed_side(name, dataset, extractor, settings.extractor, settings, phases)
-    with blamed(name):
+    with placed(name):
         (found,) = clustered([samples], node, node.get("k"), int(node["seed"]))
     return found, dataset
 
@@ -197,7 +197,7 @@ def embed_side(
     embedding = {key: node[key] for key in EMBEDDING if key in node}
     with (
         phases.phase("extract", f"embedding {side}: {dataset.name}") as progress,
-        blamed(side),
+        placed(side),
     ):
         samples = embed(
             dataset,
@@ -211,15 +211,6 @@ def embed_side(
         )
     logger.info("%s: %d features by %s", side, samples.dim, node["name"])
     return samples
-
-
-@contextmanager
-def blamed(side: str) -> Iterator[None]:
-    """Prefix an error with the side whose data or keys are at fault."""
-    try:
-        yield
-    except InputError as error:
-        raise prefixed(side, error) from error
 
 
 def _label(
@@ -244,7 +235,7 @@ def _label(
                 f"{side}.pseudo_labels needs {side}.k=K, the number of clusters, as the {other} "
                 "has no labels to count either"
             )
-        with blamed(side):
+        with placed(side):
             (labelled[side],) = clustered([sides[side]], node, k, node["seed"])
         logger.info("%s: labelled by k-means, %d clusters", side, labelled[side].class_total)
     return labelled[first], labelled[second]

@@ -1,12 +1,12 @@
 """The beginning and the end of a command's process: Hydra, exit codes and standard streams.
 
 The entry points `otdd_flash.distance`, `.flow`, `.nearest`, `.mix`, `study.__main__` and
-`shift.__main__` call `run_hydra`, `run_work`, `run_command` and `run_script`. `commands.progress`
-asks for the running job and draws inside `dispensable`; `commands.outcome` ends a job (`job_ended`)
-and asks `unheard`; `commands.settings` calls `conceal_environment`. The exit codes of all commands
-and `say_error` are here, too, for `commands.outcome`, `commands.ranks` and `commands.study`.
-Everything else is imported where it is needed: help is shown without torch, and Ctrl-C works from
-the start, also while Hydra and torch are imported. So nothing heavy may be imported at the top.
+`shift.__main__` call `run_hydra`, `run_command` and `run_script`. `commands.messages` asks for the
+running job and draws inside `dispensable`; `commands.outcome` ends a job (`job_ended`) and asks
+`unheard`; `commands.settings` calls `conceal_environment`; `commands.outcome` and `commands.ranks`
+use `say_error`. Everything else is imported where it is needed: help is shown without torch, and
+Ctrl-C works from the start, also while Hydra and torch are imported. So nothing heavy may be
+imported at the top.
 
 A command runs inside `guarded_streams`, where writing never raises. A reader that has gone, as in
 `| head -1`, is no failure. Other failures to write are stored, and `unheard` reports them: a job or
@@ -32,16 +32,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from otdd_flash.errors import BAD_INPUT, DEFECT, InputError
+from otdd_flash.errors import BAD_INPUT, DEFECT, INCOMPLETE, InputError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-# The exit codes of a command beside those of `errors`; 0 means done. Users' scripts rely on them,
-# so they must not change.
-#
-# The result was written, but a picture, another file or output could not be.
-INCOMPLETE = 4
+# The exit code of a command that Ctrl-C ends; 0 means done, and `errors` has the others.
 INTERRUPTED = 130
 
 # The highest exit code of the jobs that this process ran. A multirun also reads the codes in the
@@ -90,8 +86,12 @@ def note(code: int) -> None:
     highest = max(highest, code)
 
 
-def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
-    """Pass the arguments of this process to Hydra, which runs `job` for each configuration.
+def run_hydra(work: str, config_name: str) -> None:
+    """Pass the arguments of this process to Hydra, which runs the work for each configuration.
+
+    Args:
+        work: as for `run_work`.
+        config_name: of the command's file in conf.
 
     Raises:
         InputError: Hydra could not read an argument as it is meant.
@@ -103,24 +103,28 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
     # configuration, so that jobs that a launcher runs in other processes use the same number.
     OmegaConf.register_new_resolver("process", os.getpid, use_cache=True, replace=True)
     conceal_environment()
-    from otdd_flash.commands import choices
+    from otdd_flash.commands import arguments
 
-    choices.search_installed()
+    arguments.search_installed()
     if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
-        choices.show_help(config_name, sys.argv[1:])
+        arguments.show_help(config_name, sys.argv[1:])
         return
     # Argparse accepts settings only if no flag stands between them: flags of a multirun go first.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in MULTIRUN)
-    if (refusal := choices.refused_argument(sys.argv[1:])) is not None:
+    if (refusal := arguments.refused_argument(sys.argv[1:])) is not None:
         raise InputError(refusal)
-    sys.argv[1:] = choices.with_folders(sys.argv[1:])
-    for notice in choices.twice_given(sys.argv[1:]):
+    sys.argv[1:] = arguments.with_folders(sys.argv[1:])
+    for notice in arguments.twice_given(sys.argv[1:]):
         # Imported here: with rich, the import takes as long as all the rest of --version.
         from otdd_flash.commands.messages import say
 
         say("notice", notice, "yellow")
+
+    def job(config: DictConfig) -> int:
+        return run_work(work, config)
+
     entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
-    with _errors_handed_on(), choices.trusted_configurations(), warnings.catch_warnings():
+    with _errors_handed_on(), arguments.trusted_configurations(), warnings.catch_warnings():
         # Hydra's own warnings are shown by this function, too, because they repeat arguments.
         warnings.showwarning = _show_warning
         entry(job)()
@@ -161,7 +165,7 @@ def run_work(name: str, config: DictConfig) -> int:
     Returns:
         The job's exit code.
     """
-    from otdd_flash.commands.progress import importing
+    from otdd_flash.commands.messages import importing
 
     with importing():
         from otdd_flash.commands.outcome import run_job
@@ -261,7 +265,7 @@ def _errors_handed_on() -> Iterator[None]:
 
 def _refused(error: Exception) -> int:
     """Print what is wrong with the arguments, or a defect's traceback; return the exit code."""
-    from otdd_flash.commands.hydra_errors import sentence
+    from otdd_flash.commands.arguments import sentence
 
     # The variable is as the user set it: `_errors_handed_on` has restored it by now.
     said = None if os.environ.get(FULL_ERROR) else sentence(error, sys.argv[1:])

@@ -26,8 +26,7 @@ from omegaconf import DictConfig
 
 from otdd_flash.arguments import count
 from otdd_flash.checks import optional
-from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases, interrupts_noted
+from otdd_flash.commands.messages import Phases, Terminal, interrupts_noted
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.results import track_study
 from otdd_flash.commands.settings import (
@@ -39,7 +38,6 @@ from otdd_flash.commands.settings import (
     recorded,
 )
 from otdd_flash.commands.sides import (
-    blamed,
     build,
     clustered,
     embed_side,
@@ -56,6 +54,7 @@ from otdd_flash.errors import (
     NOT_CONVERGED,
     ConvergenceError,
     InputError,
+    placed,
 )
 from otdd_flash.extractors import reduce_pca, standardize
 from otdd_flash.report.study.page import choice_sentences
@@ -148,7 +147,6 @@ def study(config: DictConfig, directory: Path) -> None:
 
 def _check(settings: StudySettings, directory: Path) -> None:
     """Raise an `InputError` for settings that no tasks can meet, before data are read."""
-    settings.report.check()
     if leading() is not None:
         raise InputError(
             "a study is shared by jobs that each do a part of its work: leave torchrun out, and "
@@ -303,7 +301,7 @@ def load_tasks(settings: StudySettings, phases: Phases) -> LoadedTasks:
     counts: dict[str, int] = {}
     shape: tuple[int, ...] | None = None
     for name, node in nodes.items():
-        with blamed(f"task {name}"):
+        with placed(f"task {name}"):
             parts = _load(name, node, settings, phases, fraction)
             shape = shape or image_shape_of(extractor, parts[0])
         found = [
@@ -313,7 +311,7 @@ def load_tasks(settings: StudySettings, phases: Phases) -> LoadedTasks:
             )
             for part in parts
         ]
-        with blamed(f"task {name}"):
+        with placed(f"task {name}"):
             embedded += clustered(found, node, node.get("k"), int(node.get("seed", settings.seed)))
         counts[name] = len(parts)
     if standardised:

@@ -1,7 +1,7 @@
 """Samples that a flow has moved, written to files: npz, and a Hugging Face dataset on disk.
 
-`report.flow.writing` and `report.mixture` call `write_npz` and `write_hugging_face`, the first also
-`check_image_shape`; `report.flow.images` uses `eight_bit_images`. A change must keep the keys and
+`report.flow` and `report.mixture` call `write_npz` and `write_hugging_face`, the first also
+`check_image_shape`; `report.flow_pictures` uses `eight_bit_images`. A change must keep the keys and
 columns, which the sources `arrays` and `huggingface` of this package read, and must replace files
 only as a whole, so that an interrupted run leaves no half of one.
 """

@@ -32,11 +32,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from otdd_flash import __version__
 from otdd_flash.arguments import Progress, takes
 from otdd_flash.distributed.exchange import Exchange, others_heard
 from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
 from otdd_flash.fingerprint import Mark, mark_of_tensors
-from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -32,8 +32,8 @@ from typing import Any, ClassVar
 from joblib.hashing import NumpyHasher
 from torch import Tensor, nn
 
+from otdd_flash import __version__
 from otdd_flash.files.tensor_file import content_hash
-from otdd_flash.version import __version__
 
 
 class Unidentified(Exception):

@@ -58,8 +58,8 @@ from otdd_flash.extractors.plain import (
     require_same_shape,
 )
 from otdd_flash.files.cache import TensorCache
-from otdd_flash.importing import user_code
 from otdd_flash.memory import ASSUMED_FREE, free_memory, readable_bytes
+from otdd_flash.plugins import user_code
 from otdd_flash.samples import Array, LabeledSamples
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.content_digest import Unidentified, content_digest
 from otdd_flash.extractors.network import Network
-from otdd_flash.importing import user_code
+from otdd_flash.plugins import user_code
 from otdd_flash.real_numbers import check_integers
 from otdd_flash.shown import listing
 

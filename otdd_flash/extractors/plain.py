@@ -26,8 +26,8 @@ from otdd_flash.arguments import Count, takes
 from otdd_flash.checks import refused, shown
 from otdd_flash.data.images import any_colour, image_array, unit_images
 from otdd_flash.errors import InputError
-from otdd_flash.importing import FORM, import_callable, user_code
 from otdd_flash.memory import ASSUMED_FREE, free_memory, readable_bytes
+from otdd_flash.plugins import FORM, import_callable, user_code
 from otdd_flash.real_numbers import check_integers, dense, exact_array, real_tensor
 from otdd_flash.shown import display
 

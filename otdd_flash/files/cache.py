@@ -23,6 +23,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from otdd_flash import __version__
 from otdd_flash.checks import path
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing
@@ -32,7 +33,6 @@ from otdd_flash.files.tensor_file import (
     read_tensors,
     save_tensors,
 )
-from otdd_flash.version import __version__
 
 # The folder of the commands' caches by default.
 USUAL_FOLDER = "~/.cache/otdd_flash"

@@ -5,7 +5,7 @@ checksum over all of them, so that a flipped bit is found instead of computed wi
 `flows.checkpoint`, `flows.residual_map`, `ranking.index` and `study.units` use them; `pairwise`
 uses the checksum for files of its own. `load_torch_file` reads files of `torch.save` without
 running code, for `extractors.checkpoint`. `write_arrays` and `read_arrays` handle npz files: tables
-of class distances (`labels.table`) and samples (`data.writing`, `report.flow.writing`).
+of class distances (`labels.table`) and samples (`data.writing`, `report.flow`).
 
 A saved result is result.json to read, and result.safetensors with everything. `result`,
 `flows.result` and `solver.matrix.result` write and read both by `write_result` and `read_result`;
@@ -42,9 +42,9 @@ import numpy as np
 import torch
 from torch import Tensor, uint8
 
+from otdd_flash import __version__
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing, write_json
-from otdd_flash.version import __version__
 
 FORMAT = 1
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash import __version__
 from otdd_flash.arguments import check_fields
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.files.atomic import cannot_write, lock, reach_disk, unlock
@@ -45,7 +46,6 @@ from otdd_flash.fingerprint import VERSION
 from otdd_flash.flows.result import Moment, StepRecord
 from otdd_flash.labels import ClassDistances
 from otdd_flash.solver.term import TransportTerm, default_hint
-from otdd_flash.version import __version__
 
 # The classes that a state may hold. Files contain these names, which must not change when a class
 # is renamed, and the names of the fields.

@@ -42,7 +42,7 @@ from otdd_flash.data.arrays import read_npy
 from otdd_flash.data.request import reading
 from otdd_flash.derivatives.autograd import KnownGradient
 from otdd_flash.errors import InputError, choose, prefixed
-from otdd_flash.importing import import_callable, user_code
+from otdd_flash.plugins import import_callable, user_code
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
 

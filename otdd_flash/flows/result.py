@@ -2,13 +2,13 @@
 
 `flows.objective` and `flows.run` make the records, `Recorder` thins the trajectory of the
 particles, and `flows.checkpoint` stores records, moments and the state of the `Recorder`. A
-`Moment` is the state of a step from which an entropic map is built. `commands.progress` and the
+`Moment` is the state of a step from which an entropic map is built. `commands.messages` and the
 modules of `report.flow` read records. The fields of `StepRecord` and `Moment` are part of the
 checkpoint format, and those of `StepRecord` are the columns of metrics.csv, so their names must
 stay.
 
 `gradient_flow` (`flows.run`) returns a `FlowResult`; `commands.adapt`, `commands.results` and
-`report.flow.writing` read it. The module also saves and loads it, and makes maps of new points from
+`report.flow` read it. The module also saves and loads it, and makes maps of new points from
 it. result.json comes from `to_dict`, and result.safetensors from the tensors that `PARTS` lists:
 keys and names are the format.
 """
@@ -395,7 +395,7 @@ class FlowResult:
             InputError: particles are not images of this shape, or a dataset was modified in place.
         """
         self._check_unchanged()
-        from otdd_flash.report.flow.writing import plot_flow
+        from otdd_flash.report.flow import plot_flow
 
         return plot_flow(self, image_shape)
 

@@ -29,10 +29,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash import __version__
 from otdd_flash.checks import path
 from otdd_flash.files.cache import check_owner, make_folder, share_as_folder
 from otdd_flash.labels.pairs import PairDistances
-from otdd_flash.version import __version__
 
 # Part of the file's name: a database of another layout, or with numbers that a method would compute
 # differently today, is never read.

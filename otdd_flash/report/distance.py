@@ -30,14 +30,14 @@ from torch import Tensor
 from otdd_flash.arguments import takes
 from otdd_flash.errors import choose
 from otdd_flash.labels.table import NearestClass
-from otdd_flash.report.figures.heat_maps import (
+from otdd_flash.report.heat_maps import (
     ORDERS,
     Group,
     class_orders,
     draw_class_distances,
     heat_map,
 )
-from otdd_flash.report.figures.page import (
+from otdd_flash.report.page import (
     CONTENTS,
     INK,
     MARGIN,
@@ -52,7 +52,7 @@ from otdd_flash.report.figures.page import (
     save_picture,
     write_each,
 )
-from otdd_flash.report.figures.planes import (
+from otdd_flash.report.planes import (
     PointName,
     ProjectedSide,
     draw_names,

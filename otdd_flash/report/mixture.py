@@ -8,7 +8,6 @@ must stay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,7 @@ from otdd_flash.arguments import takes
 from otdd_flash.data.writing import write_hugging_face, write_npz
 from otdd_flash.errors import choose
 from otdd_flash.files.atomic import write_text
-from otdd_flash.report.bars import Barred, barred_page
-from otdd_flash.report.figures.page import (
+from otdd_flash.report.page import (
     CONTENTS,
     SOURCE_COLOR,
     TARGET_COLOR,
@@ -31,7 +29,7 @@ from otdd_flash.report.figures.page import (
     save_picture,
     write_each,
 )
-from otdd_flash.report.tables import write_table_csv
+from otdd_flash.report.tables import Barred, barred_page, write_table_csv
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import display, shorten
 
@@ -112,7 +110,8 @@ def _cells(mixture: Mixture, other: Mixture | None) -> tuple[list[str], list[lis
     """Return the heads of a table, and its lines, the heaviest source first."""
     each = [mixture, *([] if other is None else [other])]
     interval = [] if mixture.intervals is None else ["95% interval"]
-    heads = ["source", *map(_head, each), *interval, "marginal cost", "rows"]
+    weights = ["debiased weight" if one.debias else "weight" for one in each]
+    heads = ["source", *weights, *interval, "marginal cost", "rows"]
     lines = []
     for name, _ in sorted(mixture.weights.items(), key=lambda item: -item[1]):
         cells = [name, *(f"{one.weights[name]:.4f}" for one in each)]
@@ -125,10 +124,6 @@ def _cells(mixture: Mixture, other: Mixture | None) -> tuple[list[str], list[lis
 def plot_mixture(mixture: Mixture) -> Figure:
     """Draw weights and marginal costs as bars."""
     return figure_of(lambda: _draw(mixture, None), list(mixture.weights))
-
-
-def _head(mixture: Mixture) -> str:
-    return "debiased weight" if mixture.debias else "weight"
 
 
 def _rows(mixture: Mixture) -> list[tuple[object, ...]]:
@@ -165,7 +160,7 @@ def _draw(mixture: Mixture, path: Path | None) -> Figure:
         if mixture.intervals is not None:
             for place, name in enumerate(names):
                 left.plot(mixture.intervals[name], [place, place], color="0.2", linewidth=1)
-        right.barh(places, _costs(mixture, names), color=TARGET_COLOR)
+        right.barh(places, [mixture.marginal_costs[name] for name in names], color=TARGET_COLOR)
         left.set_yticks(places, [shorten(name, LONGEST) for name in names])
         left.invert_yaxis()
         left.set_xlabel("weight")
@@ -180,7 +175,3 @@ def _draw(mixture: Mixture, path: Path | None) -> Figure:
         figure.set_layout_engine("constrained")
         save_picture(figure, path)
     return figure
-
-
-def _costs(mixture: Mixture, names: Sequence[str]) -> list[float]:
-    return [mixture.marginal_costs[name] for name in names]

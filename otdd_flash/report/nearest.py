@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from otdd_flash.arguments import takes
 from otdd_flash.errors import choose
 from otdd_flash.files.atomic import write_text
-from otdd_flash.report.bars import Barred, barred_page
-from otdd_flash.report.figures.page import (
+from otdd_flash.report.page import (
     CONTENTS,
     SOURCE_COLOR,
     TARGET_COLOR,
@@ -29,7 +28,7 @@ from otdd_flash.report.figures.page import (
     save_picture,
     write_each,
 )
-from otdd_flash.report.tables import write_table_csv
+from otdd_flash.report.tables import Barred, barred_page, write_table_csv
 from otdd_flash.shown import display, shorten
 
 if TYPE_CHECKING:

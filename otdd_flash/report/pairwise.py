@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from otdd_flash.arguments import takes
 from otdd_flash.errors import choose
-from otdd_flash.report.figures.heat_maps import (
+from otdd_flash.report.heat_maps import (
     ORDERS,
     Group,
     class_orders,
     draw_class_distances,
     heat_map,
 )
-from otdd_flash.report.figures.page import INK, Report, Writers, figure_of, write_each
+from otdd_flash.report.page import INK, Report, Writers, figure_of, write_each
 from otdd_flash.report.tables import write_matrix_csv, write_table_csv
 from otdd_flash.shown import epsilon_shown
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from otdd_flash.report.figures.page import (
+from otdd_flash.report.page import (
     INK,
     SOURCE_COLOR,
     TARGET_COLOR,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from otdd_flash.report.figures.page import (
+from otdd_flash.report.page import (
     SOURCE_COLOR,
     TARGET_COLOR,
     TICK_POINTS,

@@ -1,9 +1,10 @@
-"""Tables of reports: matrices and rows as csv files, and the table of one result in the terminal.
+"""Tables of reports: csv files, the terminal's table of one result, and a page with a bar a row.
 
 The modules of `report` that write tables call it (`report.distance`, `report.nearest`,
-`report.study.writing`, ...). Files are written atomically, so that nobody reads half a table. Their
-lines end with a line feed, so that they are the same on every system, and their numbers read back
-as the same float64.
+`report.study.writing`, ...); `report.nearest` and `report.mixture` write pages. Files are written
+atomically, so that nobody reads half a table. Lines of csv files end with a line feed, so that they
+are the same on every system, and their numbers read back as the same float64. A page is one file
+without scripts, of which every text goes through `html_text`: names of datasets may contain markup.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from otdd_flash.files.atomic import write_text
-from otdd_flash.shown import csv_cell
+from otdd_flash.shown import csv_cell, html_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -112,3 +113,63 @@ def facts_table(
     for name, text in (*distances, *red, *details):
         table.add_row(name, Text(text), style="bold red" if (name, text) in red else "")
     return table
+
+
+STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 1rem auto;
+       padding: 0 1rem; overflow-wrap: anywhere }
+h1 { font-size: 1.4rem } table { border-collapse: collapse; width: 100% }
+th, td { padding: .15rem .6rem; border-bottom: 1px solid #ddd; text-align: right }
+td.name, th.name { text-align: left } tr.other { color: #666 }
+td.bars { width: 40%; min-width: 8rem } svg { display: block; width: 100%; height: 1rem }
+"""
+
+
+class Barred(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        cells: texts, one for each column.
+        left: where the bar begins, in percent of its column.
+        width: of the bar, likewise.
+        color: of the bar.
+        faint: whether the row stands behind others.
+    """
+
+    cells: Sequence[str]
+    left: float
+    width: float
+    color: str
+    faint: bool = False
+
+
+def barred_page(
+    title: str, sentences: Iterable[str], columns: Sequence[str], last: str, rows: Iterable[Barred]
+) -> str:
+    """Return the page.
+
+    Args:
+        title: of the page.
+        sentences: above the table.
+        columns: names of the columns; `name` and `source` are of names.
+        last: name of the column of bars.
+        rows: of the table.
+    """
+    marks = [' class="name"' if name in ("name", "source") else "" for name in columns]
+    heads = "".join(f"<th{mark}>{name}</th>" for mark, name in zip(marks, columns, strict=True))
+    lines = []
+    for row in rows:
+        cells = zip(marks, map(html_text, row.cells), strict=True)
+        lines.append(
+            f"<tr{' class=other' if row.faint else ''}>"
+            f"{''.join(f'<td{mark}>{cell}</td>' for mark, cell in cells)}"
+            f'<td class="bars"><svg><rect x="{row.left:.2f}%" y="25%" height="50%" '
+            f'width="{row.width:.2f}%" fill="{row.color}"/></svg></td></tr>'
+        )
+    title, said = html_text(title), "".join(f"<li>{html_text(one, None)}</li>" for one in sentences)
+    return (
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{STYLE}</style></head><body><h1>{title}</h1><ul>{said}</ul>"
+        f"<table><thead><tr>{heads}<th>{last}</th></tr></thead>"
+        f"<tbody>{''.join(lines)}</tbody></table></body></html>\n"
+    )

@@ -1,34 +1,18 @@
 """`python -m otdd_flash.shift` and the console command `otdd-shift`: whether data have shifted.
 
-pyproject.toml names `script` as the console command `otdd-shift`. `run_hydra` reads
-conf/shift.yaml and the arguments and calls `job`; `run_work` then imports `commands.shift`, which
-does the work. Imports at the top must stay light, so that help is shown without importing torch.
+pyproject.toml names `script` as the console command `otdd-shift`. `run_hydra` reads conf/shift.yaml
+and the arguments; `run_work` then imports `commands.shift`, which does the work. Imports at the top
+must stay light, so that help is shown without importing torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
-from otdd_flash.commands.start import run_command, run_hydra, run_script, run_work
+from otdd_flash.commands.start import run_command, run_hydra, run_script
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-
-def job(config: DictConfig) -> int:
-    """Run one job (a multirun has several) and return its exit code."""
-    return run_work("shift", config)
-
-
-def main() -> None:
-    """Run the command through Hydra, with the configuration conf/shift.yaml."""
-    run_hydra(job, "shift")
-
-
-def script() -> None:
-    """Run the console command `otdd-shift`."""
-    run_script(main)
-
+main = partial(run_hydra, "shift", "shift")
+script = partial(run_script, main)
 
 if __name__ == "__main__":
     run_command(main)

@@ -44,9 +44,9 @@ from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.errors import DataNotice, InputError, choose, prefixed, warn
 from otdd_flash.extractors.content_digest import Unidentified, content_digest
 from otdd_flash.fingerprint import VERSION
-from otdd_flash.importing import import_callable
 from otdd_flash.labels import drop_small_classes
 from otdd_flash.labels.metrics.base import LabelMetric
+from otdd_flash.plugins import import_callable
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.checkpoint import seeded_weights
-from otdd_flash.importing import user_code
+from otdd_flash.plugins import user_code
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.study.setup import Setup, Transfer
 from otdd_flash.study.units import Content, Store, Unit

@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is told of progress, whose lines would stand between those that tests read."""
-    from otdd_flash.commands.progress import Phases
+    from otdd_flash.commands.messages import Phases
 
     monkeypatch.setattr(Phases, "_say", lambda _: None)
 
@@ -75,7 +75,7 @@ def _with(small: tuple[str, ...], arguments: tuple[str, ...]) -> list[str]:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs write their tables but draw no pictures, which would take most of the time."""
     from otdd_flash.report import distance as writing
-    from otdd_flash.report.flow import writing as flow_writing
+    from otdd_flash.report import flow as flow_writing
 
     for name in ("projection", "draw_class_distances", "draw_class_coupling"):
         monkeypatch.setattr(writing, name, lambda *_, **__: None)

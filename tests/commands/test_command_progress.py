@@ -8,8 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from otdd_flash.commands import messages, progress, start
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands import messages, start
+from otdd_flash.commands.messages import Phases
 from otdd_flash.solver.schedules import Converged
 
 # Of which other tests are told nothing.
@@ -20,7 +20,7 @@ SAY = Phases._say
 def clock(monkeypatch):
     """The time that phases read, in seconds, as clock[0]; the job began at 100."""
     now = [100.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(messages.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(start, "_job", start.Job(started=100.0))
     return now
 
@@ -31,7 +31,6 @@ def written(monkeypatch):
     file = io.StringIO()
     console = Console(file=file, width=40)
     monkeypatch.setattr(Phases, "_say", SAY)
-    monkeypatch.setattr(progress, "messages", console)
     monkeypatch.setattr(messages, "messages", console)
     return file
 
@@ -86,7 +85,7 @@ def test_a_flow_is_one_stage_and_class_distances_begin_another(clock, written):
 @pytest.mark.parametrize("runner", ["command", "flow_command"])
 def test_every_command_has_lines_of_progress(runner, request, monkeypatch, read):
     monkeypatch.setattr(Phases, "_say", SAY)
-    monkeypatch.setattr(progress, "SECONDS_APART", 0.0)
+    monkeypatch.setattr(messages, "SECONDS_APART", 0.0)
     # One job after another: each has a clock of its own.
     for _ in range(1 + (runner == "command")):
         ended = request.getfixturevalue(runner)()
@@ -106,7 +105,7 @@ def test_every_command_has_lines_of_progress(runner, request, monkeypatch, read)
 
 def test_a_bar_lasts_from_the_first_report_to_the_last(monkeypatch):
     terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
-    monkeypatch.setattr(progress, "messages", terminal)
+    monkeypatch.setattr(messages, "messages", terminal)
     with Phases() as phases, phases.counting("class distances") as report:
         bars = phases._bars
         assert not bars.tasks[0].visible

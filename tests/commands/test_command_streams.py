@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

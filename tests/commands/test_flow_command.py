@@ -14,9 +14,9 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.commands import adapt
-from otdd_flash.commands.progress import interrupts_noted
+from otdd_flash.commands.messages import interrupts_noted
 from otdd_flash.flow import main as flow_main
-from otdd_flash.report.flow import writing as flow_writing
+from otdd_flash.report import flow as flow_writing
 
 TABLES = {"adapted.npz", "adapted", "metrics.csv", "trajectory.npz", "result.json"}
 TABLES |= {"checkpoint.json", "checkpoint"}

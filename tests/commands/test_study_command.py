@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.settings import parse
 from otdd_flash.commands.study import OWN, StudySettings, load_tasks
 from otdd_flash.data.registry import known_options

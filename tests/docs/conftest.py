@@ -22,7 +22,7 @@ HOOKS = ROOT / "docs" / "hooks"
 IMPORTED = [
     *("matplotlib.pyplot", "pandas", "scipy.stats", "sklearn.datasets", "sklearn.linear_model"),
     *("torchvision", "otdd_flash.otdd", "otdd_flash.flows.run", "otdd_flash.study"),
-    *("otdd_flash.report.distance", "otdd_flash.report.flow.writing"),
+    *("otdd_flash.report.distance", "otdd_flash.report.flow"),
 ]
 
 

@@ -11,7 +11,7 @@ from small_flows import DOUBLE, blobs, flow, rough_flow
 
 import otdd_flash as otdd
 from otdd_flash.flows.stepping import Stepping
-from otdd_flash.report.flow.writing import flow_table, write_metrics_csv
+from otdd_flash.report.flow import flow_table, write_metrics_csv
 
 SOURCE, TARGET = blobs(14), blobs(15, seed=1)
 PARTS = {

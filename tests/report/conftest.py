@@ -2,9 +2,9 @@
 
 import pytest
 
-from otdd_flash.report.figures.page import own_style
+from otdd_flash.report.page import own_style
 
-DRAWING = ("distance", "figures.heat_maps", "flow.images", "flow.paths", "flow.writing", "sweep")
+DRAWING = ("distance", "heat_maps", "flow", "flow_pictures", "sweep")
 
 
 @pytest.fixture

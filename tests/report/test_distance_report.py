@@ -18,6 +18,7 @@ import otdd_flash as otdd
 from otdd_flash.errors import InputError, MissingFileNotice
 from otdd_flash.labels.table import NearestClass
 from otdd_flash.report import distance as writing
+from otdd_flash.report import page as fonts
 from otdd_flash.report.distance import (
     MOST_ROWS,
     Move,
@@ -28,8 +29,7 @@ from otdd_flash.report.distance import (
     write_contributions,
     write_report,
 )
-from otdd_flash.report.figures import page as fonts
-from otdd_flash.report.figures.planes import fit_plane
+from otdd_flash.report.planes import fit_plane
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import interval
 
@@ -239,7 +239,7 @@ def test_fonts_that_cannot_be_read_cost_no_table(tmp_path, monkeypatch):
 
 BACKENDS = """
 import os, sys
-from otdd_flash.report.figures.page import new_figure, save_picture
+from otdd_flash.report.page import new_figure, save_picture
 assert "matplotlib" not in sys.modules
 for named in ("banana", "module://nosuch.inline", "svg"):
     if not (pid := os.fork()):

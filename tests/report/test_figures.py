@@ -10,9 +10,9 @@ import torch
 from picture_checks import check_apart, check_on_page
 
 from otdd_flash.errors import DataNotice
+from otdd_flash.report import page as fonts
 from otdd_flash.report.distance import draw_class_coupling
-from otdd_flash.report.figures import page as fonts
-from otdd_flash.report.figures.heat_maps import (
+from otdd_flash.report.heat_maps import (
     BRACKET_POINTS,
     LARGEST,
     SMALLEST,
@@ -27,7 +27,7 @@ from otdd_flash.report.figures.heat_maps import (
     relative_luminance,
     with_unit,
 )
-from otdd_flash.report.figures.page import DPI, measure, new_figure, own_style, save_picture
+from otdd_flash.report.page import DPI, measure, new_figure, own_style, save_picture
 
 # Orders of classes.
 

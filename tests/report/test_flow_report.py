@@ -16,24 +16,27 @@ from rich.console import Console
 
 from otdd_flash.errors import InputError
 from otdd_flash.flows.result import StepRecord
-from otdd_flash.report.figures.page import TARGET_COLOR, new_figure
-from otdd_flash.report.figures.planes import fit_plane
-from otdd_flash.report.flow import images as animation
-from otdd_flash.report.flow import writing as flow_writing
-from otdd_flash.report.flow.images import (
-    BACKGROUND,
-    FIRST_PAUSE,
-    LAST_PAUSE,
-    draw_images,
-    write_animation,
-)
-from otdd_flash.report.flow.paths import MOST_CLASSES, MOST_LINES, draw_paths, evenly_over_classes
-from otdd_flash.report.flow.writing import (
+from otdd_flash.report import flow as flow_writing
+from otdd_flash.report import flow_pictures as animation
+from otdd_flash.report.flow import (
     draw_objective,
     flow_table,
     write_flow_report,
     write_metrics_csv,
 )
+from otdd_flash.report.flow_pictures import (
+    BACKGROUND,
+    FIRST_PAUSE,
+    LAST_PAUSE,
+    MOST_CLASSES,
+    MOST_LINES,
+    draw_images,
+    draw_paths,
+    evenly_over_classes,
+    write_animation,
+)
+from otdd_flash.report.page import TARGET_COLOR, new_figure
+from otdd_flash.report.planes import fit_plane
 from otdd_flash.samples import LabeledSamples
 
 # Files.

@@ -12,7 +12,7 @@ from picture_checks import check_on_page
 from otdd_flash.errors import IncompleteError, InputError, MissingFileNotice
 from otdd_flash.pairwise import pairwise_distances
 from otdd_flash.report import pairwise as pairwise_report
-from otdd_flash.report.figures.heat_maps import NOTE_POINTS
+from otdd_flash.report.heat_maps import NOTE_POINTS
 from otdd_flash.report.pairwise import rows_text, write_pairwise_report
 from otdd_flash.report.sweep import axes_of, draw_sweep, summary_csv
 from otdd_flash.samples import LabeledSamples

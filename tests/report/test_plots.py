@@ -9,7 +9,7 @@ from small_tasks import small_study
 
 import otdd_flash as otdd
 from otdd_flash.report.distance import write_report
-from otdd_flash.report.flow.writing import write_flow_report
+from otdd_flash.report.flow import write_flow_report
 from otdd_flash.report.pairwise import write_pairwise_report
 from otdd_flash.report.study.writing import write_study_report
 

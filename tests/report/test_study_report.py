@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from small_tasks import small_study
 
-from otdd_flash.report.figures.page import own_style
+from otdd_flash.report.page import own_style
 from otdd_flash.report.study import writing
 from otdd_flash.report.study.page import (
     choice_sentences,

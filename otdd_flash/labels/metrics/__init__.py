@@ -36,7 +36,6 @@ from torch import Tensor
 from otdd_flash.arguments import Positive, Progress
 from otdd_flash.checks import shown
 from otdd_flash.errors import InputError
-from otdd_flash.importing import user_code
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.exact import exact_distances, exact_parts
 from otdd_flash.labels.gaussian import (
@@ -50,7 +49,7 @@ from otdd_flash.labels.metrics.tree import Tree
 from otdd_flash.labels.pairs import PairDistances
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.labels.table import ClassDistances
-from otdd_flash.plugins import Registry, blamed_on
+from otdd_flash.plugins import Registry, blamed_on, user_code
 
 
 @dataclass(frozen=True)

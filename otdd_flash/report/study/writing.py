@@ -21,8 +21,8 @@ import torch
 
 from otdd_flash.arguments import takes
 from otdd_flash.errors import InputError, choose
-from otdd_flash.report.figures.heat_maps import Group, class_orders, heat_map
-from otdd_flash.report.figures.page import (
+from otdd_flash.report.heat_maps import Group, class_orders, heat_map
+from otdd_flash.report.page import (
     CONTENTS,
     INK,
     SOURCE_COLOR,
@@ -37,8 +37,8 @@ from otdd_flash.report.figures.page import (
     scale_logarithmically,
     write_each,
 )
-from otdd_flash.report.figures.planes import PointName, draw_names
 from otdd_flash.report.pairwise import bounds_text, rows_text
+from otdd_flash.report.planes import PointName, draw_names
 from otdd_flash.report.study.page import (
     measured_text,
     not_sampled,

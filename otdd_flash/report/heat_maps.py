@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otdd_flash.report.figures.page import (
+from otdd_flash.report.page import (
     SOURCE_COLOR,
     TARGET_COLOR,
     TICK_POINTS,

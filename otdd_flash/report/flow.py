@@ -26,7 +26,8 @@ from otdd_flash.data.writing import (
 from otdd_flash.errors import choose
 from otdd_flash.files.tensor_file import write_arrays
 from otdd_flash.flows.result import FlowResult, StepRecord, Trajectory
-from otdd_flash.report.figures.page import (
+from otdd_flash.report.flow_pictures import draw_images, draw_paths, write_animation
+from otdd_flash.report.page import (
     CONTENTS,
     INK,
     SOURCE_COLOR,
@@ -42,8 +43,6 @@ from otdd_flash.report.figures.page import (
     scale_logarithmically,
     write_each,
 )
-from otdd_flash.report.flow.images import draw_images, write_animation
-from otdd_flash.report.flow.paths import draw_paths
 from otdd_flash.report.tables import facts_table, write_table_csv
 from otdd_flash.shown import bounded, display, epsilon_shown
 

@@ -3,7 +3,7 @@
 `fit_plane` finds the plane, `side_of` projects one dataset (sampled points, class means and
 masses), `new_page` and `plane_frame` make the page, and `draw_names` writes names so that none
 covers another, a marker or the frame. `report.distance` uses all of it for projection.png and
-`report.flow.paths` for paths.png; `report.study.writing` draws names.
+`report.flow_pictures` for paths.png; `report.study.writing` draws names.
 
 Features are projected in chunks of rows, because a float64 copy may not fit into memory. Every
 random draw takes a seed, so that a picture is the same in every run. Names are placed in pixels, so
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otdd_flash.report.figures.page import DPI, TICK_POINTS, fit_title, measure, new_figure
+from otdd_flash.report.page import DPI, TICK_POINTS, fit_title, measure, new_figure
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import shorten
 
