@@ -62,6 +62,7 @@ from otdd_flash.data.dataset import (
     LabeledDataset,
     LazyItems,
     Modality,
+    Request,
     as_inputs,
     join_inputs,
     take_inputs,
@@ -69,7 +70,6 @@ from otdd_flash.data.dataset import (
 from otdd_flash.data.hugging_face import labeled_table
 from otdd_flash.data.image_datasets import known_labels, stored_images
 from otdd_flash.data.images import plain_item
-from otdd_flash.data.request import Request
 from otdd_flash.data.subset import subset
 from otdd_flash.errors import DataNotice, InputError, UserCodeError, placed, prefixed, warn
 from otdd_flash.importing import user_code
