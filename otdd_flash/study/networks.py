@@ -33,7 +33,7 @@ from otdd_flash.arguments import (
 from otdd_flash.checks import optional, sequence
 from otdd_flash.errors import InputError, choose
 from otdd_flash.extractors.checkpoint import seeded_weights
-from otdd_flash.extractors.content_digest import Unidentified, content_digest
+from otdd_flash.extractors.module_features import Unidentified, content_digest
 from otdd_flash.importing import import_callable, user_code
 from otdd_flash.samples import LabeledSamples
 
