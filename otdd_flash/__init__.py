@@ -90,9 +90,8 @@ if TYPE_CHECKING:
     from otdd_flash.result import DistanceResult
     from otdd_flash.samples import LabeledSamples
     from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
-    from otdd_flash.shift.joint import shift_test
+    from otdd_flash.shift.joint import shift_test, shift_windows
     from otdd_flash.shift.result import ShiftReport
-    from otdd_flash.shift.windows import shift_windows
     from otdd_flash.sliced.distances import sliced_distances
     from otdd_flash.sliced.result import SlicedResult
     from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
@@ -232,7 +231,7 @@ _HOMES = {
     "noise_floor": "otdd_flash.sampling",
     "pairwise_distances": "otdd_flash.pairwise",
     "shift_test": "otdd_flash.shift.joint",
-    "shift_windows": "otdd_flash.shift.windows",
+    "shift_windows": "otdd_flash.shift.joint",
     "sinkhorn": "otdd_flash.solver.clouds",
     "sinkhorn_attention": "otdd_flash.attention.attention",
     "sinkhorn_divergence": "otdd_flash.solver.clouds",

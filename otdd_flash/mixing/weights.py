@@ -11,7 +11,7 @@ multipliers combine the cuts to one, whose minimum over the allowed weights is a
 `Allowed.lowest` is a dual value, a bound for any multiplier (Kiwiel 1990, Proximity control in
 bundle methods; Lemarechal, Nemirovskii & Nesterov 1995, New variants of bundle methods).
 
-`mixing.mixture` and `mixing.intervals` call it. Everything here is float64 on the host.
+`mixing.mixture` calls it. Everything here is float64 on the host.
 """
 
 from __future__ import annotations

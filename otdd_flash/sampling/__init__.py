@@ -3,7 +3,7 @@
 `comparison` draws rows and computes the distance between them; `subsampling` repeats it on
 subsamples for an interval; `halves` compares disjoint halves of one dataset. `otdd_flash`,
 `commands.compare`, `ranking.race` and `study.measures` import their names from here, and others,
-such as `mixing.intervals` and `study.study`, from the modules themselves.
+such as `mixing.mixture` and `study.study`, from the modules themselves.
 """
 
 from otdd_flash.sampling.halves import NoiseFloor, noise_floor

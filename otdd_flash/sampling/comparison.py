@@ -2,7 +2,7 @@
 
 In a `SubsetComparison` all is fixed but the rows: epsilon, metric, ground cost and device are those
 of the whole. `subsample` draws rows without replacement. `sampling.subsampling`, `sampling.halves`,
-`study.measures.distances`, `study.measures.network` and `mixing.intervals` call it;
+`study.measures.distances`, `study.measures.network` and `mixing.mixture` call it;
 `commands.compare` and `shift.rows` call `drawable`.
 
 A change must keep the draws a function of the generator and of the labels alone, so that every

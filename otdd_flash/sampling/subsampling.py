@@ -31,7 +31,7 @@ short above, where the distribution has its long tail. How much longer the upper
 depends on the tail of the rows: see `sliced.result`.
 
 `otdd_flash.sampling` exports `subsample_interval`, which `ranking.race` calls too;
-`mixing.intervals` makes intervals of weights by the functions here. `commands.compare` and
+`mixing.mixture` makes intervals of weights by the functions here. `commands.compare` and
 `study.study` check settings by `check_count`; `commands.compare`, `study.measures.distances` and
 `study.measures.network` take `subsample_sizes`. `study.measures.base` builds the intervals of a
 study by `deviation_interval` and `sampling_rate`, and `study.measures.distances` cuts the excess at
