@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.labels.numbers import targets_of
+from otdd_flash.labels.metrics import targets_of
 from otdd_flash.operators.base import Applied
 from otdd_flash.samples import LabeledSamples
 

@@ -24,10 +24,9 @@ from torch import Tensor
 from otdd_flash.arguments import Progress
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import NotConvergedWarning, warn
-from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.metrics import Given, NoLabels
 from otdd_flash.labels.metrics.base import LabelMetric, Measured
-from otdd_flash.labels.pairs import PairDistances, all_pairs, is_complete
+from otdd_flash.labels.pairs import ClassCloud, PairDistances, all_pairs, is_complete
 
 
 def measured_by_ranks(metric: LabelMetric, ranks: object) -> LabelMetric:

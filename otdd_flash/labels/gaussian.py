@@ -34,8 +34,7 @@ from torch import Tensor
 
 from otdd_flash.arguments import Progress
 from otdd_flash.derivatives.autograd import ONCE, LastDerivative
-from otdd_flash.labels.classes import ClassCloud, masses_of
-from otdd_flash.labels.pairs import chunk_size, equal_chunks, used_classes
+from otdd_flash.labels.pairs import ClassCloud, chunk_size, equal_chunks, masses_of, used_classes
 
 
 class ClassMoments(NamedTuple):

@@ -58,8 +58,14 @@ from otdd_flash.labels import (
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import class_block, measure_all
-from otdd_flash.labels.metrics import Continuous, measures_nothing
-from otdd_flash.labels.numbers import refuse_table, scale_of, targets_of, with_numbers
+from otdd_flash.labels.metrics import (
+    Continuous,
+    measures_nothing,
+    refuse_table,
+    scale_of,
+    targets_of,
+    with_numbers,
+)
 from otdd_flash.mixing.weights import NO_TIME, Allowed, Vector, without_small
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison, check_comparable

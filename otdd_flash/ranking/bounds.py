@@ -39,14 +39,12 @@ from otdd_flash.cost.points import DOUBLE_UNIT
 from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.errors import EpsilonOutOfRange
 from otdd_flash.formulas.marginals import Constraints
-from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
 from otdd_flash.labels.gaussian import class_moments, fidelities
 from otdd_flash.labels.measuring import measure_pairs
-from otdd_flash.labels.metrics import Continuous, Gaussian, Means, NoLabels, UpperBound
+from otdd_flash.labels.metrics import Continuous, Gaussian, Means, NoLabels, UpperBound, scale_of
 from otdd_flash.labels.metrics import Exact as ExactMetric
 from otdd_flash.labels.metrics.base import LabelMetric
-from otdd_flash.labels.numbers import scale_of
-from otdd_flash.labels.pairs import symmetric_table
+from otdd_flash.labels.pairs import ClassCloud, merge_identical, pool, symmetric_table
 from otdd_flash.labels.table import class_names
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.label_costs import embedding_of_targets, has_sets
@@ -343,7 +341,7 @@ class Terms:
         epsilon: in units of the cost; 0 is exact transport.
         constraints: what marginals owe.
         compute: options of the passes, without a group.
-        target_scale: of numbers, see `labels.numbers.scale_of`.
+        target_scale: of numbers, see `labels.metrics.scale_of`.
     """
 
     cost: GroundCost

@@ -38,7 +38,7 @@ from otdd_flash.labels import (
     measure_classes,
     metric_of,
 )
-from otdd_flash.labels.numbers import with_numbers
+from otdd_flash.labels.metrics import with_numbers
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult

@@ -24,7 +24,6 @@ from otdd_flash.flows.modes.base import Evaluation, Mode, beside, per_mass, requ
 from otdd_flash.flows.objective import FlowSetting
 from otdd_flash.flows.stepping import Batch
 from otdd_flash.labels import ClassDistances, Gaussian
-from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
 from otdd_flash.labels.gaussian import (
     ClassMoments,
     class_moments,
@@ -33,7 +32,7 @@ from otdd_flash.labels.gaussian import (
     moments_table,
 )
 from otdd_flash.labels.measuring import measure_pairs
-from otdd_flash.labels.pairs import all_pairs, symmetric_table
+from otdd_flash.labels.pairs import ClassCloud, all_pairs, merge_identical, pool, symmetric_table
 from otdd_flash.labels.table import class_names
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
