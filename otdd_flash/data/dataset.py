@@ -20,11 +20,12 @@ are not written to.
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from otdd_flash import checks
 from otdd_flash.errors import DataNotice, InputError, choose, placed, warn
@@ -77,7 +79,6 @@ class LabeledDataset:
         weights: (n,) masses in any unit, or None for uniform ones.
         modality: the kind of one item.
         name: the dataset's name in reports.
-        subset_hash: SHA-256 of `rows`; computed if empty.
         rows: (n,) each item's row number in the original data; 0 to n - 1 if empty.
         choices: choices of the reader that the user had not made, such as the label column.
         feature_names: names of the table columns that vectors consist of.
@@ -95,7 +96,6 @@ class LabeledDataset:
     weights: NDArray[np.float64] | None
     modality: Modality
     name: str
-    subset_hash: str = ""
     rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64), kw_only=True)
     choices: tuple[str, ...] = field(default=(), kw_only=True)
     feature_names: tuple[str, ...] | None = field(default=None, kw_only=True)
@@ -122,8 +122,6 @@ class LabeledDataset:
             _check_range(self.labels, self.class_names, self.name)
         if len(self.rows) == 0:
             object.__setattr__(self, "rows", np.arange(n))
-        if not self.subset_hash:
-            object.__setattr__(self, "subset_hash", _hash_of(self.rows))
 
     @classmethod
     def from_raw(
@@ -211,6 +209,11 @@ class LabeledDataset:
         """
         return replace(self, **found._asdict())
 
+    @cached_property
+    def subset_hash(self) -> str:
+        """SHA-256 of `rows`, which identifies the subset in results."""
+        return hashlib.sha256(self.rows.astype("<i8").tobytes()).hexdigest()
+
     @property
     def kind_of_labels(self) -> str:
         """What rows are labelled by, for messages: `3 classes`, `2 numbers a row`."""
@@ -235,7 +238,6 @@ class LabeledDataset:
             weights=None if self.weights is None else self.weights[chosen],
             targets=None if self.targets is None else self.targets[chosen],
             rows=self.rows[chosen],
-            subset_hash="",
         )
 
     def weighted(self, weights: ArrayLike) -> LabeledDataset:
@@ -380,10 +382,6 @@ def _of_parts(parts: Sequence[Any], starts: Sequence[int], row: int) -> Any:
     return parts[part][row - starts[part]]
 
 
-def _hash_of(rows: NDArray[np.int64]) -> str:
-    return hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
-
-
 class LazyItems(Sequence[Any]):
     """Items read one at a time; a slice gives a list.
 
@@ -413,6 +411,28 @@ class LazyItems(Sequence[Any]):
     def take(self, rows: NDArray[np.int64]) -> LazyItems:
         """Return the items at these positions, still unread."""
         return LazyItems(self._fetch, self._keys[rows])
+
+
+def item_loader(items: Any, batch_size: int, num_workers: int) -> DataLoader[Any]:
+    """Return a loader of lists of items, read in order; it draws no number.
+
+    Args:
+        items: a `torch.utils.data.Dataset`.
+        batch_size: items of a list.
+        num_workers: processes that read items; 0 reads them in this process.
+    """
+    # Forked workers inherit the items; other start methods would pickle them. None is the
+    # platform's default.
+    forks = num_workers > 0 and "fork" in multiprocessing.get_all_start_methods()
+    return DataLoader(
+        items,
+        batch_size=batch_size,
+        num_workers=num_workers,
+        collate_fn=list,
+        # A loader without its own generator draws from the global one, which belongs to the caller.
+        generator=torch.Generator(),
+        multiprocessing_context="fork" if forks else None,
+    )
 
 
 CHANNELS = (1, 3, 4)
