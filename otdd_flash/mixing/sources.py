@@ -70,7 +70,7 @@ from otdd_flash.mixing.weights import NO_TIME, Allowed, Vector, without_small
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.samples import LabeledSamples, needs_classes
-from otdd_flash.shown import display
+from otdd_flash.shown import display, told_apart
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.evidence import DOUBLE_UNIT, share_of_costs
 from otdd_flash.solver.schedules.converged import Converged
@@ -163,14 +163,7 @@ def named_sources(
         raise refused("sources", "be a list of datasets, or datasets by name", sources)
     if not 1 <= len(each) <= MOST_SOURCES:
         raise InputError(f"a mixture has 1 to {MOST_SOURCES} sources, got {len(each)}")
-    names: list[str] = []
-    for one in each:
-        name, repeats = one.name, 1
-        while name in names:
-            repeats += 1
-            name = f"{one.name} ({repeats})"
-        names.append(name)
-    return tuple(names), each
+    return tuple(told_apart(one.name for one in each)), each
 
 
 def compared(
