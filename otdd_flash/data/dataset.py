@@ -417,7 +417,7 @@ def item_loader(items: Any, batch_size: int, num_workers: int) -> DataLoader[Any
     """Return a loader of lists of items, read in order; it draws no number.
 
     Args:
-        items: a `torch.utils.data.Dataset`.
+        items: a `torch.utils.data.Dataset`, or `LazyItems`.
         batch_size: items of a list.
         num_workers: processes that read items; 0 reads them in this process.
     """

@@ -218,16 +218,13 @@ def lowest_by_moments(
         found -= cost.lambda_y * (1 + slack) * (query.within + within) / 2
         if isinstance(metric, Gaussian | Means | UpperBound | ExactMetric):
             spread = isinstance(metric, Gaussian)
-            size = max(1, MOST_GAPS // _gaps(query, members))
+            # Of the differences between the class means of the query and a member.
+            entries = query.class_means.numel() * max(len(one.class_means) for one in members)
+            size = max(1, MOST_GAPS // entries)
             parts = [members[first : first + size] for first in range(0, len(members), size)]
             classes = [_class_transport(query, part, slack, spread) for part in parts]
             found += cost.lambda_y * torch.cat(classes)
     return found - cost.error(len(query.mean))
-
-
-def _gaps(query: Moments, members: Sequence[Moments]) -> int:
-    """Return the entries of the differences between the class means of the query and a member."""
-    return query.class_means.numel() * max(len(one.class_means) for one in members)
 
 
 def _class_transport(
