@@ -35,9 +35,8 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from experiments.environment import RESULTS, environment, write_result
-from otdd_flash.labels.classes import ClassCloud, pool
 from otdd_flash.labels.gaussian import gaussian_table
-from otdd_flash.labels.pairs import PairDistances, all_pairs
+from otdd_flash.labels.pairs import ClassCloud, PairDistances, all_pairs, pool
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 
 TOLERANCE = 1e-3

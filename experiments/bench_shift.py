@@ -28,8 +28,7 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.shift.effect import measure_effect
 from otdd_flash.shift.joint import DEFAULT_RELATIVE
 from otdd_flash.shift.parts import describe
-from otdd_flash.shift.permutation import draws, permutation_test
-from otdd_flash.shift.pooled import PooledCost
+from otdd_flash.shift.pooled import PooledCost, draws, permutation_test
 from otdd_flash.shift.rows import PooledRows
 
 T = TypeVar("T")

@@ -39,8 +39,7 @@ from otdd_flash.cost.ground import GroundCost
 from otdd_flash.labels import Gaussian, NoLabels, class_distances
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shift.joint import DEFAULT_RELATIVE
-from otdd_flash.shift.permutation import draws
-from otdd_flash.shift.pooled import PooledCost
+from otdd_flash.shift.pooled import PooledCost, draws
 from otdd_flash.shift.rows import PooledRows
 
 NAME = "shift"

@@ -90,17 +90,10 @@ if TYPE_CHECKING:
     from otdd_flash.ranking.race import Ranking, nearest
     from otdd_flash.result import DistanceResult
     from otdd_flash.samples import LabeledSamples
-    from otdd_flash.sampling.subsampling import (
-        NoiseFloor,
-        SubsampleInterval,
-        noise_floor,
-        subsample_interval,
-    )
-    from otdd_flash.shift.joint import shift_test
+    from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
+    from otdd_flash.shift.joint import shift_test, shift_windows
     from otdd_flash.shift.result import ShiftReport
-    from otdd_flash.shift.windows import shift_windows
     from otdd_flash.sliced import SlicedResult, sliced_distances
-    from otdd_flash.solver.geomloss import GeomlossSchedule
     from otdd_flash.solver.matrix.gradients import matrix_loss, matrix_plan
     from otdd_flash.solver.matrix.result import MatrixTransport
     from otdd_flash.solver.matrix.transport import matrix_transport
@@ -235,7 +228,7 @@ _HOMES = {
     "noise_floor": "otdd_flash.sampling.subsampling",
     "pairwise_distances": "otdd_flash.pairwise",
     "shift_test": "otdd_flash.shift.joint",
-    "shift_windows": "otdd_flash.shift.windows",
+    "shift_windows": "otdd_flash.shift.joint",
     "sinkhorn": "otdd_flash.solver.solving",
     "sinkhorn_attention": "otdd_flash.attention.attention",
     "sinkhorn_divergence": "otdd_flash.solver.solving",

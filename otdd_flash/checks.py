@@ -4,7 +4,7 @@ A check is called with the argument's name and value. It returns the value to us
 `InputError` of one sentence: the name, what is accepted, the value given. Numbers of any library
 become Python's own; bool is not a number, 1.5 is not an integer, text is neither. `arguments`
 imports nearly all of it. Some forty other modules use parts: `shown` for values in messages
-(`data.arrays`, `derivatives.hessian`, ...), `path` (`data.request`, `files.cache`, ...), and checks
+(`data.arrays`, `derivatives.hessian`, ...), `path` (`data.dataset`, `files.cache`, ...), and checks
 that they declare in `@takes(...)`, the decorator of public functions, such as `optional` and
 `tensor` (`derivatives.loss`, `batched.plans`, ...).
 

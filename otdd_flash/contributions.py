@@ -35,9 +35,8 @@ from otdd_flash.cost.points import mass_per_class
 from otdd_flash.derivatives.gradient import DivergenceGradient, Needs
 from otdd_flash.derivatives.groups import Groups
 from otdd_flash.errors import InputError
-from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table, mean_table
-from otdd_flash.labels.pairs import all_pairs, symmetric_table
+from otdd_flash.labels.pairs import ClassCloud, all_pairs, symmetric_table
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.label_costs import has_sets
 from otdd_flash.samples import LabeledSamples

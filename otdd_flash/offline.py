@@ -3,8 +3,8 @@
 `network` must be around every call of a library that could fetch models or data, because without
 `download` nothing may leave this machine; `data.hugging_face`, `data.image_datasets`,
 `extractors.sentence_embedding` and `extractors.vision_models` use it. `data.hugging_face` and both
-modules of `extractors` put ALLOW into their messages. `data.request` and `data.hugging_face` use
-`is_address`, and `data.request` recognises `RefusedAddress`. Attributes of libraries are replaced
+modules of `extractors` put ALLOW into their messages. `data.dataset` and `data.hugging_face` use
+`is_address`, and `data.dataset` recognises `RefusedAddress`. Attributes of libraries are replaced
 for the time of the call and restored in any case, so that the user's own use of them is unchanged.
 A library that copies HF_HUB_OFFLINE when it is imported (`datasets`) must be imported before
 `network` is entered, else it stays offline afterwards.

@@ -54,7 +54,7 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
-from otdd_flash.labels.numbers import refuse_table, scale_of, with_numbers
+from otdd_flash.labels.metrics import refuse_table, scale_of, with_numbers
 from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LEAST_MASS, MOST_MASS, NO_MASS, LabeledSamples, check_squares

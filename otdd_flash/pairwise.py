@@ -66,7 +66,7 @@ from otdd_flash.labels import (
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import as_datasets, measure_all
-from otdd_flash.labels.numbers import refuse_table, with_numbers
+from otdd_flash.labels.metrics import refuse_table, with_numbers
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.otdd import ground_cost, prepared, refuse_starts
 from otdd_flash.raw_labels import frame_of

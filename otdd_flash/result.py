@@ -43,7 +43,7 @@ from otdd_flash.gromov.record import GromovRecord
 from otdd_flash.gromov.solve import last_linearised, prepare
 from otdd_flash.label_sets import named_sets
 from otdd_flash.labels import ClassDistances, NoLabels
-from otdd_flash.labels.numbers import targets_of
+from otdd_flash.labels.metrics import targets_of
 from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.raw_labels import frame_of

@@ -142,6 +142,18 @@ def listing(names: Iterable[object], most: int = 50) -> str:
     return shown if len(given) <= most else f"{shown}, ... {len(given) - most:,} more"
 
 
+def told_apart(names: Iterable[str]) -> list[str]:
+    """Return names made distinct: of equal ones all but the first get a number, `a (2)`."""
+    found: list[str] = []
+    for name in names:
+        distinct, repeats = name, 1
+        while distinct in found:
+            repeats += 1
+            distinct = f"{name} ({repeats})"
+        found.append(distinct)
+    return found
+
+
 def shorten(name: str, length: int) -> str:
     """Return `name` in one line of at most `length` characters, cut with an ellipsis."""
     line = display(" ".join(hidden(name).split())[: 8 * length], None)

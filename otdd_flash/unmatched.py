@@ -27,7 +27,7 @@ from torch import Tensor
 
 from otdd_flash.cost.points import class_indices, mass_per_class
 from otdd_flash.formulas.marginals import Constraints, Marginal
-from otdd_flash.labels.numbers import targets_of
+from otdd_flash.labels.metrics import targets_of
 from otdd_flash.operators.base import Applied
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.samples import LabeledSamples

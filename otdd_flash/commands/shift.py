@@ -30,9 +30,8 @@ from otdd_flash.errors import InputError, ShiftFound
 from otdd_flash.files.atomic import write_json
 from otdd_flash.files.tensor_file import SUMMARY_FILE, remove_result
 from otdd_flash.report.shift import shift_table, write_shift_report
-from otdd_flash.shift.joint import check_permutations, shift_test
+from otdd_flash.shift.joint import check_permutations, shift_test, shift_windows
 from otdd_flash.shift.result import ShiftReport
-from otdd_flash.shift.windows import shift_windows
 from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.term import refuse_both
 

@@ -29,9 +29,8 @@ from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import EmbeddingSettings, RuntimeSettings
 from otdd_flash.data.dataset import LabeledDataset
-from otdd_flash.data.pseudo_labels import label_parts
 from otdd_flash.data.registry import load
-from otdd_flash.data.subset import subset
+from otdd_flash.data.subset import label_parts, subset
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import DataNotice, InputError, placed
 from otdd_flash.extractors import build_extractor, embed, reduce_pca, standardize
@@ -61,7 +60,7 @@ class Sides:
             unless asked for.
         image_shape: (c, h, w) if features are exactly the pixels of an image, otherwise None.
         choices: by side, what its reader chose for keys that were not given
-            (`data.request.chosen`), such as the label column.
+            (`data.dataset.chosen`), such as the label column.
     """
 
     source: LabeledSamples

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from otdd_flash.arguments import Word
 from otdd_flash.checks import shown
-from otdd_flash.data.dataset import LabeledDataset, as_inputs
-from otdd_flash.data.request import Request, chosen, reading
+from otdd_flash.data.dataset import LabeledDataset, Request, as_inputs, chosen, reading
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.label_sets import split_text
 from otdd_flash.raw_labels import columns_of

@@ -1,10 +1,15 @@
-"""A labelled dataset before feature extraction: raw inputs, class indices, optional weights.
+"""What data sources are asked for and return: `Request`, and `LabeledDataset` before extraction.
 
-`LabeledDataset` is what `load` returns and `embed` takes; all readers of `data`,
-`extractors.embedding`, `commands.sides` and `commands.study` use it; its `with_features` makes
-samples, for `extractors.embedding` and `data.given`. `LazyItems` is a sequence of inputs that are
-read on access. `as_inputs` decides by shape whether arrays are vectors or images;
-`data.arrays`, `data.given`, `data.hugging_face` and `data.image_datasets` call it.
+`LabeledDataset` holds raw inputs, class indices and optional weights: `load` returns it and `embed`
+takes it; all readers of `data`, `extractors.embedding`, `commands.sides` and `commands.study` use
+it; its `with_features` makes samples, for `extractors.embedding` and `data.given`. `LazyItems` is a
+sequence of inputs that are read on access. `as_inputs` decides by shape whether arrays are vectors
+or images; `data.arrays`, `data.given`, `data.hugging_face` and `data.image_datasets` call it.
+
+`Request` has the options that all sources share. `data.registry` builds one for every source, and
+`data.given` one for a Hugging Face dataset in memory; it is the first argument of the readers in
+`data` and of those of other packages, so its fields must stay. `reading` turns any error of a file
+reader into an `InputError`; `data.images` and `flows.functionals` use it too.
 
 A change must keep the order of rows and the meaning of `rows`, the row numbers in the original
 data: `subset_hash` is derived from them and identifies a subset in results. Integers are never
@@ -15,18 +20,23 @@ are not written to.
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from otdd_flash.errors import DataNotice, InputError, placed, warn
+from otdd_flash import checks
+from otdd_flash.errors import DataNotice, InputError, choose, placed, warn
 from otdd_flash.label_sets import (
     Encoded,
     LabelSets,
@@ -35,6 +45,7 @@ from otdd_flash.label_sets import (
     rows_of_floats,
     several_of,
 )
+from otdd_flash.offline import RefusedAddress, is_address
 from otdd_flash.raw_labels import (
     check_one_dimensional,
     encode_labels,
@@ -68,7 +79,6 @@ class LabeledDataset:
         weights: (n,) masses in any unit, or None for uniform ones.
         modality: the kind of one item.
         name: the dataset's name in reports.
-        subset_hash: SHA-256 of `rows`; computed if empty.
         rows: (n,) each item's row number in the original data; 0 to n - 1 if empty.
         choices: choices of the reader that the user had not made, such as the label column.
         feature_names: names of the table columns that vectors consist of.
@@ -86,7 +96,6 @@ class LabeledDataset:
     weights: NDArray[np.float64] | None
     modality: Modality
     name: str
-    subset_hash: str = ""
     rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64), kw_only=True)
     choices: tuple[str, ...] = field(default=(), kw_only=True)
     feature_names: tuple[str, ...] | None = field(default=None, kw_only=True)
@@ -113,8 +122,6 @@ class LabeledDataset:
             _check_range(self.labels, self.class_names, self.name)
         if len(self.rows) == 0:
             object.__setattr__(self, "rows", np.arange(n))
-        if not self.subset_hash:
-            object.__setattr__(self, "subset_hash", _hash_of(self.rows))
 
     @classmethod
     def from_raw(
@@ -202,6 +209,11 @@ class LabeledDataset:
         """
         return replace(self, **found._asdict())
 
+    @cached_property
+    def subset_hash(self) -> str:
+        """SHA-256 of `rows`, which identifies the subset in results."""
+        return hashlib.sha256(self.rows.astype("<i8").tobytes()).hexdigest()
+
     @property
     def kind_of_labels(self) -> str:
         """What rows are labelled by, for messages: `3 classes`, `2 numbers a row`."""
@@ -226,7 +238,6 @@ class LabeledDataset:
             weights=None if self.weights is None else self.weights[chosen],
             targets=None if self.targets is None else self.targets[chosen],
             rows=self.rows[chosen],
-            subset_hash="",
         )
 
     def weighted(self, weights: ArrayLike) -> LabeledDataset:
@@ -371,10 +382,6 @@ def _of_parts(parts: Sequence[Any], starts: Sequence[int], row: int) -> Any:
     return parts[part][row - starts[part]]
 
 
-def _hash_of(rows: NDArray[np.int64]) -> str:
-    return hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
-
-
 class LazyItems(Sequence[Any]):
     """Items read one at a time; a slice gives a list.
 
@@ -404,6 +411,28 @@ class LazyItems(Sequence[Any]):
     def take(self, rows: NDArray[np.int64]) -> LazyItems:
         """Return the items at these positions, still unread."""
         return LazyItems(self._fetch, self._keys[rows])
+
+
+def item_loader(items: Any, batch_size: int, num_workers: int) -> DataLoader[Any]:
+    """Return a loader of lists of items, read in order; it draws no number.
+
+    Args:
+        items: a `torch.utils.data.Dataset`, or `LazyItems`.
+        batch_size: items of a list.
+        num_workers: processes that read items; 0 reads them in this process.
+    """
+    # Forked workers inherit the items; other start methods would pickle them. None is the
+    # platform's default.
+    forks = num_workers > 0 and "fork" in multiprocessing.get_all_start_methods()
+    return DataLoader(
+        items,
+        batch_size=batch_size,
+        num_workers=num_workers,
+        collate_fn=list,
+        # A loader without its own generator draws from the global one, which belongs to the caller.
+        generator=torch.Generator(),
+        multiprocessing_context="fork" if forks else None,
+    )
 
 
 CHANNELS = (1, 3, 4)
@@ -445,3 +474,122 @@ def _as_pixels(values: NDArray[Any]) -> NDArray[Any]:
     if values.min() < 0 or values.max() > 255:
         return values.astype(np.float32)
     return values.astype(np.uint8)
+
+
+DEFAULT_ROOT = Path("~/.cache/otdd_flash/datasets")
+SPLITS = ("train", "test", "all")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options that all sources share.
+
+    Args:
+        name: the source's name in the registry.
+        split: the part of the dataset; "all" for the whole.
+        root: folder of datasets that have a name, such as mnist, and of relative paths that are
+            not in the working directory; `data_root` on the command line.
+        download: whether missing files may be fetched.
+        seed: seed of synthetic data.
+        weights: one mass per row: a column or key of the data, which its reader takes, or a .npy
+            file, which `masses` reads.
+    """
+
+    name: str
+    split: str = "train"
+    root: Path = DEFAULT_ROOT
+    download: bool = False
+    seed: int = 0
+    weights: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The dataset's name in reports: its name, and the split if it is one part."""
+        return self.name if self.split == "all" else f"{self.name} {self.split}"
+
+    def parts(self) -> tuple[str, ...]:
+        """Return the splits to read for a source that has a training and a test part."""
+        choose(f"split of {self.name}", self.split, SPLITS)
+        return ("train", "test") if self.split == "all" else (self.split,)
+
+    def one_part(self) -> None:
+        """Refuse any split but `all` and the default `train`, for files that are not divided."""
+        if self.split not in ("train", "all"):
+            raise InputError(
+                f"{self.name} reads files that have no splits: split={self.split!r} must be all "
+                "(or the default); name the file that holds the other split instead"
+            )
+
+    def locate(self, option: str, path: str | Path | None) -> Path:
+        """Return the existing file or folder that an option names, as given or below the root.
+
+        Raises:
+            InputError: the option is not set, or there is no such file.
+        """
+        if not path:
+            raise InputError(f"{self.name} needs {option}=PATH")
+        if is_address(str(path)):
+            raise InputError(
+                f"{self.name}: {option}={path} is an address; fetch it and give the file's path"
+            )
+        given = Path(checks.path(option, path))
+        candidates = [given] if given.is_absolute() else [given, self.root / given]
+        for candidate in candidates:
+            if candidate.exists():
+                return candidate
+        looked = " or ".join(str(candidate.absolute()) for candidate in candidates)
+        raise InputError(f"{self.name}: {option}={path} does not exist (looked at {looked})")
+
+    def masses(self) -> NDArray[Any] | None:
+        """Read the .npy file that `weights` names; return None without `weights`.
+
+        Raises:
+            InputError: there is no such file, or it is unreadable.
+        """
+        if self.weights is None:
+            return None
+        path = self.locate("weights", self.weights)
+        with reading(path):
+            values: NDArray[Any] = np.load(path, allow_pickle=False)
+        return values
+
+
+def chosen(where: str, choices: Sequence[str], way_out: str) -> tuple[str, ...]:
+    """Report the choices that a reader made for the user, and return them as a tuple.
+
+    Warns:
+        DataNotice: there are choices.
+    """
+    if choices:
+        said = "; ".join(choices)
+        warn(f"{where}: {said}; choose with {way_out}", DataNotice)
+    return tuple(choices)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn any error of a file reader into an `InputError`.
+
+    Third-party readers raise anything from AssertionError to zlib.error on damaged bytes.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        # Libraries wrap the refusal of an address, whose own words name the way out.
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, RefusedAddress):
+                raise InputError(f"{path}: {cause}") from error
+            cause = cause.__cause__ or cause.__context__
+        if "allow_pickle" in str(error):
+            # NumPy's message for pickled objects, and for any file that is not NumPy's.
+            raise InputError(
+                f"cannot read {path}: it holds Python objects, or is no NumPy file; arrays must "
+                "hold numbers, labels integers or strings"
+            ) from error
+        # This error of `datasets` says only that generation failed; its cause says why.
+        reason = error.__cause__ if type(error).__name__ == "DatasetGenerationError" else error
+        detail = str(reason or error) or type(error).__name__
+        raise InputError(f"cannot read {path}: {detail}; is it damaged or empty?") from error

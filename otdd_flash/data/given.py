@@ -31,7 +31,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from multiprocessing import get_all_start_methods
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -62,14 +61,15 @@ from otdd_flash.data.dataset import (
     LabeledDataset,
     LazyItems,
     Modality,
+    Request,
     as_inputs,
+    item_loader,
     join_inputs,
     take_inputs,
 )
 from otdd_flash.data.hugging_face import labeled_table
 from otdd_flash.data.image_datasets import known_labels, stored_images
 from otdd_flash.data.images import plain_item
-from otdd_flash.data.request import Request
 from otdd_flash.data.subset import subset
 from otdd_flash.errors import DataNotice, InputError, UserCodeError, placed, prefixed, warn
 from otdd_flash.memory import ASSUMED_FREE
@@ -575,16 +575,7 @@ def _at(
     if num_workers == 0:
         yield from (_item_at(given, name, row) for row in rows.tolist())
         return
-    loader = DataLoader(
-        Subset(given, rows.tolist()),
-        batch_size=ITEMS_AT_ONCE,
-        num_workers=num_workers,
-        collate_fn=list,
-        # A loader without its own generator draws from the global one, which belongs to the caller.
-        generator=torch.Generator(),
-        # Forked workers inherit the dataset; other start methods would pickle it.
-        multiprocessing_context="fork" if "fork" in get_all_start_methods() else None,
-    )
+    loader = item_loader(Subset(given, rows.tolist()), ITEMS_AT_ONCE, num_workers)
     places = (f"row {row} of {name}" for row in rows.tolist())
     for _, batch in _each(loader, "batch", name):
         yield from zip(islice(places, len(batch)), batch, strict=True)

@@ -37,9 +37,16 @@ from otdd_flash.data.arrays import (
     find_weights,
     listed,
 )
-from otdd_flash.data.dataset import LabeledDataset, LazyItems, Modality, as_inputs
+from otdd_flash.data.dataset import (
+    LabeledDataset,
+    LazyItems,
+    Modality,
+    Request,
+    as_inputs,
+    chosen,
+    reading,
+)
 from otdd_flash.data.images import open_image, plain_image, rgb_image
-from otdd_flash.data.request import Request, chosen, reading
 from otdd_flash.errors import InputError
 from otdd_flash.offline import ALLOW, is_address, network
 from otdd_flash.raw_labels import Column, columns_of

@@ -18,10 +18,9 @@ a notice reports. Colour profiles are not applied. An array has the shape (h, w)
 uint8, uint16, bool or float in [0, 1], with alpha as the last of 2 or 4 channels. A tensor has the
 shape (h, w) or (c, h, w), as torchvision makes them.
 
-`data.given`, `data.hugging_face`, `data.image_folder`, `data.image_datasets`,
-`extractors.embedding`, `extractors.network`, `extractors.plain` and `extractors.vision_models` call
-it. A change of what an image decodes to must raise DECODING, or features of the old decoding are
-taken from the cache.
+`data.given`, `data.hugging_face`, `data.image_datasets`, `extractors.embedding`,
+`extractors.network`, `extractors.plain` and `extractors.vision_models` call it. A change of what an
+image decodes to must raise DECODING, or features of the old decoding are taken from the cache.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from otdd_flash.data.request import reading
+from otdd_flash.data.dataset import reading
 from otdd_flash.errors import DataNotice, InputError, placed, warn
 
 # Part of the key of cached features: a change of what an image decodes to must raise it. Another

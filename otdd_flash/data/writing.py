@@ -9,7 +9,6 @@ only as a whole, so that an interrupted run leaves no half of one.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing_folder
 from otdd_flash.files.tensor_file import write_arrays
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import told_apart
 
 ImageShape = tuple[int, int, int]
 # A file that `save_to_disk` of the datasets library always writes into its folder.
@@ -100,7 +100,10 @@ def write_hugging_face(
         columns[TARGETS] = samples.targets.cpu().numpy()
         types[TARGETS] = datasets.Sequence(datasets.Value("float64"))
     elif samples.labels is not None:
-        kind = datasets.ClassLabel(names=_distinct(samples.label_names))
+        # The datasets library accepts valid UTF-8 alone. Lone surrogates, from undecodable file
+        # names, become escapes instead of an error.
+        valid = (name.encode("utf-8", "backslashreplace").decode() for name in samples.label_names)
+        kind = datasets.ClassLabel(names=told_apart(valid))
         if (labels := _only_labels(samples)) is not None:
             columns["label"], types["label"] = labels.numpy(), kind
         else:
@@ -160,17 +163,3 @@ def _png(image: NDArray[np.uint8]) -> bytes:
     sink = io.BytesIO()
     Image.fromarray(image).save(sink, format="PNG")
     return sink.getvalue()
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Return class names that the datasets library accepts: valid UTF-8 and distinct."""
-    taken: list[str] = []
-    for name in names:
-        # Lone surrogates, from undecodable file names, become escapes instead of an error.
-        text = distinct = name.encode("utf-8", "backslashreplace").decode()
-        repeats = 1
-        while distinct in taken:
-            repeats += 1
-            distinct = f"{text} ({repeats})"
-        taken.append(distinct)
-    return taken

@@ -27,10 +27,9 @@ from otdd_flash.arguments import takes
 from otdd_flash.checks import shown
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.embedding import embed
-from otdd_flash.extractors.linear_maps import reduce_pca, standardize
 from otdd_flash.extractors.module_features import from_module
 from otdd_flash.extractors.network import Extractor
-from otdd_flash.extractors.plain import from_callable, identity, pixels
+from otdd_flash.extractors.plain import from_callable, identity, pixels, reduce_pca, standardize
 from otdd_flash.extractors.sentence_embedding import text, wordllama
 from otdd_flash.extractors.vision_models import efficientnet_lite0, timm, torchvision
 from otdd_flash.plugins import Registry, blamed_on

@@ -58,8 +58,8 @@ from otdd_flash.extractors.plain import (
     require_same_shape,
 )
 from otdd_flash.files.cache import TensorCache
-from otdd_flash.memory import ASSUMED_FREE, free_memory, readable_bytes
 from otdd_flash.plugins import user_code
+from otdd_flash.real_numbers import check_room
 from otdd_flash.samples import Array, LabeledSamples
 
 logger = logging.getLogger(__name__)
@@ -377,7 +377,11 @@ def _gather(
         for block in blocks:
             if done == 0:
                 shape = block.shape[1:]
-                _check_room(name, (count, shape.numel()), block.dtype)
+                check_room(
+                    f"{count} rows of {shape.numel()} features of {name}",
+                    count * shape.numel() * block.dtype.itemsize,
+                    "use fewer samples (max_samples) or smaller images (extractor.size)",
+                )
                 features = torch.empty((count, shape.numel()), dtype=block.dtype)
             require_same_shape(shape, block.shape[1:], name)
             # A later batch may need a wider type than the first ones.
@@ -387,16 +391,6 @@ def _gather(
             if progress is not None:
                 progress(done, count)
     return features, shape
-
-
-def _check_room(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    needed = shape[0] * shape[1] * dtype.itemsize
-    if needed > ASSUMED_FREE and needed > (free := free_memory(torch.device("cpu"))):
-        raise InputError(
-            f"{shape[0]} rows of {shape[1]} features of {name} need "
-            f"{readable_bytes(needed)}, and {readable_bytes(free)} are free; use fewer samples "
-            "(max_samples) or smaller images (extractor.size)"
-        )
 
 
 KINDS = {Image.Image: "image ", Tensor: "tensor "}

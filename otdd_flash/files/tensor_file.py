@@ -24,7 +24,7 @@ Renamed keys and classes, which a reader can translate, do not need it. Caches h
 own, in the names of their files.
 
 A change must also keep that files appear whole or not at all (`files.atomic`). `content_hash` is
-part of cache keys (`extractors.content_digest`, `extractors.network`, `labels.classes`) and of the
+part of cache keys (`extractors.module_features`, `extractors.network`, `labels.pairs`) and of the
 settings in checkpoints (`flows.objective`, `flows.flow`), so its value for given tensors may not
 change: cached numbers would be lost, and checkpoints refused.
 """

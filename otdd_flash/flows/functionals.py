@@ -39,7 +39,7 @@ from torch import Tensor
 
 from otdd_flash.checks import path
 from otdd_flash.data.arrays import read_npy
-from otdd_flash.data.request import reading
+from otdd_flash.data.dataset import reading
 from otdd_flash.derivatives.autograd import KnownGradient
 from otdd_flash.errors import InputError, choose, prefixed
 from otdd_flash.plugins import import_callable, user_code

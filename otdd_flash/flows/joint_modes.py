@@ -40,7 +40,6 @@ from otdd_flash.flows.modes import Evaluation, Mode, beside, per_mass, require_m
 from otdd_flash.flows.objective import FlowSetting
 from otdd_flash.flows.stepping import Batch
 from otdd_flash.labels import ClassDistances, Gaussian, LabelMetric
-from otdd_flash.labels.classes import pool
 from otdd_flash.labels.gaussian import (
     class_means,
     fidelities,
@@ -48,7 +47,7 @@ from otdd_flash.labels.gaussian import (
     squared_gaps,
     standard_deviations,
 )
-from otdd_flash.labels.pairs import all_pairs, chunk_size, symmetric_table
+from otdd_flash.labels.pairs import all_pairs, chunk_size, pool, symmetric_table
 from otdd_flash.memory import free_memory, readable_bytes
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.label_costs import has_sets

@@ -33,7 +33,6 @@ from otdd_flash.errors import InputError
 from otdd_flash.flows.objective import FlowSetting, TargetDivergence
 from otdd_flash.flows.stepping import Batch, OwnedVelocity
 from otdd_flash.labels import ClassDistances, Gaussian, Means
-from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
 from otdd_flash.labels.gaussian import (
     ClassMoments,
     class_moments,
@@ -42,7 +41,7 @@ from otdd_flash.labels.gaussian import (
     moments_table,
 )
 from otdd_flash.labels.measuring import measure_pairs
-from otdd_flash.labels.pairs import all_pairs, symmetric_table
+from otdd_flash.labels.pairs import ClassCloud, all_pairs, merge_identical, pool, symmetric_table
 from otdd_flash.labels.table import class_names
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples

@@ -68,7 +68,7 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
-from otdd_flash.labels.numbers import scale_of, with_numbers
+from otdd_flash.labels.metrics import scale_of, with_numbers
 from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.samples import LabeledSamples, all_finite, displaced
 from otdd_flash.solver.penalties import refuse_unbalanced, resolve_constraints

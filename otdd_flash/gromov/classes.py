@@ -19,9 +19,9 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.labels import Gaussian, JointClassDistances, LabelMetric, NoLabels, Tree
-from otdd_flash.labels.classes import ClassCloud, split_classes
 from otdd_flash.labels.gaussian import covariance_factor
 from otdd_flash.labels.metrics import Continuous, Given
+from otdd_flash.labels.pairs import ClassCloud, split_classes
 from otdd_flash.labels.table import class_names, joint_table
 from otdd_flash.samples import LabeledSamples
 

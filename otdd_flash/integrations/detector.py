@@ -11,9 +11,8 @@ from typing import Any
 
 from otdd_flash.arguments import Count, Share, takes
 from otdd_flash.data.given import Samples, as_samples
-from otdd_flash.shift.joint import check_permutations, shift_test
+from otdd_flash.shift.joint import check_permutations, shift_test, spent
 from otdd_flash.shift.result import ShiftReport
-from otdd_flash.shift.windows import spent
 
 
 class ShiftDetector:

@@ -24,27 +24,23 @@ from torch import Tensor
 from otdd_flash.arguments import Progress
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import NotConvergedWarning, warn
-from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.metrics import Given, NoLabels
 from otdd_flash.labels.metrics.base import LabelMetric, Measured
-from otdd_flash.labels.pairs import PairDistances, all_pairs, is_complete
+from otdd_flash.labels.pairs import ClassCloud, PairDistances, all_pairs, is_complete
 
 
 def measured_by_ranks(metric: LabelMetric, ranks: object) -> LabelMetric:
     """Return the metric, measured by all ranks if there are any and it has a recipe.
 
-    The others measure in this process: `none` and `given` measure nothing, means, bounds and
-    diagonal covariances are cheap, and of a user's function or a metric without a recipe nothing is
-    known.
+    Those without a recipe measure in this process: `none` and `given` measure nothing, means,
+    bounds and diagonal covariances are cheap, and of a user's function nothing is known.
 
     Args:
         metric: how to measure.
         ranks: `ComputeOptions.group` of a call on several processes, which is a `Ranks`.
     """
-    nothing_to_do = isinstance(metric, Given | NoLabels)
-    if nothing_to_do or not isinstance(ranks, Ranks) or metric.recipe(torch.device("cpu")) is None:
-        return metric
-    return _MeasuredByRanks(metric, ranks)
+    if isinstance(ranks, Ranks) and metric.recipe(torch.device("cpu")) is not None:
+        return _MeasuredByRanks(metric, ranks)
+    return metric
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from otdd_flash.arguments import Progress
 from otdd_flash.errors import InputError
-from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.pairs import PairDistances, used_classes
+from otdd_flash.labels.pairs import ClassCloud, PairDistances, used_classes
 from otdd_flash.memory import free_memory
 
 # The network simplex needs some 50 bytes per pair of points: 25 million pairs take 1.2 GiB.

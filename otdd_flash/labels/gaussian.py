@@ -34,8 +34,7 @@ from torch import Tensor
 
 from otdd_flash.arguments import Progress
 from otdd_flash.derivatives.autograd import ONCE, LastDerivative
-from otdd_flash.labels.classes import ClassCloud, masses_of
-from otdd_flash.labels.pairs import chunk_size, equal_chunks, used_classes
+from otdd_flash.labels.pairs import ClassCloud, chunk_size, equal_chunks, masses_of, used_classes
 
 
 class ClassMoments(NamedTuple):
@@ -197,15 +196,9 @@ def upper_bound_table(clouds: Sequence[ClassCloud], pairs: Tensor, unbiased: boo
     clouds, pairs = used_classes(clouds, pairs)
     if len(pairs) == 0:
         return torch.zeros(0, dtype=torch.float64, device=pairs.device)
-    traces = total_variances(clouds, unbiased)
+    traces = torch.stack([covariance_factor(one, unbiased).square().sum() for one in clouds])
     first, second = pairs.unbind(1)
     return squared_gaps(class_means(clouds), pairs) + (traces[first] + traces[second])
-
-
-def class_mean(cloud: ClassCloud) -> Tensor:
-    """Return the weighted mean (d,), float64."""
-    anchor, _, shift = _from_the_heaviest(cloud)
-    return anchor + shift
 
 
 def _from_the_heaviest(cloud: ClassCloud) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,7 +219,7 @@ def _from_the_heaviest(cloud: ClassCloud) -> tuple[Tensor, Tensor, Tensor]:
 
 def class_means(clouds: Sequence[ClassCloud]) -> Tensor:
     """Return the weighted means of all classes, (V, d) float64."""
-    return torch.stack([class_mean(cloud) for cloud in clouds])
+    return torch.stack([anchor + shift for anchor, _, shift in map(_from_the_heaviest, clouds)])
 
 
 def covariance_factor(cloud: ClassCloud, unbiased: bool) -> Tensor:
@@ -257,11 +250,6 @@ def _unevenness(weights: Tensor) -> Tensor:
     # equal weights.
     heavy = weights.index_select(0, heaviest).squeeze(0)
     return (others * (1 - others)).sum() + heavy * others.sum()
-
-
-def total_variances(clouds: Sequence[ClassCloud], unbiased: bool) -> Tensor:
-    """Return the traces of the class covariances, (V,) float64."""
-    return torch.stack([covariance_factor(cloud, unbiased).square().sum() for cloud in clouds])
 
 
 def standard_deviations(clouds: Sequence[ClassCloud], unbiased: bool) -> Tensor:

@@ -40,7 +40,6 @@ from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.devices import moved
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning, warn
-from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
 from otdd_flash.labels.metrics import (
     Continuous,
     Given,
@@ -53,7 +52,14 @@ from otdd_flash.labels.metrics import (
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.metrics.tree import Tree
 from otdd_flash.labels.pair_cache import PairCache
-from otdd_flash.labels.pairs import PairDistances, all_pairs, symmetric_table
+from otdd_flash.labels.pairs import (
+    ClassCloud,
+    PairDistances,
+    all_pairs,
+    merge_identical,
+    pool,
+    symmetric_table,
+)
 from otdd_flash.labels.table import ClassDistances, JointClassDistances, class_names, joint_table
 from otdd_flash.plugins import blamed_on
 from otdd_flash.samples import LabeledSamples, check_squares, needs_classes

@@ -35,8 +35,14 @@ from otdd_flash.engine.problems import Finished, SegmentTerms, WeightedPoints
 from otdd_flash.errors import InputError, NotConvergedWarning, warn
 from otdd_flash.formulas.decision import CROSS, SELF
 from otdd_flash.formulas.evidence import MOST_ERROR
-from otdd_flash.labels.classes import ClassCloud, masses_of, merge_identical
-from otdd_flash.labels.pairs import PairDistances, named_classes, used_classes
+from otdd_flash.labels.pairs import (
+    ClassCloud,
+    PairDistances,
+    masses_of,
+    merge_identical,
+    named_classes,
+    used_classes,
+)
 from otdd_flash.memory import free_memory
 from otdd_flash.operators.point_scores import streamed_operator
 from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments

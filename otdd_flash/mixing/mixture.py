@@ -4,16 +4,23 @@
 
 with mu_k the source k at its own masses: convex in w, with potentials as its gradient. A mixture of
 other weights has the same cost, so classes are measured and epsilon is settled once. The search has
-two parts: updates of potentials and weights together (`prices.MixtureOracle.approach`), then solves
-at fixed weights, whose cuts bound all others (`weights.minimise`).
+two parts: updates of potentials and weights together (`sources.MixtureOracle.approach`), then
+solves at fixed weights, whose cuts bound all others (`weights.minimise`).
 
-`commands.mix` and users call `mixture`; `mixing.intervals` calls `searched`.
+Intervals of the weights come from subsamples drawn without replacement, as `sampling.subsampling`
+makes those of distances: the deviations of weights of subsamples of m of n rows, times sqrt((m / n)
+/ (1 - m / n)), give their standard errors at all rows. Rows are drawn from every source and from
+the target; classes are measured anew, unless a table is given; epsilon is that of the whole.
+Intervals are cut at 0 and 1: at a border weights are not normal, and an interval there is rough.
+
+`commands.mix` and users call `mixture`.
 """
 
 from __future__ import annotations
 
 import os
 import time
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +35,7 @@ from otdd_flash.cost.compute import Compute, ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
-from otdd_flash.errors import EpsilonOutOfRange, InputError, NotConvergedWarning, warn
+from otdd_flash.errors import DataNotice, EpsilonOutOfRange, InputError, NotConvergedWarning, warn
 from otdd_flash.labels import (
     JointClassDistances,
     Labels,
@@ -36,12 +43,19 @@ from otdd_flash.labels import (
     metric_of,
     settled_metric,
 )
-from otdd_flash.mixing.prices import MixtureOracle
-from otdd_flash.mixing.result import Mixture, OtherWeights
-from otdd_flash.mixing.sources import Sources, at_weights, compared, named_sources
+from otdd_flash.mixing.result import Mixture, OtherWeights, WeightInterval
+from otdd_flash.mixing.sources import MixtureOracle, Sources, at_weights, compared, named_sources
 from otdd_flash.mixing.weights import NO_TIME, NO_WEIGHT, Allowed, Found, Vector, minimise
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.result import versions
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.sampling.comparison import least_rows, subsample
+from otdd_flash.sampling.subsampling import (
+    LEVEL,
+    check_count,
+    deviation_interval,
+    sampling_rate,
+)
 from otdd_flash.shown import listing
 from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solving import solve
@@ -164,8 +178,6 @@ def mixture(
         moves = undetermined(found, oracle, allowed, bound_width) if in_time else ()
     intervals = None
     if subsample is not None:
-        from otdd_flash.mixing.intervals import weight_intervals
-
         # As the whole: also the epsilon between classes, and nothing of a subsample is cached.
         settled = settled_metric(metric, epsilon, comparison.transformed, comparison.streaming)
         again = partial(compare, epsilon=comparison.epsilon, metric=settled, cache_dir=None)
@@ -427,3 +439,44 @@ def _followed(
     room = np.where(direction < 0, w, allowed.most - w)[moves] / np.abs(direction[moves])
     move: Vector = min(length, float(room.min())) * direction
     return np.where(np.abs(move) < 1e-9, 0.0, move)
+
+
+# The part of the rows that a subsample has: of a quarter, deviations of weights were a fifth less
+# than those of new samples.
+FRACTION = 0.5
+
+
+def weight_intervals(
+    compare: Callable[[list[LabeledSamples]], tuple[Sources, Comparison]],
+    given: Sequence[LabeledSamples],
+    allowed: Allowed,
+    width: float,
+    w: Vector,
+    count: int,
+    seed: int,
+) -> list[WeightInterval]:
+    """Estimate 95% intervals of the weights w (K,) from `count` subsamples.
+
+    `compare` compares parts of the K sources and the target `given`, at the epsilon of the whole.
+
+    Raises:
+        InputError: there are too few subsamples, or rows.
+    """
+    check_count(count, LEVEL)
+    fraction = max(FRACTION, *(least_rows(one) / len(one) for one in given))
+    if fraction > 0.9:
+        raise InputError(
+            "subsamples take two rows of every class, and some dataset has few more; leave out "
+            "subsample, or drop small classes with min_class_size"
+        )
+    generator, drawn = np.random.default_rng(seed), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotConvergedWarning)
+        warnings.simplefilter("ignore", DataNotice)
+        for _ in range(count):
+            some = [subsample(one, max(2, round(fraction * len(one))), generator) for one in given]
+            sources, comparison = compare(some)
+            drawn.append(searched(comparison, sources, allowed, width)[0].w)
+    ends = deviation_interval(w, np.array(drawn).T, sampling_rate(fraction))
+    lower, upper = (np.clip(end, 0.0, 1.0) for end in ends)
+    return [WeightInterval(*pair) for pair in zip(lower.tolist(), upper.tolist(), strict=True)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from otdd_flash.arguments import Count, Seed, takes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
-from otdd_flash.labels.numbers import targets_of
+from otdd_flash.labels.metrics import targets_of
 from otdd_flash.mixing.weights import StoppedBy
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import bounded, display, listing

@@ -11,7 +11,7 @@ multipliers combine the cuts to one, whose minimum over the allowed weights is a
 `Allowed.lowest` is a dual value, a bound for any multiplier (Kiwiel 1990, Proximity control in
 bundle methods; Lemarechal, Nemirovskii & Nesterov 1995, New variants of bundle methods).
 
-`mixing.mixture` and `mixing.intervals` call it. Everything here is float64 on the host.
+`mixing.mixture` calls it. Everything here is float64 on the host.
 """
 
 from __future__ import annotations
@@ -210,7 +210,6 @@ class Found(NamedTuple):
         upper: upper bound at w, with the penalty.
         lower: lower bound over all allowed weights, with the penalty.
         cut: (K,) the combined cut that proves it.
-        curvature: (K, K) of the last step.
         cuts: (c, K) those kept.
         solves: how often the oracle was asked.
         stopped_by: why it ended.
@@ -221,7 +220,6 @@ class Found(NamedTuple):
     upper: float
     lower: float
     cut: Vector
-    curvature: NDArray[np.float64]
     cuts: NDArray[np.float64]
     solves: int
     stopped_by: StoppedBy
@@ -269,7 +267,7 @@ def minimise(
         narrowest = min(gap, narrowest)
         stopped = _ended(gap <= wanted, left(), solves, idle >= most_idle)
         if stopped is not None:
-            return Found(w, best, upper, lower, proof, metric, cuts, solves, stopped)
+            return Found(w, best, upper, lower, proof, cuts, solves, stopped)
         level = float(best.cut @ w) + allowed.charge(w)
         predicted = max(level - model, 0.0)
         if predicted < TIMID * gap:

@@ -133,7 +133,7 @@ class Comparison:
             transformed: whether points are transformed for the ground cost already.
             resident: whether all points are needed on the device. Otherwise those that do not fit
                 stay where they are and are streamed.
-            target_scale: of numbers, see `labels.numbers.scale_of`.
+            target_scale: of numbers, see `labels.metrics.scale_of`.
 
         Raises:
             InputError: there is no such device, the backend cannot run on it or in the precision,

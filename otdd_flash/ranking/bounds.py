@@ -39,14 +39,12 @@ from otdd_flash.cost.points import DOUBLE_UNIT
 from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.errors import EpsilonOutOfRange
 from otdd_flash.formulas.marginals import Constraints
-from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
 from otdd_flash.labels.gaussian import class_moments, fidelities
 from otdd_flash.labels.measuring import measure_pairs
-from otdd_flash.labels.metrics import Continuous, Gaussian, Means, NoLabels, UpperBound
+from otdd_flash.labels.metrics import Continuous, Gaussian, Means, NoLabels, UpperBound, scale_of
 from otdd_flash.labels.metrics import Exact as ExactMetric
 from otdd_flash.labels.metrics.base import LabelMetric
-from otdd_flash.labels.numbers import scale_of
-from otdd_flash.labels.pairs import symmetric_table
+from otdd_flash.labels.pairs import ClassCloud, merge_identical, pool, symmetric_table
 from otdd_flash.labels.table import class_names
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.label_costs import embedding_of_targets, has_sets
@@ -219,16 +217,13 @@ def lowest_by_moments(
         found -= cost.lambda_y * (1 + slack) * (query.within + within) / 2
         if isinstance(metric, Gaussian | Means | UpperBound | ExactMetric):
             spread = isinstance(metric, Gaussian)
-            size = max(1, MOST_GAPS // _gaps(query, members))
+            # Of the differences between the class means of the query and a member.
+            entries = query.class_means.numel() * max(len(one.class_means) for one in members)
+            size = max(1, MOST_GAPS // entries)
             parts = [members[first : first + size] for first in range(0, len(members), size)]
             classes = [_class_transport(query, part, slack, spread) for part in parts]
             found += cost.lambda_y * torch.cat(classes)
     return found - cost.error(len(query.mean))
-
-
-def _gaps(query: Moments, members: Sequence[Moments]) -> int:
-    """Return the entries of the differences between the class means of the query and a member."""
-    return query.class_means.numel() * max(len(one.class_means) for one in members)
 
 
 def _class_transport(
@@ -342,7 +337,7 @@ class Terms:
         epsilon: in units of the cost; 0 is exact transport.
         constraints: what marginals owe.
         compute: options of the passes, without a group.
-        target_scale: of numbers, see `labels.numbers.scale_of`.
+        target_scale: of numbers, see `labels.metrics.scale_of`.
     """
 
     cost: GroundCost

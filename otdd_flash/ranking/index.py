@@ -64,10 +64,13 @@ from otdd_flash.labels.metrics import (
     NoLabels,
     PairFunction,
     metric_named,
+    numbered,
+    scale_of,
+    targets_of,
+    with_numbers,
 )
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.metrics.tree import Tree
-from otdd_flash.labels.numbers import numbered, scale_of, targets_of, with_numbers
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.ranking.bounds import (
     Moments,

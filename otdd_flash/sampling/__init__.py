@@ -2,5 +2,5 @@
 
 `comparison` draws rows and computes the distance between them; `subsampling` repeats it on
 subsamples for an interval, and compares disjoint halves of one dataset. `otdd_flash`,
-`commands.compare`, `ranking.race`, `study`, `mixing.intervals` and others call them.
+`commands.compare`, `ranking.race`, `study`, `mixing.mixture` and others call them.
 """

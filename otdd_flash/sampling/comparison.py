@@ -2,7 +2,7 @@
 
 In a `SubsetComparison` all is fixed but the rows: epsilon, metric, ground cost and device are those
 of the whole. `subsample` draws rows without replacement. `sampling.subsampling`,
-`study.measures.distances`, `study.measures.network` and `mixing.intervals` call it;
+`study.measures.distances`, `study.measures.network` and `mixing.mixture` call it;
 `commands.compare` and `shift.rows` call `drawable`.
 
 A change must keep the draws a function of the generator and of the labels alone, so that every
@@ -38,7 +38,7 @@ from otdd_flash.labels import (
     measure_classes,
     metric_of,
 )
-from otdd_flash.labels.numbers import with_numbers
+from otdd_flash.labels.metrics import with_numbers
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult

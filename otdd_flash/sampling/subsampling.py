@@ -37,7 +37,7 @@ meaningful as far as it exceeds that of their halves at equal sizes.
 `otdd_flash` exports `subsample_interval` and `noise_floor`, which `commands.compare` and
 `study.measures.distances` call; `ranking.race` calls the first too. `commands.compare` also calls
 `half_size` of the rows that are `drawable`, before the main solve.
-`mixing.intervals` makes intervals of weights by the functions here. `commands.compare` and
+`mixing.mixture` makes intervals of weights by the functions here. `commands.compare` and
 `study.study` check settings by `check_count`; `commands.compare`, `study.measures.distances` and
 `study.measures.network` take `subsample_sizes`. `study.measures.base` builds the intervals of a
 study by `deviation_interval` and `sampling_rate`, and `study.measures.distances` cuts the excess at

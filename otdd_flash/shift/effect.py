@@ -28,8 +28,7 @@ import numpy as np
 from scipy.stats import t
 from torch import Tensor
 
-from otdd_flash.shift.permutation import PermutationTest
-from otdd_flash.shift.pooled import PooledCost, Until
+from otdd_flash.shift.pooled import PermutationTest, PooledCost, Until
 from otdd_flash.shift.rows import PooledRows
 
 # Random halves; width of bounds over a value; units of a side from which on there is an interval.

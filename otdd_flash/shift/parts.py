@@ -24,8 +24,7 @@ from torch import Tensor
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError
 from otdd_flash.labels import NoLabels
-from otdd_flash.shift.permutation import PermutationTest, label_test, permutation_test
-from otdd_flash.shift.pooled import UNIT, PooledCost
+from otdd_flash.shift.pooled import UNIT, PermutationTest, PooledCost, label_test, permutation_test
 from otdd_flash.shift.rows import PooledRows
 
 MOST_PERMUTATIONS = 100_000

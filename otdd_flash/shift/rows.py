@@ -25,7 +25,7 @@ from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.label_sets import Encoded
 from otdd_flash.labels import Continuous, Given, LabelMetric, NoLabels, class_distances
-from otdd_flash.labels.numbers import scale_of, targets_of, with_numbers
+from otdd_flash.labels.metrics import scale_of, targets_of, with_numbers
 from otdd_flash.memory import check_memory
 from otdd_flash.operators.comparison import check_comparable
 from otdd_flash.raw_labels import missing_labels, raw_values, without_fractions

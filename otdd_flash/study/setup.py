@@ -42,7 +42,7 @@ from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.errors import DataNotice, InputError, choose, prefixed, warn
-from otdd_flash.extractors.content_digest import Unidentified, content_digest
+from otdd_flash.extractors.module_features import Unidentified, content_digest
 from otdd_flash.fingerprint import VERSION
 from otdd_flash.labels import drop_small_classes
 from otdd_flash.labels.metrics.base import LabelMetric

@@ -60,8 +60,8 @@ from otdd_flash.labels import (
     notice_single_samples,
     settled_metric,
 )
-from otdd_flash.labels.classes import pool
-from otdd_flash.labels.numbers import with_numbers
+from otdd_flash.labels.metrics import with_numbers
+from otdd_flash.labels.pairs import pool
 from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.comparison import check_comparable
 from otdd_flash.plugins import blamed_on

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from otdd_flash.data import with_pseudo_labels
 from otdd_flash.data.dataset import LabeledDataset, concatenate
-from otdd_flash.data.pseudo_labels import label_parts
-from otdd_flash.data.subset import subset
+from otdd_flash.data.subset import label_parts, subset
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.samples import LabeledSamples
 

@@ -30,7 +30,7 @@ def test_standardised_sides_share_mean_and_deviation(make_samples, clouds, monke
     # It undoes common units, and blocks of rows do not change it.
     units, origin = np.array([3.0, 0.1, 40.0, 1.0]), np.array([7.0, -3.0, 0.0, 1.0])
     other = standardize(*(make_samples(cloud * units + origin) for cloud in clouds))
-    monkeypatch.setattr("otdd_flash.extractors.linear_maps.ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("otdd_flash.extractors.plain.ROWS_AT_ONCE", 7)
     for a, b, c in zip((x, y), other, standardize(*sides), strict=True):
         assert torch.allclose(a.features, b.features, atol=1e-9)
         assert torch.allclose(a.features, c.features, atol=1e-12)

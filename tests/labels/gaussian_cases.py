@@ -11,7 +11,7 @@ import scipy.linalg
 import torch
 
 from otdd_flash.labels import gaussian
-from otdd_flash.labels.classes import ClassCloud
+from otdd_flash.labels.pairs import ClassCloud
 
 ROUTES = ("lapack", "products")
 every_route = pytest.mark.parametrize("route", ROUTES)

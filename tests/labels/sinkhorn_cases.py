@@ -6,8 +6,7 @@ import reference
 import torch
 from scipy.spatial.distance import cdist
 
-from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.labels.pairs import ClassCloud, all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 
 

@@ -23,8 +23,8 @@ from otdd_flash.labels import (
     measure_classes,
     metric_named,
 )
-from otdd_flash.labels.classes import ClassCloud, merge_identical, split_classes
 from otdd_flash.labels.measuring import drop_small_classes
+from otdd_flash.labels.pairs import ClassCloud, merge_identical, split_classes
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
 

@@ -12,9 +12,8 @@ import torch
 
 from otdd_flash.errors import InputError
 from otdd_flash.labels import exact
-from otdd_flash.labels.classes import split_classes
 from otdd_flash.labels.exact import exact_distances
-from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.labels.pairs import all_pairs, split_classes
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def test_a_script_needs_no_guard_and_processes_end_with_it(tmp_path):
         textwrap.dedent("""
         import os, signal, torch
         from otdd_flash.labels import exact
-        from otdd_flash.labels.classes import ClassCloud
+        from otdd_flash.labels.pairs import ClassCloud
         from otdd_flash.labels.pairs import all_pairs
         exact._workers, exact.SECONDS_PER_TASK = (lambda *_: 2), 1e-9
         rows = torch.arange(24.0).reshape(8, 3).split(2)

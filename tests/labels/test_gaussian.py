@@ -17,7 +17,6 @@ from pairwise import named, pairwise
 from otdd_flash.errors import InputError
 from otdd_flash.labels import Gaussian, Means, UpperBound
 from otdd_flash.labels import pairs as pair_chunks
-from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import (
     NEGLIGIBLE,
     diagonal_gaussian_table,
@@ -26,7 +25,7 @@ from otdd_flash.labels.gaussian import (
     nuclear_norms,
     upper_bound_table,
 )
-from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.labels.pairs import ClassCloud, all_pairs
 
 METHODS = {
     "gaussian": Gaussian().measure,

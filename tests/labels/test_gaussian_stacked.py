@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from otdd_flash.labels import gaussian
-from otdd_flash.labels.classes import ClassCloud
+from otdd_flash.labels.pairs import ClassCloud
 
 
 def cloud(size, dim, *, weighted, constant=False, seed=0):

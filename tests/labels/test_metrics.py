@@ -21,10 +21,9 @@ import otdd_flash as otdd
 from otdd_flash.arguments import Progress
 from otdd_flash.commands.settings import LabelSettings
 from otdd_flash.labels import METRICS, LabelMetric, metric_named, metric_of
-from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import class_means
 from otdd_flash.labels.pair_cache import FILE
-from otdd_flash.labels.pairs import PairDistances
+from otdd_flash.labels.pairs import ClassCloud, PairDistances
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ import torch
 from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.labels import Exact, Gaussian, Sinkhorn, exact, measure_classes, measuring
 from otdd_flash.labels import pair_cache as pair_database
-from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.measuring import class_distances
 from otdd_flash.labels.pair_cache import FILE, PairCache
-from otdd_flash.labels.pairs import PairDistances, all_pairs
+from otdd_flash.labels.pairs import ClassCloud, PairDistances, all_pairs
 from otdd_flash.samples import LabeledSamples
 
 CACHED = {

@@ -16,8 +16,7 @@ from otdd_flash.engine.problems import SegmentTerms
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.kernels.segments.step import SMALL
 from otdd_flash.labels import sinkhorn_pairs
-from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.labels.pairs import ClassCloud, all_pairs
 from otdd_flash.labels.sinkhorn_pairs import TermSolver, kernels_run_on, sinkhorn_distances
 from otdd_flash.operators.kernel_segments import bytes_of
 from otdd_flash.solver.schedules import Converged

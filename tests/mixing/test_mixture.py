@@ -12,7 +12,7 @@ from scipy.stats import t as student
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError, NotConvergedWarning
-from otdd_flash.mixing.intervals import weight_intervals
+from otdd_flash.mixing.mixture import weight_intervals
 from otdd_flash.mixing.weights import Allowed
 from otdd_flash.solver.solving import solve
 from tests.mixing.dense import mixed, problem, value, weights
@@ -248,7 +248,7 @@ def test_subsamples_are_measured_as_the_whole(monkeypatch, tmp_path):
         used.append(compare.keywords)
         return [(0.0, 1.0)] * (len(given) - 1)
 
-    monkeypatch.setattr("otdd_flash.mixing.intervals.weight_intervals", intervals)
+    monkeypatch.setattr("otdd_flash.mixing.mixture.weight_intervals", intervals)
     each = [cloud(20, (k, 0), k, f"s{k}", labels=[0, 1] * 10) for k in range(2)]
     metric = otdd.labels.Sinkhorn()
     target = cloud(20, (0, 0), 5, "t", labels=[0, 1] * 10)
@@ -269,7 +269,7 @@ def test_intervals_are_as_long_as_the_deviations_say(monkeypatch):
         drawn.append(t)
         return SimpleNamespace(w=np.array([t, 1 - t])), None
 
-    monkeypatch.setattr("otdd_flash.mixing.intervals.searched", searched)
+    monkeypatch.setattr("otdd_flash.mixing.mixture.searched", searched)
     given = [cloud(40, (0, 0), k) for k in range(3)]
     limits = Allowed(np.ones(2), 0.0, np.full(2, 0.5))
     sizes = set()

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from otdd_flash.mixing.prices import MixtureOracle, priced
-from otdd_flash.mixing.sources import at_weights
+from otdd_flash.mixing.sources import MixtureOracle, at_weights, priced
 from tests.mixing.dense import prepared, problem, value
 
 

@@ -19,11 +19,10 @@ from otdd_flash.errors import DataNotice
 from otdd_flash.integrations.detector import ShiftDetector
 from otdd_flash.labels import Gaussian, NoLabels, class_distances
 from otdd_flash.shift import pooled as pooled_module
+from otdd_flash.shift.joint import spent
 from otdd_flash.shift.parts import describe, family_of, holm
-from otdd_flash.shift.permutation import draws, label_test, permutation_test
-from otdd_flash.shift.pooled import PooledCost, Until
+from otdd_flash.shift.pooled import PooledCost, Until, draws, label_test, permutation_test
 from otdd_flash.shift.rows import PooledRows
-from otdd_flash.shift.windows import spent
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Progress, check_fields
-from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.pairs import PairDistances
+from otdd_flash.labels.pairs import ClassCloud, PairDistances
 
 # Yields positions (k,) in a list of pairs, with the squared distances (k,) of those pairs.
 Measured = Generator[tuple[Tensor, Tensor], None, None]

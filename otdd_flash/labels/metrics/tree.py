@@ -23,9 +23,8 @@ from otdd_flash.arguments import Positive, Progress
 from otdd_flash.checks import shown
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.files.tensor_file import content_hash
-from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.metrics.base import LabelMetric
-from otdd_flash.labels.pairs import PairDistances
+from otdd_flash.labels.pairs import ClassCloud, PairDistances
 from otdd_flash.shown import display, listing
 
 

@@ -32,10 +32,10 @@ from torch import Tensor
 from otdd_flash.errors import DataNotice, NotConvergedWarning
 from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.labels import ClassDistances
-from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import gaussian_table
 from otdd_flash.labels.measuring import class_block
-from otdd_flash.labels.numbers import scale_of
+from otdd_flash.labels.metrics import scale_of
+from otdd_flash.labels.pairs import ClassCloud
 from otdd_flash.labels.table import class_names
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.result import DistanceResult
