@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import LN_2, LOG2_E
-from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.launch import LN_2, LOG2_E, on_its_device
 from otdd_flash.kernels.segments.step import Sums
 
 # Rows and columns of a tile, as (rows, strips, lanes): of passes along rows and along columns.

@@ -34,8 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import load_scales, log2_scale
-from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.launch import load_scales, log2_scale, on_its_device
 from otdd_flash.kernels.passes.merge_ranges import merge_ranges
 from otdd_flash.kernels.passes.sides import Partial, Scores, Side
 from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets

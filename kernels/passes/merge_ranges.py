@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import LN_2
-from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.launch import LN_2, on_its_device
 from otdd_flash.kernels.passes.sides import Partial, Side
 from otdd_flash.kernels.tiling import BLOCK_ROWS
 

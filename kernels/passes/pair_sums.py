@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import log2_scale
+from otdd_flash.kernels.launch import log2_scale
 from otdd_flash.kernels.passes import symmetric_step
 from otdd_flash.kernels.passes.plan_terms import NOTHING
 from otdd_flash.kernels.passes.sides import Scores, Side

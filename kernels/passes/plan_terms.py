@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import LOG2_E
-from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.launch import LOG2_E, on_its_device
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.class_terms import ClassTerms
 from otdd_flash.kernels.points.column_bias import store_bias

@@ -29,8 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import load_scales, log2_scale
-from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.launch import load_scales, log2_scale, on_its_device
 from otdd_flash.kernels.passes.half_step import bias_of, repair
 from otdd_flash.kernels.passes.merge_ranges import LARGEST_SUM, LEAST_SUM
 from otdd_flash.kernels.passes.sides import Scores, Side

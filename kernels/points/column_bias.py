@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import load_scales
-from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.launch import load_scales, on_its_device
 from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.kernels.tiling import BLOCK_COLUMNS
 

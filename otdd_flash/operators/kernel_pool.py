@@ -32,9 +32,14 @@ from otdd_flash.engine.quasi_newton_kernels import (
 )
 from otdd_flash.formulas.decision import Form
 from otdd_flash.kernels.segments.step import Sums
-from otdd_flash.kernels.stored.plan import signed_plan, stored_plan, stored_product
-from otdd_flash.kernels.stored.scores import stored_scores
-from otdd_flash.kernels.stored.step import stored_programs, stored_step
+from otdd_flash.kernels.stored import (
+    signed_plan,
+    stored_plan,
+    stored_product,
+    stored_programs,
+    stored_scores,
+    stored_step,
+)
 from otdd_flash.operators.base import Epsilon, Marginals, Passes
 from otdd_flash.operators.score_pool import (
     PRODUCTS,

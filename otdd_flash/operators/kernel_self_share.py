@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.kernels.epsilon import on_device
+from otdd_flash.kernels.launch import on_device
 from otdd_flash.kernels.passes.half_step import bias_of, repair
 from otdd_flash.kernels.passes.merge_ranges import LARGEST_SUM
 from otdd_flash.kernels.passes.sides import Scores, Side

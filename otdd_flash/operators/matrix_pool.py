@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.problems import Evaluated, Vectors
-from otdd_flash.kernels.matrix.facts import matrix_row_facts
-from otdd_flash.kernels.matrix.place import Place
+from otdd_flash.kernels.matrix.facts import Place, matrix_row_facts
 from otdd_flash.kernels.matrix.sums import matrix_sums
-from otdd_flash.kernels.matrix.sweep import matrix_sweep, row_weights
-from otdd_flash.kernels.matrix.swept_columns import fill_absent
+from otdd_flash.kernels.matrix.sweep import fill_absent, matrix_sweep, row_weights
 from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.operators.base import Epsilon, Marginals, Passes
 from otdd_flash.operators.kernel_pool import PooledKernelSegments

@@ -19,7 +19,7 @@ from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.points import Cut, LabelledCost, Masses
 from otdd_flash.cost.rounding import Lattice, float16_rounding, lattice_of
 from otdd_flash.fingerprint import remembered
-from otdd_flash.kernels.epsilon import on_device
+from otdd_flash.kernels.launch import on_device
 from otdd_flash.kernels.passes.half_step import half_step
 from otdd_flash.kernels.passes.pair_sums import pair_sums
 from otdd_flash.kernels.passes.sides import Scores, Side

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.points import LabelledCost
-from otdd_flash.kernels.epsilon import on_device
+from otdd_flash.kernels.launch import on_device
 from otdd_flash.kernels.linear.cg_step import Image
 from otdd_flash.kernels.linear.halves import Unmerged, from_halves, to_halves
 from otdd_flash.kernels.linear.onward import onward

@@ -23,9 +23,9 @@ from otdd_flash.kernels.batched import (
 )
 from otdd_flash.kernels.batched.problems import Balanced, Cotangents, Derivatives, Problems
 from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward, row_sums
-from otdd_flash.kernels.matrix import facts, half_step, sweep, swept_columns
+from otdd_flash.kernels.matrix import facts, half_step, sweep
 from otdd_flash.kernels.matrix import sums as matrix_sums
-from otdd_flash.kernels.matrix.place import Place
+from otdd_flash.kernels.matrix.facts import Place
 from otdd_flash.kernels.passes import plan_terms
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import PackedPoints, arrange
@@ -126,12 +126,12 @@ def matrix() -> Taken:
     level, active = torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.bool)
     lines, bias = half_step.matrix_sums_of_lines, (half_step, "matrix_bias_kernel")
     sweeping = [(sweep, "matrix_sweep_kernel")]
-    sweeping += [(swept_columns, f"matrix_{each}_kernel") for each in ("swept", "absent")]
+    sweeping += [(sweep, f"matrix_{each}_kernel") for each in ("swept", "absent")]
 
     def swept() -> None:
         exact = long.double()
         sweep.matrix_sweep(single, (exact, exact), long, long, level, active)
-        swept_columns.fill_absent(single, (exact, exact), long, level, long)
+        sweep.fill_absent(single, (exact, exact), long, level, long)
 
     runs = {
         "rows": (half_step, partial(lines, costs[torch.float32], *given), [bias]),

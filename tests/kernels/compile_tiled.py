@@ -17,6 +17,7 @@ from compiling import needs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from otdd_flash.kernels import stored as stored_kernels
 from otdd_flash.kernels.passes import resident_half_step
 from otdd_flash.kernels.passes.fused_product import fused_product_kernel
 from otdd_flash.kernels.passes.half_step import half_step_kernel
@@ -25,9 +26,6 @@ from otdd_flash.kernels.passes.plan_marginals import GROUP, plan_marginals_kerne
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step_kernel
 from otdd_flash.kernels.points.digits import base_of, keeps_fractions
 from otdd_flash.kernels.segments import decision, evaluation, move, softmin, step, totals
-from otdd_flash.kernels.stored import plan as stored_plan
-from otdd_flash.kernels.stored import scores as stored_scores
-from otdd_flash.kernels.stored import step as stored_step
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, pipeline_stages
 from otdd_flash.operators.torch_operator import LEAST_EXPONENT
 
@@ -263,18 +261,18 @@ def segments(capability: int, given: dict[str, Any], *, steps_alone: bool) -> Ta
 
 
 def stored(capability: int) -> Taken:
-    tile = {"BLOCK_M": stored_plan.BLOCK_ROWS, "BLOCK_N": stored_plan.BLOCK_COLUMNS}
-    rows, columns = stored_step.ROWS_OF_PROGRAM, stored_step.COLUMNS_AT_ONCE
+    tile = {"BLOCK_M": stored_kernels.BLOCK_ROWS, "BLOCK_N": stored_kernels.BLOCK_COLUMNS}
+    rows, columns = stored_kernels.ROWS_OF_PROGRAM, stored_kernels.COLUMNS_AT_ONCE
     taken = {}
     for kernel, constants in (
-        (stored_scores.stored_scores_kernel, {"SYMMETRIC": True, "BLOCK": stored_scores.BLOCK}),
-        (stored_step.stored_step_kernel, {"LOG2_E": 1.4, "BLOCK_M": rows, "BLOCK_N": columns}),
-        (stored_plan.stored_plan_kernel, {"LEAST": LEAST_EXPONENT} | tile),
-        (stored_plan.stored_product_kernel, tile),
-        (stored_plan.signed_plan_kernel, {"OWN": True} | tile),
+        (stored_kernels.stored_scores_kernel, {"SYMMETRIC": True, "BLOCK": stored_kernels.BLOCK}),
+        (stored_kernels.stored_step_kernel, {"LOG2_E": 1.4, "BLOCK_M": rows, "BLOCK_N": columns}),
+        (stored_kernels.stored_plan_kernel, {"LEAST": LEAST_EXPONENT} | tile),
+        (stored_kernels.stored_product_kernel, tile),
+        (stored_kernels.signed_plan_kernel, {"OWN": True} | tile),
     ):
         # What is written of plans with their signs is float32.
-        single = ("out_ptr",) if kernel is stored_plan.signed_plan_kernel else ()
+        single = ("out_ptr",) if kernel is stored_kernels.signed_plan_kernel else ()
         types = STORED_TYPES | {"*fp32": (*STORED_TYPES["*fp32"], *single)}
         name = kernel.__name__
         taken[name] = needs(kernel, lambda name, of=types: found(of, name), constants, capability)
