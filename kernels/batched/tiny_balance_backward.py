@@ -33,9 +33,8 @@ import triton
 import triton.language as tl
 
 from otdd_flash.kernels.batched import tiny_balance
-from otdd_flash.kernels.batched.loading import LOG2_E, padded
 from otdd_flash.kernels.batched.problems import Cotangents, Derivatives, Problems, computed_in
-from otdd_flash.kernels.batched.scalings import in_logs
+from otdd_flash.kernels.batched.tiles import LOG2_E, in_logs, padded
 from otdd_flash.kernels.batched.tiny_balance import (
     centred,
     column_scalings,

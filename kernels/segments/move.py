@@ -21,8 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.segments.evaluation import Vectors
-from otdd_flash.kernels.segments.softmin import BLOCK
+from otdd_flash.kernels.segments.evaluation import BLOCK, Vectors
 
 # Numbers of a move before its weights, and of one with relaxed marginals.
 MOVE = 9

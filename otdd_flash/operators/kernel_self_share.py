@@ -17,8 +17,7 @@ from torch import Tensor
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.kernels.launch import on_device
 from otdd_flash.kernels.passes.half_step import bias_of, repair
-from otdd_flash.kernels.passes.merge_ranges import LARGEST_SUM
-from otdd_flash.kernels.passes.sides import Scores, Side
+from otdd_flash.kernels.passes.sides import LARGEST_SUM, Scores, Side
 from otdd_flash.kernels.passes.symmetric_step import triangle_sums
 from otdd_flash.kernels.tiling import BLOCK_ROWS
 from otdd_flash.operators.base import Epsilon, Marginals

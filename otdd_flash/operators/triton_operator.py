@@ -21,9 +21,8 @@ from otdd_flash.cost.rounding import Lattice, float16_rounding, lattice_of
 from otdd_flash.fingerprint import remembered
 from otdd_flash.kernels.launch import on_device
 from otdd_flash.kernels.passes.half_step import half_step
-from otdd_flash.kernels.passes.pair_sums import pair_sums
 from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.passes.symmetric_step import symmetric_step
+from otdd_flash.kernels.passes.symmetric_step import pair_sums, symmetric_step
 from otdd_flash.kernels.points.packed_points import (
     Layout,
     PackedPoints,

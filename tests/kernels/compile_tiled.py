@@ -25,7 +25,7 @@ from otdd_flash.kernels.passes.plan_blocks import plan_block_kernel
 from otdd_flash.kernels.passes.plan_marginals import GROUP, plan_marginals_kernel
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step_kernel
 from otdd_flash.kernels.points.digits import base_of, keeps_fractions
-from otdd_flash.kernels.segments import decision, evaluation, move, softmin, step, totals
+from otdd_flash.kernels.segments import decision, evaluation, move, step
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, pipeline_stages
 from otdd_flash.operators.torch_operator import LEAST_EXPONENT
 
@@ -230,17 +230,17 @@ def segments(capability: int, given: dict[str, Any], *, steps_alone: bool) -> Ta
     tile = tile._replace(warps=4)
     # Of many segments, and of a single one, with exact and with relaxed marginals.
     for memory, merged, relaxed in ((4, True, False), (8, False, False), (8, True, True)):
-        block, vectors = {"BLOCK": softmin.BLOCK}, {"VECTORS": 2 * memory}
+        block, vectors = {"BLOCK": evaluation.BLOCK}, {"VECTORS": 2 * memory}
         of_sums = {"LN_2": 0.7, "MERGED": merged, "RELAXED": relaxed, **block}
         numbers = evaluation.RELAXED_NUMBERS if relaxed else evaluation.NUMBERS
-        width, lanes = numbers + 4 * memory, {"LANES": 64, "BLOCK": totals.BLOCK}
+        width, lanes = numbers + 4 * memory, {"LANES": 64, "BLOCK": evaluation.BLOCKS_AT_ONCE}
         of_rows = (3 if relaxed else 2) * merged
         moved = move.RELAXED_MOVE if relaxed else move.MOVE
         for kernel, constants in (
-            (softmin.segmented_softmin_kernel, {"SUMS": max(2, of_rows)} | of_sums),
+            (evaluation.segmented_softmin_kernel, {"SUMS": max(2, of_rows)} | of_sums),
             (evaluation.segmented_evaluation_kernel, {"NUMBERS": numbers} | of_sums | vectors),
             (
-                totals.segmented_totals_kernel,
+                evaluation.segmented_totals_kernel,
                 {"WIDTH": width, "ROWS": of_rows, "ROW_LANES": 4 if relaxed else 2} | lanes,
             ),
             (
