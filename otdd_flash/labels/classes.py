@@ -2,7 +2,7 @@
 
 `split_classes` and `pool` cut datasets into `ClassCloud`s; `merge_identical` keeps one of every set
 of equal classes and orders them. The modules of `labels` that measure, `contributions`, both
-modules of `flows.modes`, `gromov.classes`, `ranking.bounds`, `study.study` and
+modules of `flows.modes`, `gromov.distance`, `ranking.bounds`, `study.study` and
 `study.measures.distances` call it.
 
 A change must keep the order of `merge_identical` a function of content alone: the direction in
