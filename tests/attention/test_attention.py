@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import otdd_flash as otdd
-from otdd_flash.attention import attention, passes
-from otdd_flash.attention.attention import attend_now
+from otdd_flash.attention import passes
+from otdd_flash.attention.attention import attend, attend_now
 
 BACKENDS = ("torch", "triton")
 Points = tuple[Tensor, Tensor, Tensor]
@@ -333,7 +333,7 @@ def test_vectors_are_kept_where_a_gradient_reads_them(monkeypatch: pytest.Monkey
     kept: list[bool] = []
 
     def watched(*given: Any) -> tuple[Tensor, ...]:
-        found = attention.attend(*given)
+        found = attend(*given)
         kept.append(len(found[1]) > 1)
         return found
 

@@ -216,11 +216,11 @@ def test_a_label_without_a_class_is_refused_by_the_place_of_its_pair() -> None:
 def test_clouds_of_other_sizes_are_uniform_each_by_itself() -> None:
     """Points that fill up a smaller one have no mass; clouds of one size need none said."""
     two, three = torch.zeros(2, 1), torch.zeros(3, 1)
-    found = losses._masses([two, three], None)
+    found = loss._masses([two, three], None)
     torch.testing.assert_close(
         found, torch.tensor([[0.5, 0.5, 0.0], [1 / 3] * 3], dtype=torch.float64)
     )
-    assert losses._masses([two, two], None) is None
+    assert loss._masses([two, two], None) is None
 
 
 def batch() -> dict[str, Tensor]:
