@@ -66,7 +66,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.launch import LOG2_E, on_its_device
 
 # Sums below it may have lost digits of their terms: float32 ends at 2^-126.
 SMALLEST = tl.constexpr(2.0**-80)
@@ -367,8 +367,6 @@ NARROWEST = 16
 # Entries of a matrix of one head, whose places in it, and past its end in the last tile, are int32:
 # fewer operations a load.
 MOST_ENTRIES = 2**31 - 2**10
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Blocks(NamedTuple):

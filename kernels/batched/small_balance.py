@@ -52,7 +52,6 @@ from otdd_flash.kernels.batched.problems import (
     computed_in,
 )
 from otdd_flash.kernels.batched.tiles import (
-    LOG2_E,
     LOG2_SMALL,
     SMALL,
     Packing,
@@ -79,7 +78,7 @@ from otdd_flash.kernels.batched.tiles import (
     sums_of,
     with_masses,
 )
-from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.launch import LOG2_E, on_its_device
 
 # By the bytes of a padded matrix up to which it holds.
 PACKINGS = {

@@ -19,7 +19,6 @@ values are rounded by, as (value + grid) - grid.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -29,8 +28,7 @@ import triton
 import triton.language as tl
 
 from otdd_flash.kernels.batched.problems import Problems, computed_in
-
-LOG2_E = tl.constexpr(math.log2(math.e))
+from otdd_flash.kernels.launch import LOG2_E
 
 
 @triton.jit

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from otdd_flash.kernels.batched.problems import Balanced, Problems, computed_in
-from otdd_flash.kernels.batched.tiles import LOG2_E, SMALL, in_logs, on_grid, padded, reciprocal
-from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.batched.tiles import SMALL, in_logs, on_grid, padded, reciprocal
+from otdd_flash.kernels.launch import LOG2_E, on_its_device
 
 # Rows and columns that the kernel takes at the most.
 MOST = 4

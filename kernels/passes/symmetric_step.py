@@ -32,7 +32,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -222,9 +221,7 @@ def symmetric_step(
     totals = torch.empty(
         layout.size if height < blocks else 0, dtype=torch.float64, device=potential.device
     )
-    _sum_stripes(
-        side, scores, masses, potential, epsilon, [(0, blocks)], _Out(totals, marked, logs)
-    )
+    _sum_stripes(side, scores, masses, potential, epsilon, [(0, blocks)], totals, marked, logs)
     out = potential - (epsilon * math.log(2.0)) * logs[layout.position]
     bias = bias_of(side, scores, potential, epsilon)
     repair(side, side, scores, bias, epsilon, marked, out)
@@ -254,16 +251,8 @@ def triangle_sums(
         epsilon), where float32 holds the sums of a tile.
     """
     totals = torch.zeros(side.points.layout.size, dtype=torch.float64, device=potential.device)
-    _sum_stripes(side, scores, masses, potential, epsilon, stripes, _Out(totals, None, None))
+    _sum_stripes(side, scores, masses, potential, epsilon, stripes, totals)
     return totals
-
-
-class _Out(NamedTuple):
-    """Where sums go: totals, and if all stripes are done, marks and logarithms."""
-
-    totals: Tensor
-    marked: Tensor | None
-    logs: Tensor | None
 
 
 def _sum_stripes(
@@ -273,69 +262,42 @@ def _sum_stripes(
     potential: Tensor,
     epsilon: Tensor,
     stripes: Sequence[tuple[int, int]],
-    out: _Out,
+    totals: Tensor,
+    marked: Tensor | None = None,
+    logs: Tensor | None = None,
 ) -> None:
-    layout, x = side.points.layout, side.points.coordinates
-    n, dim = layout.size, x.shape[1]
-    tile = narrow_tile(x.device) if layout.pure else gathering_tile(x.device)
-    bias = column_bias(
-        potential,
-        layout,
-        torch.zeros_like(side.squares),
-        side.squares,
-        scores.costs,
-        epsilon,
-    )
+    """Add sums to totals and, if all stripes are done, leave marks and logarithms of rows."""
+    layout, device = side.points.layout, potential.device
+    n, unbiased = layout.size, torch.zeros_like(side.squares)
+    bias = column_bias(potential, layout, unbiased, side.squares, scores.costs, epsilon)
     terms = ClassTerms.of(layout, layout, scores.costs)
     row_term = (layout.spread(potential, 0.0) - side.squares) * log2_scale(epsilon)
     blocks = n // BLOCK_ROWS
     height = min(stripe_height(blocks), max((end - first for first, end in stripes), default=1))
-    of_columns = torch.empty((height, n), dtype=torch.float32, device=x.device)
+    of_columns = torch.empty((height, n), dtype=torch.float32, device=device)
     of_rows = torch.empty(
-        (triton.cdiv(blocks, BLOCKS_PER_RANGE), height * BLOCK_ROWS), device=x.device
+        (triton.cdiv(blocks, BLOCKS_PER_RANGE), height * BLOCK_ROWS), device=device
     )
     filled = layout.filled.to(torch.int8)
     starts = [(first, end) for top, end in stripes for first in range(top, end, height)]
     for first, end in starts:
         stripe = min(height, end - first)
-        ranges = ranges_of_stripe(Stripe(first, stripe, blocks), x.device)
-        symmetric_step_kernel[(len(ranges),)](
-            operand(x, BLOCK_ROWS, tile),
-            operand(x, BLOCK_ROWS, tile),
-            bias,
-            row_term,
-            masses,
-            masses,
-            terms.costs,
-            terms.rows,
-            terms.columns,
-            ranges,
-            of_columns,
-            of_rows,
+        ranges = ranges_of_stripe(first, stripe, blocks, device)
+        _sum_stripe(
+            (side, side),
+            (bias, row_term, masses, masses),
+            (scores, terms),
             epsilon,
-            n,
-            n,
-            first,
-            stripe,
-            scores.scale,
-            scores.costs.shape[1],
-            DIM=dim,
-            PARTS=scores.parts,
-            BLOCK_M=BLOCK_ROWS,
-            BLOCK_K=tile.depth,
-            STAGES=pipeline_stages(tile, not layout.pure),
-            DESCRIPTORS=tile.descriptors,
-            CLASSES=terms.kind,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            (ranges, first, stripe),
+            (of_columns, of_rows),
         )
         merge_triangle_kernel[(blocks - first,)](
             of_columns,
             of_rows,
-            out.totals,
+            totals,
             filled,
-            layout.block_class if out.marked is None else out.marked,
-            row_term if out.logs is None else out.logs,
+            layout.block_class if marked is None else marked,
+            row_term if logs is None else logs,
             n,
             first,
             stripe,
@@ -344,16 +306,57 @@ def _sum_stripes(
             BLOCK_M=BLOCK_ROWS,
             BLOCK_SLOTS=16,
             RANGE=BLOCKS_PER_RANGE,
-            FINISH=out.logs is not None,
+            FINISH=logs is not None,
         )
 
 
-class Stripe(NamedTuple):
-    """Row blocks [first, first + height) of so many."""
+def _sum_stripe(
+    sides: tuple[Side, Side],
+    terms: tuple[Tensor, Tensor, Tensor, Tensor],
+    scores: tuple[Scores, ClassTerms],
+    epsilon: Tensor,
+    stripe: tuple[Tensor, int, int],
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """Launch `symmetric_step_kernel` for a stripe of row blocks.
 
-    first: int
-    height: int
-    blocks: int
+    Args:
+        sides: rows and columns.
+        terms: bias of columns, row terms, and masses of rows and of columns, packed.
+        scores: how points make scores, and class distances.
+        epsilon: () float64, in units of the cost.
+        stripe: its ranges, its first row block and their number.
+        out: sums of columns and of rows.
+    """
+    (rows, columns), (ranges, first, height), (how, classes) = sides, stripe, scores
+    layout, x, y = rows.points.layout, rows.points.coordinates, columns.points.coordinates
+    tile = narrow_tile(x.device) if layout.pure else gathering_tile(x.device)
+    symmetric_step_kernel[(len(ranges),)](
+        operand(x, BLOCK_ROWS, tile),
+        operand(y, BLOCK_ROWS, tile),
+        *terms,
+        classes.costs,
+        classes.rows,
+        classes.columns,
+        ranges,
+        *out,
+        epsilon,
+        layout.size,
+        columns.points.layout.size,
+        first,
+        height,
+        how.scale,
+        how.costs.shape[1],
+        DIM=x.shape[1],
+        PARTS=how.parts,
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_K=tile.depth,
+        STAGES=pipeline_stages(tile, not layout.pure),
+        DESCRIPTORS=tile.descriptors,
+        CLASSES=classes.kind,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
 
 
 def stripe_height(blocks: int) -> int:
@@ -362,20 +365,20 @@ def stripe_height(blocks: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def ranges_of_stripe(stripe: Stripe, device: torch.device) -> Tensor:
-    """Ranges of column blocks (programs, 4) int32, longest first.
+def ranges_of_stripe(first: int, height: int, blocks: int, device: torch.device) -> Tensor:
+    """Ranges of column blocks (programs, 4) int32 of row blocks [first, first + height) of so many.
 
-    Row block, first column block, number of column blocks, and slot: how many ranges before it are
-    of the same row block.
+    Longest first: row block, first column block, number of column blocks, and slot, which is how
+    many ranges before it are of the same row block.
     """
-    rows = torch.arange(stripe.first, stripe.first + stripe.height)
-    counts = (stripe.blocks - rows + BLOCKS_PER_RANGE - 1) // BLOCKS_PER_RANGE
+    rows = torch.arange(first, first + height)
+    counts = (blocks - rows + BLOCKS_PER_RANGE - 1) // BLOCKS_PER_RANGE
     row = torch.repeat_interleave(rows, counts)
     slot = torch.arange(len(row)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    first = row + slot * BLOCKS_PER_RANGE
-    length = (stripe.blocks - first).clamp_max(BLOCKS_PER_RANGE)
+    start = row + slot * BLOCKS_PER_RANGE
+    length = (blocks - start).clamp_max(BLOCKS_PER_RANGE)
     order = torch.argsort(-length, stable=True)
-    return torch.stack((row, first, length, slot), 1)[order].to(device, torch.int32)
+    return torch.stack((row, start, length, slot), 1)[order].to(device, torch.int32)
 
 
 def pair_sums(
@@ -397,11 +400,9 @@ def pair_sums(
         epsilon: () float64, in units of the cost.
     """
     (f, g), (of_x, of_y) = potentials, masses
-    layout, x, y = rows.points.layout, rows.points.coordinates, columns.points.coordinates
-    n, m, dim = layout.size, columns.points.layout.size, x.shape[1]
-    tile = narrow_tile(x.device) if layout.pure else gathering_tile(x.device)
-    terms = ClassTerms.of(layout, columns.points.layout, scores.costs)
-    across = columns.points.layout
+    layout, across, device = rows.points.layout, columns.points.layout, f.device
+    n, m = layout.size, across.size
+    terms = ClassTerms.of(layout, across, scores.costs)
     # Exponentials of padding are 0, so that their products with no mass are.
     padding = torch.where(across.filled, 0.0, NOTHING)
     bias = column_bias(g, across, padding, columns.squares, scores.costs, epsilon)
@@ -410,42 +411,20 @@ def pair_sums(
     blocks, column_blocks = n // BLOCK_ROWS, m // BLOCK_ROWS
     height = max(1, min(blocks, STRIPE_BYTES // (4 * m)))
     slots = -(-column_blocks // BLOCKS_PER_RANGE)
-    row_sums = torch.empty(n, dtype=torch.float64, device=x.device)
-    column_sums = torch.zeros(m, dtype=torch.float64, device=x.device)
+    row_sums = torch.empty(n, dtype=torch.float64, device=device)
+    column_sums = torch.zeros(m, dtype=torch.float64, device=device)
     for first in range(0, blocks, height):
         stripe = min(height, blocks - first)
-        of_columns = torch.empty((stripe, m), dtype=torch.float32, device=x.device)
-        of_rows = torch.empty((slots, stripe * BLOCK_ROWS), device=x.device)
-        ranges = _ranges(first, stripe, column_blocks, x.device)
-        symmetric_step_kernel[(len(ranges),)](
-            operand(x, BLOCK_ROWS, tile),
-            operand(y, BLOCK_ROWS, tile),
-            bias,
-            row_term,
-            of_x,
-            of_y,
-            terms.costs,
-            terms.rows,
-            terms.columns,
-            ranges,
-            of_columns,
-            of_rows,
+        of_columns = torch.empty((stripe, m), dtype=torch.float32, device=device)
+        of_rows = torch.empty((slots, stripe * BLOCK_ROWS), device=device)
+        ranges = _ranges(first, stripe, column_blocks, device)
+        _sum_stripe(
+            (rows, columns),
+            (bias, row_term, of_x, of_y),
+            (scores, terms),
             epsilon,
-            n,
-            m,
-            first,
-            stripe,
-            scores.scale,
-            scores.costs.shape[1],
-            DIM=dim,
-            PARTS=scores.parts,
-            BLOCK_M=BLOCK_ROWS,
-            BLOCK_K=tile.depth,
-            STAGES=pipeline_stages(tile, not layout.pure),
-            DESCRIPTORS=tile.descriptors,
-            CLASSES=terms.kind,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            (ranges, first, stripe),
+            (of_columns, of_rows),
         )
         here = slice(first * BLOCK_ROWS, (first + stripe) * BLOCK_ROWS)
         row_sums[here] = of_rows.sum(0, dtype=torch.float64)
