@@ -142,7 +142,6 @@ def sinkhorn_loss(
                 "start holds potentials of one pair, and x is a batch (B, n, d); leave it out"
             )
         check_batch((x, a, labels_x), (y, b, labels_y))
-
         return sinkhorn_losses(
             x,
             y,
