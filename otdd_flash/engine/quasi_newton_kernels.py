@@ -29,6 +29,7 @@ from otdd_flash.kernels.segments.decision import (
     TRUST,
     SegmentState,
     segmented_decision,
+    segmented_move,
     state_width,
 )
 from otdd_flash.kernels.segments.evaluation import (
@@ -39,7 +40,6 @@ from otdd_flash.kernels.segments.evaluation import (
     segmented_softmin,
     segmented_totals,
 )
-from otdd_flash.kernels.segments.move import segmented_move
 from otdd_flash.kernels.segments.step import Sums
 
 # Iterations that are launched one after the other before the device is asked.

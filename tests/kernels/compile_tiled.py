@@ -25,7 +25,7 @@ from otdd_flash.kernels.passes.plan_blocks import plan_block_kernel
 from otdd_flash.kernels.passes.plan_marginals import GROUP, plan_marginals_kernel
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step_kernel
 from otdd_flash.kernels.points.digits import base_of, keeps_fractions
-from otdd_flash.kernels.segments import decision, evaluation, move, step
+from otdd_flash.kernels.segments import decision, evaluation, step
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, pipeline_stages
 from otdd_flash.operators.torch_operator import LEAST_EXPONENT
 
@@ -197,7 +197,7 @@ def segments(capability: int, given: dict[str, Any], *, steps_alone: bool) -> Ta
                 return f"tensordesc<fp16[{rows}, {tile.depth}]>" if tile.descriptors else "*fp16"
             stem = name.removesuffix("_ptr").removeprefix("new_")
             # A level of epsilon where decisions are made, and a vector where candidates are.
-            if stem == "level" and kernel is move.segmented_move_kernel:
+            if stem == "level" and kernel is decision.segmented_move_kernel:
                 return "*fp32"
             return found(SEGMENT_TYPES, name if name in SEGMENT_TYPES["i32"] else stem)
 
@@ -235,7 +235,7 @@ def segments(capability: int, given: dict[str, Any], *, steps_alone: bool) -> Ta
         numbers = evaluation.RELAXED_NUMBERS if relaxed else evaluation.NUMBERS
         width, lanes = numbers + 4 * memory, {"LANES": 64, "BLOCK": evaluation.BLOCKS_AT_ONCE}
         of_rows = (3 if relaxed else 2) * merged
-        moved = move.RELAXED_MOVE if relaxed else move.MOVE
+        moved = decision.RELAXED_MOVE if relaxed else decision.MOVE
         for kernel, constants in (
             (evaluation.segmented_softmin_kernel, {"SUMS": max(2, of_rows)} | of_sums),
             (evaluation.segmented_evaluation_kernel, {"NUMBERS": numbers} | of_sums | vectors),
@@ -244,7 +244,7 @@ def segments(capability: int, given: dict[str, Any], *, steps_alone: bool) -> Ta
                 {"WIDTH": width, "ROWS": of_rows, "ROW_LANES": 4 if relaxed else 2} | lanes,
             ),
             (
-                move.segmented_move_kernel,
+                decision.segmented_move_kernel,
                 {"MOVE": moved, "RELAXED": relaxed} | vectors | block,
             ),
         ):
