@@ -6,7 +6,7 @@
 32 heads of d = 64 in float16, n = m; forward, and with the backward pass. Of each setting the error
 of the last head against float64 is taken first, and what is off is not timed. A row is written as
 soon as it is measured; those that are there are kept. `--variants` times every kind of pass with
-several blocks of its kernel (rows, columns, warps, stages), for `kernels/attention/tiles.py`.
+several blocks of its kernel (rows, columns, warps, stages), for `kernels/attention.py`.
 `--device cpu` takes few and small heads, to see that the script runs.
 """
 
@@ -181,9 +181,9 @@ def passes(given: list[Tensor], in_triton: bool) -> dict[str, Callable[[], objec
 
 def try_variants(arguments: argparse.Namespace) -> None:
     """Time every kind of pass, of three iterations, with blocks of its kernel."""
-    from otdd_flash.kernels.attention import tiles
+    from otdd_flash.kernels import attention
 
-    device, chosen = arguments.device, tiles.blocks_for
+    device, chosen = arguments.device, attention.blocks_for
     keys = ("pass", "n", "blocks")
     rows = Rows(f"attention_blocks_{device}", keys, "torch", "triton", folder=arguments.output)
     for n in arguments.sizes or (8192,):
@@ -193,10 +193,10 @@ def try_variants(arguments: argparse.Namespace) -> None:
                 blocks = list(variant or ())
                 if rows.has(**{"pass": name, "n": n, "blocks": blocks}):
                     continue
-                fixed = chosen if variant is None else lambda *_, v=variant: tiles.Blocks(*v)
+                fixed = chosen if variant is None else lambda *_, v=variant: attention.Blocks(*v)
                 row: dict[str, Any] = {"pass": name, "n": n, "blocks": blocks}
                 try:
-                    with mock.patch.object(tiles, "blocks_for", fixed):
+                    with mock.patch.object(attention, "blocks_for", fixed):
                         row |= timed(run, device)
                 except Exception as reason:  # Out of shared memory or registers: the next one.
                     row["failed"] = f"{type(reason).__name__}: {reason}"[:200]

@@ -67,8 +67,7 @@ if TYPE_CHECKING:
     from otdd_flash.cost.ground import GroundCost
     from otdd_flash.data.registry import load
     from otdd_flash.derivatives.hessian import HessianProduct, SinkhornHessian, sinkhorn_hessian
-    from otdd_flash.derivatives.loss import sinkhorn_loss
-    from otdd_flash.derivatives.losses import sinkhorn_losses
+    from otdd_flash.derivatives.loss import sinkhorn_loss, sinkhorn_losses
     from otdd_flash.derivatives.plan_system import CGOptions
     from otdd_flash.derivatives.potentials import sinkhorn_potentials, transport_map
     from otdd_flash.distributed.ranks import led
@@ -234,7 +233,7 @@ _HOMES = {
     "sinkhorn_divergence": "otdd_flash.solver.solving",
     "sinkhorn_hessian": "otdd_flash.derivatives.hessian",
     "sinkhorn_loss": "otdd_flash.derivatives.loss",
-    "sinkhorn_losses": "otdd_flash.derivatives.losses",
+    "sinkhorn_losses": "otdd_flash.derivatives.loss",
     "sinkhorn_plans": "otdd_flash.batched.plans",
     "sinkhorn_potentials": "otdd_flash.derivatives.potentials",
     "sliced_distances": "otdd_flash.sliced",

@@ -53,8 +53,7 @@ from otdd_flash.files.tensor_file import (
     checksum,
     other_version,
 )
-from otdd_flash.gromov.classes import gromov_table
-from otdd_flash.gromov.distance import GromovPairs, checked, gromov_options
+from otdd_flash.gromov.distance import GromovPairs, checked, gromov_options, gromov_table
 from otdd_flash.gromov.solve import prepare
 from otdd_flash.gromov.starts import STARTS
 from otdd_flash.labels import (

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.batched.loading import (
+from otdd_flash.kernels.batched.tiles import (
     Packing,
     batch_of,
     first_rows,

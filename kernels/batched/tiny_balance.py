@@ -22,10 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from otdd_flash.kernels.batched.loading import LOG2_E, padded
 from otdd_flash.kernels.batched.problems import Balanced, Problems, computed_in
-from otdd_flash.kernels.batched.scalings import SMALL, in_logs, on_grid, reciprocal
-from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.batched.tiles import SMALL, in_logs, on_grid, padded, reciprocal
+from otdd_flash.kernels.launch import LOG2_E, on_its_device
 
 # Rows and columns that the kernel takes at the most.
 MOST = 4

@@ -33,9 +33,8 @@ import triton
 import triton.language as tl
 
 from otdd_flash.kernels.batched import tiny_balance
-from otdd_flash.kernels.batched.loading import LOG2_E, padded
 from otdd_flash.kernels.batched.problems import Cotangents, Derivatives, Problems, computed_in
-from otdd_flash.kernels.batched.scalings import in_logs
+from otdd_flash.kernels.batched.tiles import in_logs, padded
 from otdd_flash.kernels.batched.tiny_balance import (
     centred,
     column_scalings,
@@ -45,7 +44,7 @@ from otdd_flash.kernels.batched.tiny_balance import (
     row_scalings,
     store_entries,
 )
-from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.launch import LOG2_E, on_its_device
 
 # Matrices of a program, its warps, and registers of a thread, as in `tiny_balance`.
 BATCH, WARPS, REGISTERS = 32, 1, 168

@@ -6,10 +6,26 @@ The power of two of a column brings its largest number below 2^14, so that none 
 is 0. Results of products with hi and lo, or with their sum, go the same way back.
 `operators.triton_plans` and kernels of `passes` call `to_halves` before a product of a plan and
 `from_halves` after it; `engine.conjugate_gradients_kernels` calls `to_halves` to take the image of
-values that are no directions. Kernels of conjugate gradients, `onward` and `row_sums` read products
-and write halves themselves, by the device functions here.
+values that are no directions. Kernels of conjugate gradients read products and write halves
+themselves, by the device functions here.
 
 Shapes: values (N, s), packed (n, 2, s), or more columns.
+
+`onward` leads from one product of a plan to the next, from columns of halves to columns of halves,
+
+    packed = 2^e (weights found / scale),      hi = half(packed),  lo = half(packed - hi)
+
+in packed order, without a stop at float64 numbers in the points' own order.
+`operators.triton_plans` calls it in P^T diag(w) P v, between the product with P and that with P^T.
+
+Shapes: found (stored, parts, width), packed (n, 2, width), weights (n,), scales (s,). The first s
+of the `width` columns are values, the others 0. `found` is an `Unmerged`: a product may
+leave a row as several partial sums, which are added up here. The first `whole` rows have one each,
+the `split` rows after them `slots` each, and `stored` is the number of all.
+
+`row_sums` makes the sums of a plan's rows of a product with 1, out_i = a_i sum_i, and tells whether
+float16 numbers are what they may sum to. `operators.triton_plans` calls it. Shapes: sums (stored,
+parts, 1) as products leave them, a (N,) masses and out (N,) float64.
 """
 
 from __future__ import annotations
@@ -22,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.passes.score_terms import ROW_RANGE
 from otdd_flash.kernels.points.packed_points import Layout
 
 LARGEST = tl.constexpr(2.0**14)
@@ -264,3 +281,142 @@ def from_halves(found: Unmerged, scales: Tensor, layout: Layout, weights: Tensor
         BLOCK=block,
     )
     return out.T
+
+
+@on_its_device
+@triton.jit
+def onward_kernel(
+    found_ptr,  # (stored, PARTS, width) float32, of any strides
+    given_scales_ptr,  # (s,) float64
+    weights_ptr,  # (n,) float64, 0 for padding
+    out_ptr,  # (n, 2, width) float16
+    scales_ptr,  # (s,) float64
+    n,
+    width,
+    s,
+    row_stride,
+    part_stride,
+    column_stride,
+    whole,
+    split,
+    slots,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per column; those from s on are 0."""
+    i = tl.program_id(0).to(tl.int64)
+    found_ptr += i * column_stride
+    given_scale = tl.load(given_scales_ptr + i, mask=i < s, other=1.0)
+    largest = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, n, BLOCK):
+        o = first + tl.arange(0, BLOCK).to(tl.int64)
+        mask = (o < n) & (i < s)
+        found = load_found(found_ptr, o, row_stride, part_stride, whole, split, slots, mask, PARTS)
+        values = found * tl.load(weights_ptr + o, mask=o < n, other=0.0)
+        largest = tl.maximum(largest, tl.abs(values))
+    # Both scales are powers of two: dividing by one and multiplying by the other rounds nothing.
+    scale = scale_below(tl.max(largest, 0) / given_scale)
+    tl.store(scales_ptr + i, scale, mask=i < s)
+    for first in range(0, n, BLOCK):
+        o = first + tl.arange(0, BLOCK).to(tl.int64)
+        mask = (o < n) & (i < s)
+        found = load_found(found_ptr, o, row_stride, part_stride, whole, split, slots, mask, PARTS)
+        values = found * tl.load(weights_ptr + o, mask=o < n, other=0.0)
+        p_out = out_ptr + o * 2 * width + i
+        store_halves(p_out, values / given_scale * scale, width, o < n)
+
+
+def onward(found: Unmerged, scales: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Pack weighted products as halves (n, 2, width) float16, with scales (s,).
+
+    Args:
+        found: products of hi and of lo parts, or of their sum; columns from s on are not read, and
+            0 in what is returned.
+        scales: (s,) float64, powers of two, of the halves that were multiplied.
+        weights: (n,) float64, 0 for padding.
+    """
+    n, width = len(weights), found.values.shape[2]
+    packed = torch.empty((n, 2, width), dtype=torch.float16, device=scales.device)
+    found_scales = torch.empty_like(scales)
+    onward_kernel[(width,)](
+        found.values,
+        scales,
+        weights,
+        packed,
+        found_scales,
+        n,
+        width,
+        len(scales),
+        *found.places,
+        PARTS=found.values.shape[1],
+        BLOCK=BLOCK,
+        num_warps=16,
+    )
+    return packed, found_scales
+
+
+SUMMED_AT_ONCE = 1024
+
+
+@on_its_device
+@triton.jit
+def row_sums_kernel(
+    found_ptr,  # (stored, PARTS, 1) float32, of any strides
+    masses_ptr,  # (N,) float64
+    position_ptr,  # (N,) int64
+    out_ptr,  # (N,) float64
+    fits_ptr,  # (programs,) bool
+    count,
+    row_stride,
+    part_stride,
+    column_stride,
+    whole,
+    split,
+    slots,
+    unit,
+    lowest,
+    highest,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per BLOCK points."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = o < count
+    o_row = tl.load(position_ptr + o, mask=mask, other=0)
+    sums = load_found(found_ptr, o_row, row_stride, part_stride, whole, split, slots, mask, PARTS)
+    sums *= unit
+    masses = tl.load(masses_ptr + o, mask=mask, other=0.0)
+    tl.store(out_ptr + o, masses * sums, mask=mask)
+    fits = ((sums >= lowest) & (sums <= highest)) | (masses <= 0)
+    tl.store(fits_ptr + tl.program_id(0), tl.min(fits.to(tl.int32), 0) > 0)
+
+
+def row_sums(
+    found: Unmerged, layout: Layout, masses: Tensor, unit: float = 1.0
+) -> tuple[Tensor, bool]:
+    """The sums (N,) float64, and whether they are in `ROW_RANGE` over masses; waits for that.
+
+    Args:
+        found: sums of rows over their masses and the unit.
+        layout: of the rows.
+        masses: (N,) float64; the sums of points without are 0, whatever they were.
+        unit: of the sums.
+    """
+    count = len(layout.position)
+    programs = triton.cdiv(count, SUMMED_AT_ONCE)
+    out = torch.empty(count, dtype=torch.float64, device=masses.device)
+    fits = torch.empty(programs, dtype=torch.bool, device=masses.device)
+    row_sums_kernel[(programs,)](
+        found.values,
+        masses,
+        layout.position,
+        out,
+        fits,
+        count,
+        *found.places,
+        unit,
+        *ROW_RANGE,
+        PARTS=found.values.shape[1],
+        BLOCK=SUMMED_AT_ONCE,
+    )
+    return out, all(fits.tolist())

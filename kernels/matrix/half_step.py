@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import LN_2, LOG2_E
-from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.launch import LN_2, LOG2_E, on_its_device
 from otdd_flash.kernels.segments.step import Sums
 
 # Rows and columns of a tile, as (rows, strips, lanes): of passes along rows and along columns.
@@ -198,16 +197,13 @@ def matrix_half_step(
     epsilon: Tensor,
     *,
     columns: bool = False,
-    programs: int = PROGRAMS,
 ) -> Tensor:
     """The softmin of all rows (n,) float32 for a potential of the columns, in units of the cost.
 
     With `columns`, that of all columns (m,) for a potential of the rows. Arguments as for
     `matrix_sums_of_lines`.
     """
-    highest, sums = matrix_sums_of_lines(
-        costs, log_masses, potential, epsilon, columns=columns, programs=programs
-    )
+    highest, sums = matrix_sums_of_lines(costs, log_masses, potential, epsilon, columns=columns)
     points = costs.shape[1 if columns else 0]
     out = torch.empty(points, dtype=torch.float32, device=costs.device)
     matrix_merge_kernel[(triton.cdiv(points, BLOCK),)](
@@ -223,7 +219,6 @@ def matrix_sums_of_lines(
     epsilon: Tensor,
     *,
     columns: bool = False,
-    programs: int = PROGRAMS,
 ) -> Sums:
     """Partial (h, s) of all rows, range by range, or with `columns`, of columns by groups.
 
@@ -233,14 +228,13 @@ def matrix_sums_of_lines(
         potential: (m,) float32, g; with `columns` (n,), f. Not read where there is no mass.
         epsilon: () float64, in units of the cost.
         columns: sum columns instead of rows.
-        programs: how many to launch at the least, where there is work for so many.
     """
     (n, m), size = costs.shape, len(log_masses)
     bias = torch.empty_like(log_masses, dtype=torch.float32)
     matrix_bias_kernel[(triton.cdiv(size, BLOCK),)](
         potential, log_masses, epsilon, bias, size, BLOCK=BLOCK
     )
-    parts, length = line_parts((n, m), columns=columns, programs=programs)
+    parts, length = line_parts((n, m), columns=columns)
     entries = parts * (m if columns else n)
     found = Sums(
         torch.empty(entries, dtype=torch.float32, device=costs.device),
@@ -260,16 +254,14 @@ def matrix_sums_of_lines(
     return found
 
 
-def line_parts(
-    shape: tuple[int, int], *, columns: bool, programs: int = PROGRAMS
-) -> tuple[int, int]:
+def line_parts(shape: tuple[int, int], *, columns: bool) -> tuple[int, int]:
     """How many ranges of columns, or groups of rows, a pass has, and how long they are."""
     n, m = shape
     if columns:
         rows, lanes = COLUMN_TILE
-        return parts_of(n, rows, triton.cdiv(programs, triton.cdiv(m, lanes)))
+        return parts_of(n, rows, triton.cdiv(PROGRAMS, triton.cdiv(m, lanes)))
     rows, strips, lanes = ROW_TILE
-    return parts_of(m, strips * lanes, triton.cdiv(programs, triton.cdiv(n, rows)))
+    return parts_of(m, strips * lanes, triton.cdiv(PROGRAMS, triton.cdiv(n, rows)))
 
 
 def parts_of(length: int, block: int, wanted: int) -> tuple[int, int]:

@@ -3,7 +3,7 @@
     out = Q V,      Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon)
 
 Scores are those of `half_step`; rows of Q sum to about 1 and are scaled by 2^LOG2_SCALE meanwhile,
-as in `plan_application`. A tile of Q is rounded to float16 and multiplied on tensor cores, with
+as in `block_products`. A tile of Q is rounded to float16 and multiplied on tensor cores, with
 float32 sums; a column of ones in V gives the sums of just the numbers that are multiplied. With
 three parts a tile and V are sums hi + lo, of which hi hi + hi lo + lo hi is taken. Tensor cores cut
 off what they add to long sums, so products of tiles are added up without them.
@@ -28,9 +28,14 @@ from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.linear.halves import Unmerged
-from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms, plan_terms
+from otdd_flash.kernels.passes.score_terms import (
+    LOG2_SCALE,
+    PlanTerms,
+    add_bias,
+    plan_terms,
+    row_offsets,
+)
 from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.points.class_terms import add_bias, row_offsets
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
     Ranges,

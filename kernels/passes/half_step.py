@@ -2,7 +2,7 @@
 
     f_i = lambda_x ||x_i||^2 - epsilon ln(2) log2 sum_j 2^(scale x_i . y_j + bias_j - w[k_i, l_j])
 
-with `column_bias` and `class_terms` for the rest of the score and scale = 2 lambda_x log2(e) /
+with `column_bias` and `ClassTerms` for the rest of the score and scale = 2 lambda_x log2(e) /
 epsilon. Shapes: x (n, d) and y (m, d) packed in float16, f (N,) in float32 in the points' own
 order. The n x m scores are never stored.
 
@@ -34,12 +34,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import load_scales, log2_scale
-from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.passes.merge_ranges import merge_ranges
-from otdd_flash.kernels.passes.sides import Partial, Scores, Side
-from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
-from otdd_flash.kernels.points.column_bias import column_bias
+from otdd_flash.kernels.launch import load_scales, log2_scale, on_its_device
+from otdd_flash.kernels.passes.score_terms import ClassTerms, add_bias, column_bias, row_offsets
+from otdd_flash.kernels.passes.sides import Partial, Scores, Side, merge_ranges
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
     column_ranges,

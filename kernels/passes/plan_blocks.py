@@ -4,8 +4,8 @@
 
 Rows of Q sum to r_i / a_i before they are weighted, about 1, and are scaled by 2^LOG2_SCALE so that
 entries down to 2^-24 of the row keep all their bits. With three parts a block, A and B are sums hi
-+ lo of two float16, of which hi hi + hi lo + lo hi is accumulated in float32. `block_product`,
-`plan_application` and `weighted_product` compute their blocks by `PlanBlocks`.
++ lo of two float16, of which hi hi + hi lo + lo hi is accumulated in float32. Products of
+`block_products` compute their blocks by `PlanBlocks`.
 Both parts of a block stay below 256 MiB, and `operators.build.kernel_bytes` counts blocks: a change
 of their sizes is one there too.
 
@@ -24,9 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.passes.plan_terms import PlanTerms
+from otdd_flash.kernels.passes.score_terms import PlanTerms, add_bias, row_offsets
 from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.points.class_terms import add_bias, row_offsets
 from otdd_flash.kernels.points.packed_points import PackedPoints
 from otdd_flash.kernels.tiling import (
     BLOCK_COLUMNS,

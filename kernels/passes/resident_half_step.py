@@ -31,9 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from otdd_flash.kernels.epsilon import LOG2_E
-from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.points.class_terms import ClassTerms
+from otdd_flash.kernels.launch import LOG2_E, on_its_device
+from otdd_flash.kernels.passes.score_terms import ClassTerms
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile
 
 # Triton renamed it.

@@ -14,6 +14,16 @@ sums over tiles take a bounded part of the memory: of_columns (stripe, n) holds 
 sums that the k-th row block of the stripe gave to the blocks after it, of_rows (slots, stripe
 BLOCK_ROWS) the row sums, one for each range of their columns. After a stripe they are added to
 totals (n,) in float64, always in the same order: no atomics, the same bits in every run.
+
+`pair_sums` are sums of rows and of columns of a rectangle of scores, each score computed once:
+
+    r_i = sum_j b_j e_ij,   c_j = sum_i a_i e_ij,   e_ij = exp((f_i + g_j - C_ij) / epsilon)
+
+A block beside the diagonal of a self term, whose points are not all on the device, gives its rows
+what `half_step` would, and its columns as well. The kernel is that of a self term, and so are
+shifts by the potentials and the stripes: of_columns (stripe, m) and of_rows (slots, stripe
+BLOCK_ROWS) hold the sums over tiles of one stripe of row blocks, which are then added in float64 in
+their order. `operators.triton_operator` calls `pair_sums`.
 """
 
 from __future__ import annotations
@@ -21,20 +31,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import load_scales, log2_scale
-from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.launch import load_scales, log2_scale, on_its_device
 from otdd_flash.kernels.passes.half_step import bias_of, repair
-from otdd_flash.kernels.passes.merge_ranges import LARGEST_SUM, LEAST_SUM
-from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
-from otdd_flash.kernels.points.column_bias import column_bias
+from otdd_flash.kernels.passes.score_terms import (
+    NOTHING,
+    ClassTerms,
+    add_bias,
+    column_bias,
+    row_offsets,
+)
+from otdd_flash.kernels.passes.sides import LARGEST_SUM, LEAST_SUM, Scores, Side
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
     gathering_tile,
@@ -208,9 +220,7 @@ def symmetric_step(
     totals = torch.empty(
         layout.size if height < blocks else 0, dtype=torch.float64, device=potential.device
     )
-    _sum_stripes(
-        side, scores, masses, potential, epsilon, [(0, blocks)], _Out(totals, marked, logs)
-    )
+    _sum_stripes(side, scores, masses, potential, epsilon, [(0, blocks)], totals, marked, logs)
     out = potential - (epsilon * math.log(2.0)) * logs[layout.position]
     bias = bias_of(side, scores, potential, epsilon)
     repair(side, side, scores, bias, epsilon, marked, out)
@@ -240,16 +250,8 @@ def triangle_sums(
         epsilon), where float32 holds the sums of a tile.
     """
     totals = torch.zeros(side.points.layout.size, dtype=torch.float64, device=potential.device)
-    _sum_stripes(side, scores, masses, potential, epsilon, stripes, _Out(totals, None, None))
+    _sum_stripes(side, scores, masses, potential, epsilon, stripes, totals)
     return totals
-
-
-class _Out(NamedTuple):
-    """Where sums go: totals, and if all stripes are done, marks and logarithms."""
-
-    totals: Tensor
-    marked: Tensor | None
-    logs: Tensor | None
 
 
 def _sum_stripes(
@@ -259,69 +261,42 @@ def _sum_stripes(
     potential: Tensor,
     epsilon: Tensor,
     stripes: Sequence[tuple[int, int]],
-    out: _Out,
+    totals: Tensor,
+    marked: Tensor | None = None,
+    logs: Tensor | None = None,
 ) -> None:
-    layout, x = side.points.layout, side.points.coordinates
-    n, dim = layout.size, x.shape[1]
-    tile = narrow_tile(x.device) if layout.pure else gathering_tile(x.device)
-    bias = column_bias(
-        potential,
-        layout,
-        torch.zeros_like(side.squares),
-        side.squares,
-        scores.costs,
-        epsilon,
-    )
+    """Add sums to totals and, if all stripes are done, leave marks and logarithms of rows."""
+    layout, device = side.points.layout, potential.device
+    n, unbiased = layout.size, torch.zeros_like(side.squares)
+    bias = column_bias(potential, layout, unbiased, side.squares, scores.costs, epsilon)
     terms = ClassTerms.of(layout, layout, scores.costs)
     row_term = (layout.spread(potential, 0.0) - side.squares) * log2_scale(epsilon)
     blocks = n // BLOCK_ROWS
     height = min(stripe_height(blocks), max((end - first for first, end in stripes), default=1))
-    of_columns = torch.empty((height, n), dtype=torch.float32, device=x.device)
+    of_columns = torch.empty((height, n), dtype=torch.float32, device=device)
     of_rows = torch.empty(
-        (triton.cdiv(blocks, BLOCKS_PER_RANGE), height * BLOCK_ROWS), device=x.device
+        (triton.cdiv(blocks, BLOCKS_PER_RANGE), height * BLOCK_ROWS), device=device
     )
     filled = layout.filled.to(torch.int8)
     starts = [(first, end) for top, end in stripes for first in range(top, end, height)]
     for first, end in starts:
         stripe = min(height, end - first)
-        ranges = ranges_of_stripe(Stripe(first, stripe, blocks), x.device)
-        symmetric_step_kernel[(len(ranges),)](
-            operand(x, BLOCK_ROWS, tile),
-            operand(x, BLOCK_ROWS, tile),
-            bias,
-            row_term,
-            masses,
-            masses,
-            terms.costs,
-            terms.rows,
-            terms.columns,
-            ranges,
-            of_columns,
-            of_rows,
+        ranges = ranges_of_stripe(first, stripe, blocks, device)
+        _sum_stripe(
+            (side, side),
+            (bias, row_term, masses, masses),
+            (scores, terms),
             epsilon,
-            n,
-            n,
-            first,
-            stripe,
-            scores.scale,
-            scores.costs.shape[1],
-            DIM=dim,
-            PARTS=scores.parts,
-            BLOCK_M=BLOCK_ROWS,
-            BLOCK_K=tile.depth,
-            STAGES=pipeline_stages(tile, not layout.pure),
-            DESCRIPTORS=tile.descriptors,
-            CLASSES=terms.kind,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            (ranges, first, stripe),
+            (of_columns, of_rows),
         )
         merge_triangle_kernel[(blocks - first,)](
             of_columns,
             of_rows,
-            out.totals,
+            totals,
             filled,
-            layout.block_class if out.marked is None else out.marked,
-            row_term if out.logs is None else out.logs,
+            layout.block_class if marked is None else marked,
+            row_term if logs is None else logs,
             n,
             first,
             stripe,
@@ -330,16 +305,57 @@ def _sum_stripes(
             BLOCK_M=BLOCK_ROWS,
             BLOCK_SLOTS=16,
             RANGE=BLOCKS_PER_RANGE,
-            FINISH=out.logs is not None,
+            FINISH=logs is not None,
         )
 
 
-class Stripe(NamedTuple):
-    """Row blocks [first, first + height) of so many."""
+def _sum_stripe(
+    sides: tuple[Side, Side],
+    terms: tuple[Tensor, Tensor, Tensor, Tensor],
+    scores: tuple[Scores, ClassTerms],
+    epsilon: Tensor,
+    stripe: tuple[Tensor, int, int],
+    out: tuple[Tensor, Tensor],
+) -> None:
+    """Launch `symmetric_step_kernel` for a stripe of row blocks.
 
-    first: int
-    height: int
-    blocks: int
+    Args:
+        sides: rows and columns.
+        terms: bias of columns, row terms, and masses of rows and of columns, packed.
+        scores: how points make scores, and class distances.
+        epsilon: () float64, in units of the cost.
+        stripe: its ranges, its first row block and their number.
+        out: sums of columns and of rows.
+    """
+    (rows, columns), (ranges, first, height), (how, classes) = sides, stripe, scores
+    layout, x, y = rows.points.layout, rows.points.coordinates, columns.points.coordinates
+    tile = narrow_tile(x.device) if layout.pure else gathering_tile(x.device)
+    symmetric_step_kernel[(len(ranges),)](
+        operand(x, BLOCK_ROWS, tile),
+        operand(y, BLOCK_ROWS, tile),
+        *terms,
+        classes.costs,
+        classes.rows,
+        classes.columns,
+        ranges,
+        *out,
+        epsilon,
+        layout.size,
+        columns.points.layout.size,
+        first,
+        height,
+        how.scale,
+        how.costs.shape[1],
+        DIM=x.shape[1],
+        PARTS=how.parts,
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_K=tile.depth,
+        STAGES=pipeline_stages(tile, not layout.pure),
+        DESCRIPTORS=tile.descriptors,
+        CLASSES=classes.kind,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
 
 
 def stripe_height(blocks: int) -> int:
@@ -348,17 +364,80 @@ def stripe_height(blocks: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def ranges_of_stripe(stripe: Stripe, device: torch.device) -> Tensor:
-    """Ranges of column blocks (programs, 4) int32, longest first.
+def ranges_of_stripe(first: int, height: int, blocks: int, device: torch.device) -> Tensor:
+    """Ranges of column blocks (programs, 4) int32 of row blocks [first, first + height) of so many.
 
-    Row block, first column block, number of column blocks, and slot: how many ranges before it are
-    of the same row block.
+    Longest first: row block, first column block, number of column blocks, and slot, which is how
+    many ranges before it are of the same row block.
     """
-    rows = torch.arange(stripe.first, stripe.first + stripe.height)
-    counts = (stripe.blocks - rows + BLOCKS_PER_RANGE - 1) // BLOCKS_PER_RANGE
+    rows = torch.arange(first, first + height)
+    counts = (blocks - rows + BLOCKS_PER_RANGE - 1) // BLOCKS_PER_RANGE
     row = torch.repeat_interleave(rows, counts)
     slot = torch.arange(len(row)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    first = row + slot * BLOCKS_PER_RANGE
-    length = (stripe.blocks - first).clamp_max(BLOCKS_PER_RANGE)
+    start = row + slot * BLOCKS_PER_RANGE
+    length = (blocks - start).clamp_max(BLOCKS_PER_RANGE)
     order = torch.argsort(-length, stable=True)
-    return torch.stack((row, first, length, slot), 1)[order].to(device, torch.int32)
+    return torch.stack((row, start, length, slot), 1)[order].to(device, torch.int32)
+
+
+def pair_sums(
+    rows: Side,
+    columns: Side,
+    scores: Scores,
+    masses: tuple[Tensor, Tensor],
+    potentials: tuple[Tensor, Tensor],
+    epsilon: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The sums r (N,) and c (M,), float64, in the points' own order; 0 where float32 lost them.
+
+    Args:
+        rows: N points.
+        columns: M points.
+        scores: how they make scores.
+        masses: a (n,) and b (m,), float32, packed, 0 for padding.
+        potentials: f (N,) and g (M,), float32, in units of the cost.
+        epsilon: () float64, in units of the cost.
+    """
+    (f, g), (of_x, of_y) = potentials, masses
+    layout, across, device = rows.points.layout, columns.points.layout, f.device
+    n, m = layout.size, across.size
+    terms = ClassTerms.of(layout, across, scores.costs)
+    # Exponentials of padding are 0, so that their products with no mass are.
+    padding = torch.where(across.filled, 0.0, NOTHING)
+    bias = column_bias(g, across, padding, columns.squares, scores.costs, epsilon)
+    row_term = (layout.spread(f, 0.0) - rows.squares) * log2_scale(epsilon)
+    row_term = torch.where(layout.filled, row_term, NOTHING)
+    blocks, column_blocks = n // BLOCK_ROWS, m // BLOCK_ROWS
+    height = max(1, min(blocks, STRIPE_BYTES // (4 * m)))
+    slots = -(-column_blocks // BLOCKS_PER_RANGE)
+    row_sums = torch.empty(n, dtype=torch.float64, device=device)
+    column_sums = torch.zeros(m, dtype=torch.float64, device=device)
+    for first in range(0, blocks, height):
+        stripe = min(height, blocks - first)
+        of_columns = torch.empty((stripe, m), dtype=torch.float32, device=device)
+        of_rows = torch.empty((slots, stripe * BLOCK_ROWS), device=device)
+        ranges = _ranges(first, stripe, column_blocks, device)
+        _sum_stripe(
+            (rows, columns),
+            (bias, row_term, of_x, of_y),
+            (scores, terms),
+            epsilon,
+            (ranges, first, stripe),
+            (of_columns, of_rows),
+        )
+        here = slice(first * BLOCK_ROWS, (first + stripe) * BLOCK_ROWS)
+        row_sums[here] = of_rows.sum(0, dtype=torch.float64)
+        column_sums += of_columns.sum(0, dtype=torch.float64)
+    return row_sums[layout.position], column_sums[across.position]
+
+
+@lru_cache(maxsize=64)
+def _ranges(first: int, stripe: int, column_blocks: int, device: torch.device) -> Tensor:
+    """Ranges (programs, 4) int32 of a stripe: row block, first column block, their number, slot."""
+    starts = torch.arange(0, column_blocks, BLOCKS_PER_RANGE)
+    rows = torch.arange(first, first + stripe)
+    # Rows vary fastest: programs that run together read the same columns.
+    row, start = rows.repeat(len(starts)), starts.repeat_interleave(stripe)
+    length = (column_blocks - start).clamp_max(BLOCKS_PER_RANGE)
+    slot = start // BLOCKS_PER_RANGE
+    return torch.stack((row, start, length, slot), 1).to(device, torch.int32)

@@ -1,6 +1,22 @@
-"""From the sums of a segmented half-step to the numbers of an evaluation of the potentials g.
+"""The numbers of an evaluation in all segments, from the sums of a segmented half-step.
 
-With T'_j merged from the ranges as in `segmented_softmin`, the residual r_j = T'_j - g_j is stored,
+`engine.quasi_newton_kernels.KernelVectors` calls the three functions, one after the other, in every
+evaluation. One program per block of rows or columns of a segment; blocks are fixed within a
+segment, so that the order of additions depends on nothing but the segment.
+
+`segmented_softmin` makes potentials of rows and their sums, or takes a finished softmin:
+
+    f_i = -epsilon ln(2) (h_i + log2 sum_k s_ki 2^(h_ki - h_i)),    h_i = max_k h_ki
+
+over the ranges k of a row's columns, in float64, and two sums per segment: <a, f> and <a, |f|> of
+the f that are stored, in float32.
+
+Of relaxed marginals (`formulas.marginals`) f_i is what is above over 1 + epsilon / rho, and sums
+are <a, phi(f)>, <a, |f|> and <a, e^(-f / rho)>. Segments have 1 / rho of rows and of columns, which
+is 0 where one of both is exact.
+
+`segmented_evaluation` makes the numbers of the potentials g of columns. With T'_j merged from the
+ranges in the same way, the residual r_j = T'_j - g_j is stored,
 in float32. With the step s = g - g° and the residual difference y = r° - r from the potentials kept
 last, every segment gets the numbers of `formulas.evidence.Evaluation` from <1, g> on, of float64:
 with <u, v> = sum_j b_j u_j v_j and c_j = exp(-r_j / epsilon) of the residual before its rounding,
@@ -14,15 +30,19 @@ Of relaxed marginals (`formulas.marginals`) T'_j is over 1 + epsilon / rho in r,
 the place of <1, g>, and with what columns owe, q = e^(-g / rho), <1, |c - q|> that of <1, |c - 1|>.
 After <y, r> come <1, q>, what the update of columns adds to the dual value, less epsilon
 (<1, c> - 1), and <1, q> of the updated potentials. The translation that follows from these is left
-to `segmented_decision`.
+to `segmented_decision`. A segment of m columns has 2 memory rows of m remembered numbers.
 
-`engine.quasi_newton_kernels.KernelVectors` calls it after `segmented_softmin`. One program per
-block of columns of a segment; `segmented_totals` adds the blocks up. A segment of m
-columns has 2 memory rows of m remembered numbers.
+`segmented_totals` adds up the numbers of blocks to those of whole segments, always in the same
+order.
+
+Shapes: partial numbers (P, 2) of rows and (P', 14 + 4 memory) of columns, the third and fourth of
+which are a minimum and a maximum; totals (S, 2) and (S, 14 + 4 memory), all float64. Of relaxed
+marginals they are 3 and 17 + 4 memory.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -31,8 +51,156 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.segments.softmin import BLOCK, LN_2, dual_of, merged_softmin
-from otdd_flash.kernels.segments.step import Sums
+from otdd_flash.kernels.segments.step import ROWS, Sums
+
+# Rows or columns of one program.
+BLOCK = 256
+LN_2 = math.log(2.0)
+
+
+@triton.jit
+def merged_softmin(
+    highest_ptr,  # (partial entries,) float32
+    sums_ptr,  # (partial entries,) float64
+    p_segment,  # (8,) int64, of a table of segments
+    o_row,  # (BLOCK,) rows of the segment
+    m_row,  # which of them there are
+    epsilon,
+    LN_2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The softmin (BLOCK,) float64 of rows of a segment, finite where there are none."""
+    rows, partial = tl.load(p_segment + 1), tl.load(p_segment + 6)
+    ranges = tl.load(p_segment + 7).to(tl.int32)
+    top = tl.full((BLOCK,), -float("inf"), tl.float64)
+    sums = tl.zeros((BLOCK,), tl.float64)
+    for i_range in range(ranges):
+        o_partial = partial + i_range * rows + o_row
+        part = tl.load(highest_ptr + o_partial, mask=m_row, other=0.0).to(tl.float64)
+        raised = tl.maximum(top, part)
+        added = tl.load(sums_ptr + o_partial, mask=m_row, other=1.0)
+        sums = sums * tl.exp2(top - raised) + added * tl.exp2(part - raised)
+        top = raised
+    return -epsilon * LN_2 * (top + tl.log2(sums))
+
+
+@triton.jit
+def dual_of(potential, softness):
+    """phi(f) and e^(-f / rho) of potentials, float64, for 1 / rho in `softness`: f and 1 for 0.
+
+    Of a large rho the difference loses digits that are far below those of float32.
+    """
+    owed = tl.exp(-softness * potential)
+    inverse = 1 / tl.where(softness > 0, softness, 1.0)
+    return tl.where(softness > 0, (1 - owed) * inverse, potential), owed
+
+
+@on_its_device
+@triton.jit
+def segmented_softmin_kernel(
+    highest_ptr,  # (partial entries,) float32; the softmin (entries,) float32 unless MERGED
+    sums_ptr,  # (partial entries,) float64
+    masses_ptr,  # (n,) float64
+    blocks_ptr,  # (programs, 2) int32: segment, and which of its blocks
+    segments_ptr,  # (S, 8) int64
+    active_ptr,  # (S,) int8
+    epsilon_ptr,  # (S,) float64
+    softness_ptr,  # (S, 2) float64, read if RELAXED
+    potential_ptr,  # (entries,) float32, overwritten
+    partial_ptr,  # (programs, SUMS) float64
+    LN_2: tl.constexpr,
+    MERGED: tl.constexpr,
+    RELAXED: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per block of rows of a segment."""
+    i_program = tl.program_id(0)
+    i_segment = tl.load(blocks_ptr + 2 * i_program).to(tl.int64)
+    p_segment = segments_ptr + 8 * i_segment
+    start, rows = tl.load(p_segment), tl.load(p_segment + 1)
+    o_row = tl.load(blocks_ptr + 2 * i_program + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m_row = o_row < tl.where(tl.load(active_ptr + i_segment) != 0, rows, 0)
+    p_potential = potential_ptr + tl.load(p_segment + 2) + o_row
+    if MERGED:
+        softmin = merged_softmin(
+            highest_ptr, sums_ptr, p_segment, o_row, m_row, tl.load(epsilon_ptr + i_segment),
+            LN_2, BLOCK,
+        ).to(tl.float32)  # fmt: skip
+    else:
+        softmin = tl.load(highest_ptr + o_row, mask=m_row, other=0.0)
+    if RELAXED:
+        softness = tl.load(softness_ptr + 2 * i_segment)
+        rate = 1 + tl.load(epsilon_ptr + i_segment) * softness
+        softmin = (softmin.to(tl.float64) / rate).to(tl.float32)
+    tl.store(p_potential, softmin, mask=m_row)
+    masses = tl.load(masses_ptr + start + o_row, mask=m_row, other=0.0)
+    softmin = tl.where(masses > 0, softmin, 0.0)
+    p_partial = partial_ptr + SUMS * i_program
+    tl.store(p_partial + 1, tl.sum(masses * tl.abs(softmin), 0))
+    if RELAXED:
+        value, owed = dual_of(softmin.to(tl.float64), softness)
+        tl.store(p_partial, tl.sum(masses * value, 0))
+        tl.store(p_partial + 2, tl.sum(masses * owed, 0))
+    else:
+        tl.store(p_partial, tl.sum(masses * softmin, 0))
+
+
+def blocks_of(table: Tensor) -> Tensor:
+    """Segments (P,) and their blocks of rows (P,), as (P, 2) int32, in order."""
+    counts = (table[:, ROWS] + BLOCK - 1) // BLOCK
+    owners = torch.repeat_interleave(torch.arange(len(table), device=table.device), counts)
+    index = torch.arange(len(owners), device=table.device)
+    return torch.stack((owners, index - (counts.cumsum(0) - counts)[owners]), 1).to(torch.int32)
+
+
+def segmented_softmin(
+    softmin: Sums | Tensor,
+    masses: Tensor,
+    blocks: Tensor,
+    table: Tensor,
+    active: Tensor,
+    epsilon: Tensor,
+    potential: Tensor,
+    softness: Tensor | None = None,
+) -> Tensor:
+    """Take the softmin as the potentials of the rows of all active segments.
+
+    Args:
+        softmin: sums of `segmented_step`, or of a single segment the softmin (n,) float32 itself.
+        masses: (n,) float64, of the pool.
+        blocks: (P, 2) int32, of `blocks_of`.
+        table: (S, 8) int64, as for `segmented_step`.
+        active: (S,) bool, segments to work on.
+        epsilon: (S,) float64, in units of the cost.
+        potential: (entries,) float32, of the rows, in units of the cost; overwritten.
+        softness: (S, 2) float64, 1 / rho of rows and of columns; None where all are exact.
+
+    Returns:
+        (P, 2) or (P, 3) float64, the sums above by blocks; unspecified for segments that are not
+        active.
+    """
+    sums = 2 if softness is None else 3
+    partial = masses.new_empty((len(blocks), sums))
+    merged = isinstance(softmin, Sums)
+    segmented_softmin_kernel[(len(blocks),)](
+        *(softmin if merged else (softmin, partial)),
+        masses,
+        blocks,
+        table,
+        active.view(torch.int8),
+        epsilon,
+        epsilon if softness is None else softness,
+        potential,
+        partial,
+        LN_2=LN_2,
+        MERGED=merged,
+        RELAXED=softness is not None,
+        SUMS=sums,
+        BLOCK=BLOCK,
+    )
+    return partial
+
 
 # Numbers of a segment without those of remembered vectors, and of one with relaxed marginals.
 NUMBERS = 14
@@ -217,3 +385,104 @@ def segmented_evaluation(
         BLOCK=BLOCK,
     )
     return partial
+
+
+# Blocks that are added up at once.
+BLOCKS_AT_ONCE = 16
+# Columns of partial numbers that are no sums.
+LOWEST, HIGHEST = tl.constexpr(2), tl.constexpr(3)
+
+
+@on_its_device
+@triton.jit
+def segmented_totals_kernel(
+    rows_ptr,  # (P, ROWS) float64, read if ROWS is not 0
+    columns_ptr,  # (P', WIDTH) float64
+    row_blocks_ptr,  # (S + 1,) int64, the first block of each segment
+    column_blocks_ptr,  # (S + 1,) int64
+    active_ptr,  # (S,) int8
+    row_totals_ptr,  # (S, ROWS) float64
+    column_totals_ptr,  # (S, WIDTH) float64
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROW_LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per segment."""
+    i_segment = tl.program_id(0).to(tl.int64)
+    active = tl.load(active_ptr + i_segment) != 0
+    o, o_block = tl.arange(0, LANES), tl.arange(0, BLOCK)
+    first, last = tl.load(column_blocks_ptr + i_segment), tl.load(column_blocks_ptr + i_segment + 1)
+    sums = tl.zeros((BLOCK, LANES), tl.float64)
+    lowest = tl.full((BLOCK, LANES), float("inf"), tl.float64)
+    highest = tl.full((BLOCK, LANES), -float("inf"), tl.float64)
+    for i_block in range(first, tl.where(active, last, first), BLOCK):
+        o_row = i_block + o_block
+        m_part = (o_row < last)[:, None] & (o < WIDTH)[None, :]
+        part = tl.load(columns_ptr + o_row[:, None] * WIDTH + o[None, :], mask=m_part, other=0.0)
+        sums += part
+        lowest = tl.minimum(lowest, tl.where(m_part, part, float("inf")))
+        highest = tl.maximum(highest, tl.where(m_part, part, -float("inf")))
+    totals = tl.sum(sums, 0)
+    totals = tl.where(o == LOWEST, tl.min(lowest, 0), totals)
+    totals = tl.where(o == HIGHEST, tl.max(highest, 0), totals)
+    tl.store(column_totals_ptr + i_segment * WIDTH + o, totals, mask=o < WIDTH)
+    if ROWS:
+        first, last = tl.load(row_blocks_ptr + i_segment), tl.load(row_blocks_ptr + i_segment + 1)
+        o_pair = tl.arange(0, ROW_LANES)
+        pairs = tl.zeros((BLOCK, ROW_LANES), tl.float64)
+        for i_block in range(first, tl.where(active, last, first), BLOCK):
+            o_row = i_block + o_block
+            p_pair = rows_ptr + ROWS * o_row[:, None] + o_pair[None, :]
+            m_pair = (o_row < last)[:, None] & (o_pair < ROWS)[None, :]
+            pairs += tl.load(p_pair, mask=m_pair, other=0.0)
+        p_totals = row_totals_ptr + ROWS * i_segment + o_pair
+        tl.store(p_totals, tl.sum(pairs, 0), mask=o_pair < ROWS)
+
+
+def first_blocks(blocks: Tensor, count: int) -> Tensor:
+    """Where the blocks (P, 2) of each of `count` segments start, and where all end (S + 1,)."""
+    owners, segments = blocks[:, 0].contiguous(), torch.arange(count + 1, device=blocks.device)
+    return torch.searchsorted(owners, segments.to(owners.dtype))
+
+
+def segmented_totals(
+    rows: Tensor | None,
+    columns: Tensor,
+    row_blocks: Tensor,
+    column_blocks: Tensor,
+    active: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The numbers of all active segments.
+
+    Args:
+        rows: (P, 2) or (P, 3) float64, of `segmented_softmin`; None where columns are rows.
+        columns: (P', 14 + 4 memory) float64, of `segmented_evaluation`.
+        row_blocks: (S + 1,) int64, of `first_blocks`.
+        column_blocks: (S + 1,) int64, likewise.
+        active: (S,) bool, segments to work on.
+
+    Returns:
+        Totals of as many numbers, float64, and two of rows where columns are rows; unspecified for
+        segments that are not active.
+    """
+    count, width = len(column_blocks) - 1, columns.shape[1]
+    column_totals = columns.new_empty((count, width))
+    of_rows = 0 if rows is None else rows.shape[1]
+    row_totals = column_totals[:, :2] if rows is None else columns.new_empty((count, of_rows))
+    segmented_totals_kernel[(count,)](
+        columns if rows is None else rows,
+        columns,
+        row_blocks,
+        column_blocks,
+        active.view(torch.int8),
+        row_totals,
+        column_totals,
+        WIDTH=width,
+        LANES=triton.next_power_of_2(width),
+        ROWS=of_rows,
+        ROW_LANES=triton.next_power_of_2(max(1, of_rows)),
+        BLOCK=BLOCKS_AT_ONCE,
+    )
+    return row_totals, column_totals

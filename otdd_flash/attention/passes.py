@@ -99,7 +99,7 @@ class Scores:
             product: (H, n, e), written.
         """
         if self.in_triton:
-            from otdd_flash.kernels.attention.half_step import half_step_kernel as kernel
+            from otdd_flash.kernels.attention import half_step_kernel as kernel
 
             # In place of matrices that are not read there are vectors.
             matrices = (potential, out) if values is None else (values, product)
@@ -136,7 +136,7 @@ class Scores:
             matrices: Z (H, m, e), R (H, n, e), and P Z (H, n, e), which is written.
         """
         if self.in_triton:
-            from otdd_flash.kernels.attention.plan_product import plan_product_kernel as kernel
+            from otdd_flash.kernels.attention import plan_product_kernel as kernel
 
             width, kind = (matrices[0].shape[2], "matrix") if matrices else (0, "vector")
             given = *potentials, vector, weight, out, *(matrices or (vector, out, out)), step
@@ -178,7 +178,7 @@ class Scores:
         """
         near, *weights = earlier
         if self.in_triton:
-            from otdd_flash.kernels.attention.score_gradient import score_gradient_kernel as kernel
+            from otdd_flash.kernels.attention import score_gradient_kernel as kernel
 
             given = *factors, *potentials, *weights, *offsets, near, out
             strides = offsets[0].numel(), offsets[1].numel()
@@ -238,7 +238,7 @@ class Scores:
         return Earlier(near, *weights)
 
     def _launch(self, kernel: Any, kind: str, width: int, *given: Any, **constants: Any) -> None:
-        from otdd_flash.kernels.attention.tiles import launch
+        from otdd_flash.kernels.attention import launch
 
         points = self.rows, self.columns
         launch(kernel, kind, points, self.scale, self.counts, width, *given, **constants)

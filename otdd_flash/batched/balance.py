@@ -120,12 +120,12 @@ def _unrolled_gradient(
     if not in_triton:
         cpu.balance_backward(problems, counts, given, found)
         return
-    from otdd_flash.kernels.batched import small_balance_backward, tiny_balance_backward
+    from otdd_flash.kernels.batched import small_balance, tiny_balance_backward
 
     if tiny_balance_backward.takes(problems):
         tiny_balance_backward.tiny_balance_backward(problems, given, found)
     else:
-        small_balance_backward.small_balance_backward(problems, counts, given, found)
+        small_balance.small_balance_backward(problems, counts, given, found)
 
 
 def _balanced_shapes(matrices: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

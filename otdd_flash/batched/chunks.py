@@ -1,7 +1,7 @@
 """Chunks of a batch on a CPU, and sums along the rows and columns of their matrices.
 
-`cpu` balances chunk by chunk and `adjoint` solves by these sums; `plans`, `relaxed` and
-`open_offsets` divide batches by `parts`. Matrices are (n, m, s), numbers of rows (n, s) and numbers
+`cpu` balances chunk by chunk and `adjoint` solves by these sums; `plans` and `relaxed`
+divide batches by `parts`. Matrices are (n, m, s), numbers of rows (n, s) and numbers
 of columns (m, s), whatever their order in memory: s is innermost where there are many small
 matrices, else columns are, so that operations run along many numbers.
 

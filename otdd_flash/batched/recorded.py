@@ -2,7 +2,7 @@
 
 A function and its gradient exist twice: as they are, for calls from Python, and as operations that
 `torch.compile` records without looking inside. A call of such an operation from Python would import
-PyTorch's compiler, which takes seconds. `batched.balance` and `attention.operation` are built here;
+PyTorch's compiler, which takes seconds. `batched.balance` and `attention.attention` are built here;
 `nn` calls `has_no_numbers`.
 """
 

@@ -21,6 +21,7 @@ keep that a GPU is waited for but once in CHECKED iterations.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -105,7 +106,7 @@ def relaxed_plans(
     dtype = computed_in(costs)
     results = plan, f.to(dtype), g.to(dtype)
     if inputs.tensors:
-        backward = _Backward(given, (f, g), problems)
+        backward = partial(_gradients, given, (f, g), problems)
         tensors = inputs.tensors.values()
         results = Solved.apply("sinkhorn_plans", backward, inputs, results, *tensors)
     return Balanced(*results, errors.to(dtype), counts)
@@ -169,56 +170,57 @@ def _exponents(cost: Tensor, f: Tensor, g: Tensor, eps: Tensor) -> Tensor:
     return torch.where(allowed, found, -torch.inf)
 
 
-class _Backward:
-    """The backward pass, from the potentials.
+def _gradients(
+    given: tuple[Tensor, Tensor, Tensor, Tensor],
+    potentials: tuple[Tensor, Tensor],
+    problems: RelaxedProblems,
+    cotangents: Sequence[Tensor],
+) -> dict[str, Tensor]:
+    """Return gradients by key, from the potentials.
 
     Args:
         given: costs, a, b and epsilon.
         potentials: f (B, n) and g (B, m), float64.
         problems: how they were solved.
+        cotangents: of plans and of both potentials.
     """
+    keys = "costs", "a", "b", "epsilon"
+    with torch.enable_grad():
+        leaves = [one.detach().requires_grad_(one.requires_grad) for one in given]
+        cost, masses, eps = problems.read(*leaves)
+        f, g = _moved(potentials, problems.constraints, cost, masses, eps)
+        solved = _plan(cost, masses, f, g, eps), f, g
+        pairs = zip(solved, cotangents, strict=True)
+        total = sum((one * along.double()).sum() for one, along in pairs)
+        every = zip(keys, leaves, strict=True)
+        wanted = {key: leaf for key, leaf in every if leaf.requires_grad}
+        found = torch.autograd.grad(torch.as_tensor(total), list(wanted.values()))
+    return dict(zip(wanted, found, strict=True))
 
-    def __init__(
-        self,
-        given: tuple[Tensor, Tensor, Tensor, Tensor],
-        potentials: tuple[Tensor, Tensor],
-        problems: RelaxedProblems,
-    ) -> None:
-        self._given, self._potentials, self._problems = given, potentials, problems
 
-    def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return gradients by key, for cotangents of plans and of both potentials."""
-        keys = "costs", "a", "b", "epsilon"
-        with torch.enable_grad():
-            leaves = [one.detach().requires_grad_(one.requires_grad) for one in self._given]
-            cost, masses, eps = self._problems.read(*leaves)
-            f, g = self._moved(cost, masses, eps)
-            solved = _plan(cost, masses, f, g, eps), f, g
-            pairs = zip(solved, cotangents, strict=True)
-            total = sum((one * along.double()).sum() for one, along in pairs)
-            every = zip(keys, leaves, strict=True)
-            wanted = {key: leaf for key, leaf in every if leaf.requires_grad}
-            found = torch.autograd.grad(torch.as_tensor(total), list(wanted.values()))
-        return dict(zip(wanted, found, strict=True))
-
-    def _moved(self, cost: Tensor, masses: Masses, eps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return f (B, n) and g (B, m) as they are, with derivatives of the solution."""
-        f, g = self._potentials
-        sides = self._problems.constraints
-        exponents = _exponents(cost, f, g, eps)
-        by_rows, log_q = _weighted(exponents, masses.b[:, None], 2)
-        by_columns, log_p = _weighted(exponents, masses.a[:, :, None], 1)
-        left, right = f * sides.rows.softness + log_q, g * sides.columns.softness + log_p
-        held = eps.detach()
-        # Times epsilon: alpha df + Q dg = left, R^T df + beta dg = right, Q and R of sums 1.
-        alpha, beta = 1 + held * sides.rows.softness, 1 + held * sides.columns.softness
-        matrix = by_columns.mT @ by_rows / -alpha[:, :, None]
-        matrix.diagonal(dim1=1, dim2=2).add_(beta)
-        left, right = held * left, held * right
-        taken = right - (by_columns.mT @ (left / alpha)[:, :, None])[:, :, 0]
-        dg = torch.linalg.solve(matrix, taken)
-        df = (left - (by_rows @ dg[:, :, None])[:, :, 0]) / alpha
-        return f - df + df.detach(), g - dg + dg.detach()
+def _moved(
+    potentials: tuple[Tensor, Tensor],
+    sides: Constraints,
+    cost: Tensor,
+    masses: Masses,
+    eps: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return f (B, n) and g (B, m) as they are, with derivatives of the solution."""
+    f, g = potentials
+    exponents = _exponents(cost, f, g, eps)
+    by_rows, log_q = _weighted(exponents, masses.b[:, None], 2)
+    by_columns, log_p = _weighted(exponents, masses.a[:, :, None], 1)
+    left, right = f * sides.rows.softness + log_q, g * sides.columns.softness + log_p
+    held = eps.detach()
+    # Times epsilon: alpha df + Q dg = left, R^T df + beta dg = right, Q and R of sums 1.
+    alpha, beta = 1 + held * sides.rows.softness, 1 + held * sides.columns.softness
+    matrix = by_columns.mT @ by_rows / -alpha[:, :, None]
+    matrix.diagonal(dim1=1, dim2=2).add_(beta)
+    left, right = held * left, held * right
+    taken = right - (by_columns.mT @ (left / alpha)[:, :, None])[:, :, 0]
+    dg = torch.linalg.solve(matrix, taken)
+    df = (left - (by_rows @ dg[:, :, None])[:, :, 0]) / alpha
+    return f - df + df.detach(), g - dg + dg.detach()
 
 
 def _weighted(exponents: Tensor, masses: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 Entry points take a `ComputeOptions`; `uses_triton` and `scores_fit` decide for a device what
 follows from it. An impossible request raises and is never replaced by another one.
-`operators.build`, `operators.sharing`, `solver.small` and `derivatives.losses` call `uses_triton`.
+`operators.build`, `operators.sharing`, `solver.small` and `derivatives.loss` call `uses_triton`.
 """
 
 from __future__ import annotations

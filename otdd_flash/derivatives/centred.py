@@ -33,7 +33,8 @@ class Assembled:
     """
 
     def __init__(self, points: Points) -> None:
-        self._count, self._home = points.shape[0], home_of(points)
+        self._count = points.shape[0]
+        self._home = (points.features if isinstance(points, HostPoints) else points).device
         self._rows: Tensor | None = None
 
     def put(self, block: Block, rows: Tensor) -> None:
@@ -51,11 +52,6 @@ class Assembled:
         """All rows, (n, c)."""
         assert self._rows is not None
         return self._rows
-
-
-def home_of(points: Points) -> torch.device:
-    """Return the device on which all points are stored."""
-    return (points.features if isinstance(points, HostPoints) else points).device
 
 
 def blocks_of(points: Points) -> Iterator[tuple[Cut, Tensor]]:

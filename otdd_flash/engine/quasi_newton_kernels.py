@@ -29,13 +29,18 @@ from otdd_flash.kernels.segments.decision import (
     TRUST,
     SegmentState,
     segmented_decision,
+    segmented_move,
     state_width,
 )
-from otdd_flash.kernels.segments.evaluation import Vectors, segmented_evaluation
-from otdd_flash.kernels.segments.move import segmented_move
-from otdd_flash.kernels.segments.softmin import blocks_of, segmented_softmin
+from otdd_flash.kernels.segments.evaluation import (
+    Vectors,
+    blocks_of,
+    first_blocks,
+    segmented_evaluation,
+    segmented_softmin,
+    segmented_totals,
+)
 from otdd_flash.kernels.segments.step import Sums
-from otdd_flash.kernels.segments.totals import first_blocks, segmented_totals
 
 # Iterations that are launched one after the other before the device is asked.
 AHEAD = 8

@@ -7,5 +7,5 @@
 points but a sequence of transport problems: `energy` rewrites E and its linearisation, an
 inner-product cost that `operators.comparison` and the solvers take as any other; `starts` proposes
 where to begin, as F is not convex; `solve` repeats the linearisation; `bounds` are what no plan is
-below; `classes` measures the table W; `distance` holds what the entry points call.
+below; `distance` holds what the entry points call, and measures the table W.
 """

@@ -11,7 +11,7 @@ root is taken, and rank-deficient classes need no special case. `mean_table` and
 are the methods `labels=means` and `labels=upper_bound`.
 
 `labels.metrics`, `contributions`, `flows.modes`, `flows.joint_modes`,
-`ranking.bounds`, `gromov.classes` and `study.measures.distances` call it.
+`ranking.bounds`, `gromov.distance` and `study.measures.distances` call it.
 
 A change must keep three things. Everything is differentiable in the points, for flows that move
 them, and in weights that keep their sum, for `contributions`. The distance of a pair has the same

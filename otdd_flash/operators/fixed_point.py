@@ -24,15 +24,15 @@ from otdd_flash.cost.rounding import (
     magnitudes_about,
     product_errors,
 )
-from otdd_flash.kernels.passes.plan_entries import (
+from otdd_flash.kernels.passes.plan_marginals import (
     ADDITION_ERROR,
     ENTRY_ERROR,
     EXPONENT_ERROR,
     LEAST_ENTRY,
+    DigitSide,
+    plan_marginals,
 )
-from otdd_flash.kernels.passes.plan_marginals import DigitSide, plan_marginals
-from otdd_flash.kernels.points.digit_losses import digit_losses
-from otdd_flash.kernels.points.digits import carry_error, longest
+from otdd_flash.kernels.points.digits import carry_error, digit_losses, longest
 from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.operators.base import Marginals
 

@@ -38,15 +38,18 @@ from otdd_flash.engine.quasi_newton_kernels import (
     softness_of,
 )
 from otdd_flash.formulas.decision import Form
-from otdd_flash.kernels.matrix.facts import matrix_row_facts
-from otdd_flash.kernels.matrix.place import Place
+from otdd_flash.kernels.matrix.facts import Place, matrix_row_facts
 from otdd_flash.kernels.matrix.sums import matrix_sums
-from otdd_flash.kernels.matrix.sweep import matrix_sweep, row_weights
-from otdd_flash.kernels.matrix.swept_columns import fill_absent
+from otdd_flash.kernels.matrix.sweep import fill_absent, matrix_sweep, row_weights
 from otdd_flash.kernels.segments.step import Sums
-from otdd_flash.kernels.stored.plan import signed_plan, stored_plan, stored_product
-from otdd_flash.kernels.stored.scores import stored_scores
-from otdd_flash.kernels.stored.step import stored_programs, stored_step
+from otdd_flash.kernels.stored import (
+    signed_plan,
+    stored_plan,
+    stored_product,
+    stored_programs,
+    stored_scores,
+    stored_step,
+)
 from otdd_flash.operators.base import Epsilon, Marginals, Passes
 from otdd_flash.operators.score_pool import (
     PRODUCTS,

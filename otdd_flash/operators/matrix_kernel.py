@@ -18,13 +18,17 @@ from otdd_flash.cost.facts import CostFacts, CostRange
 from otdd_flash.cost.points import Cut, Masses
 from otdd_flash.engine.problems import Evaluated, Vectors
 from otdd_flash.formulas.decision import Form
-from otdd_flash.kernels.epsilon import on_device
-from otdd_flash.kernels.matrix.facts import matrix_row_facts
+from otdd_flash.kernels.launch import on_device
+from otdd_flash.kernels.matrix.facts import Place, is_aligned, matrix_row_facts, numbers_of
 from otdd_flash.kernels.matrix.half_step import line_parts, matrix_half_step, matrix_sums_of_lines
-from otdd_flash.kernels.matrix.place import Place, is_aligned, numbers_of
 from otdd_flash.kernels.matrix.sums import matrix_sums
-from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS, Swept, matrix_sweep, row_weights
-from otdd_flash.kernels.matrix.swept_columns import fill_absent
+from otdd_flash.kernels.matrix.sweep import (
+    MOST_COLUMNS,
+    Swept,
+    fill_absent,
+    matrix_sweep,
+    row_weights,
+)
 from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.operators.base import Epsilon, Marginals, Operator, Passes
 from otdd_flash.operators.given_costs import (

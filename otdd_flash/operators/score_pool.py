@@ -51,7 +51,7 @@ class Room(NamedTuple):
         dtype: of the points, or of costs that are given.
         device: where.
         in_triton: whether kernels compute with it; else PyTorch does, on a processor.
-        aligned: whether costs that are given are, as `kernels.matrix.place` says.
+        aligned: whether costs that are given are, as `kernels.matrix.facts` says.
     """
 
     problems: int

@@ -28,12 +28,10 @@ from otdd_flash.cost.points import Cut, LabelledCost, Masses
 from otdd_flash.cost.rounding import Lattice, float16_rounding, lattice_of
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.fingerprint import remembered
-from otdd_flash.kernels.epsilon import on_device
+from otdd_flash.kernels.launch import on_device
 from otdd_flash.kernels.passes.half_step import bias_of, half_step, repair
-from otdd_flash.kernels.passes.merge_ranges import LARGEST_SUM
-from otdd_flash.kernels.passes.pair_sums import pair_sums
-from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.passes.symmetric_step import symmetric_step, triangle_sums
+from otdd_flash.kernels.passes.sides import LARGEST_SUM, Scores, Side
+from otdd_flash.kernels.passes.symmetric_step import pair_sums, symmetric_step, triangle_sums
 from otdd_flash.kernels.points.packed_points import (
     Layout,
     PackedPoints,

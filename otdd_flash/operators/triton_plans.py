@@ -19,12 +19,18 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.points import LabelledCost
-from otdd_flash.kernels.epsilon import on_device
+from otdd_flash.kernels.launch import on_device
 from otdd_flash.kernels.linear.cg_step import Image
-from otdd_flash.kernels.linear.halves import Unmerged, from_halves, to_halves
-from otdd_flash.kernels.linear.onward import onward
-from otdd_flash.kernels.linear.row_sums import row_sums
-from otdd_flash.kernels.passes.block_product import BlockProduct, Found, Rows, Weights
+from otdd_flash.kernels.linear.halves import Unmerged, from_halves, onward, row_sums, to_halves
+from otdd_flash.kernels.passes.block_products import (
+    BlockProduct,
+    Found,
+    Rows,
+    WeightedProduct,
+    Weights,
+    apply_plan_blocks,
+    hold_plan,
+)
 from otdd_flash.kernels.passes.fused_product import (
     HELD_COORDINATES,
     NARROW,
@@ -33,11 +39,9 @@ from otdd_flash.kernels.passes.fused_product import (
     most_columns,
 )
 from otdd_flash.kernels.passes.half_step import half_step
-from otdd_flash.kernels.passes.plan_application import apply_plan_blocks, hold_plan
 from otdd_flash.kernels.passes.plan_blocks import Pair
-from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, ROW_RANGE, PlanTerms, plan_terms
+from otdd_flash.kernels.passes.score_terms import LOG2_SCALE, ROW_RANGE, PlanTerms, plan_terms
 from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.passes.weighted_product import WeightedProduct
 from otdd_flash.kernels.points.packed_points import Layout, PackedPoints, pack, power_of_two_scale
 from otdd_flash.memory import holds
 from otdd_flash.operators.base import Applied, EvaluatedPlan, Factors, Plan, Products, StoredPlan

@@ -52,7 +52,7 @@ magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
 | PyTorch: sums of n or m terms, float64 | (n + m + 8) v of the sum | `relative_error` |
 | Triton: points in fixed point of 24 or 32 bits | measured, `operators.fixed_point` | A, B |
 | Triton: products of these | exact, but for what `kernels.points.digits` leaves out | A, B |
-| Triton: exponents, exp2, sums, float64 | `kernels.passes.plan_entries` | A, B, `relative_error` |
+| Triton: exponents, exp2, float64 sums | `kernels.passes.plan_marginals` | A, B, `relative_error` |
 | entries below 2^-125 of a product of masses | may be 0; so small a sum is not scaled up | none |
 | sums over points of numbers of size s, float64, any order | (n + m) v s | both ends |
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import otdd_flash as otdd
-from otdd_flash.attention import operation, passes
-from otdd_flash.attention.operation import attend_now
+from otdd_flash.attention import passes
+from otdd_flash.attention.attention import attend, attend_now
 
 BACKENDS = ("torch", "triton")
 Points = tuple[Tensor, Tensor, Tensor]
@@ -260,7 +260,7 @@ def test_the_implicit_gradient_is_that_of_the_limit(backend: str) -> None:
 
 
 def test_a_system_that_is_not_solved_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("otdd_flash.attention.operation.CG_STEPS", 1)
+    monkeypatch.setattr("otdd_flash.attention.attention.CG_STEPS", 1)
     q, k, v = (each.requires_grad_() for each in drawn(1, 12, 17))
     found = otdd.sinkhorn_attention(q, k, v, iterations=25, gradient="implicit")
     with pytest.warns(otdd.NotConvergedWarning, match=r"relative residual of \d\.\de"):
@@ -333,7 +333,7 @@ def test_vectors_are_kept_where_a_gradient_reads_them(monkeypatch: pytest.Monkey
     kept: list[bool] = []
 
     def watched(*given: Any) -> tuple[Tensor, ...]:
-        found = operation.attend(*given)
+        found = attend(*given)
         kept.append(len(found[1]) > 1)
         return found
 

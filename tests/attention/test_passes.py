@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.attention import operation, passes
+from otdd_flash.attention import attention, passes
 from otdd_flash.attention.passes import Scores
 
 TORCH = otdd.ComputeOptions("cpu", backend="torch")
@@ -50,7 +50,7 @@ def test_a_far_head_that_stops_early_reads_nothing_that_was_not_written(monkeypa
     q, k, v, cotangent = drawn(2, 5, 3, 4, torch.float32)
     q[0], k[0] = torch.eye(4)[0], torch.tensor([[200.0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
     q[1] *= 6
-    room = operation._room
+    room = attention._room
 
     def unwritten(*given):
         made = room(*given)
@@ -58,7 +58,7 @@ def test_a_far_head_that_stops_early_reads_nothing_that_was_not_written(monkeypa
             each.fill_(torch.nan)
         return made
 
-    monkeypatch.setattr(operation, "_room", unwritten)
+    monkeypatch.setattr(attention, "_room", unwritten)
     monkeypatch.setattr(passes, "FAR", 40.0)
     for compute in (triton("cpu"), TORCH):
         leaves = [each.clone().requires_grad_() for each in (q, k, v)]

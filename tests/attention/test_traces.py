@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import otdd_flash as otdd
-from otdd_flash.attention.operation import attend
+from otdd_flash.attention.attention import attend
 
 Points = tuple[Tensor, ...]
 

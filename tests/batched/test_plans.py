@@ -14,7 +14,7 @@ from tiers import slow
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.kernels.batched.loading import load_masses
+from otdd_flash.kernels.batched.tiles import load_masses
 
 BACKENDS = ("torch", "triton")
 GRADIENTS = ("implicit", "unrolled")

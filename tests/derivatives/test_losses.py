@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.derivatives import losses
+from otdd_flash.derivatives import loss
 from otdd_flash.engine.few_problems import FewQuasiNewton
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.errors import InputError
@@ -28,7 +28,7 @@ EPSILON = 4.0
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """How pairs are solved side by side; kernels run in the interpreter where there is no GPU."""
     forget()
-    monkeypatch.setattr(losses, "_small", lambda *_: True)
+    monkeypatch.setattr(loss, "_small", lambda *_: True)
     if request.param.startswith("many"):
         monkeypatch.setattr(torch_pool, "FEW", 0)
     yield "triton" if request.param == "kernels" else "torch"
@@ -102,7 +102,7 @@ OPTIONS: list[dict[str, Any]] = [
 def test_pairs_are_solved_one_after_the_other(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "_small", lambda *_: False)
+    monkeypatch.setattr(loss, "_small", lambda *_: False)
     assert_the_same(options, 0.0)
 
 
@@ -136,9 +136,9 @@ def test_a_pair_that_needs_more_is_solved_alone(
     x, y = clouds(0), clouds(1, side=1)
     y[1] = x[1].detach().clone().requires_grad_()
     alone: list[int] = []
-    whole = losses.sinkhorn_loss
+    whole = loss.sinkhorn_loss
     monkeypatch.setattr(
-        losses, "sinkhorn_loss", lambda *given, **more: alone.append(1) or whole(*given, **more)
+        loss, "sinkhorn_loss", lambda *given, **more: alone.append(1) or whole(*given, **more)
     )
     solve = partial(
         otdd.sinkhorn_losses, epsilon=EPSILON, compute=otdd.ComputeOptions(DEVICE, backend)
@@ -216,11 +216,11 @@ def test_a_label_without_a_class_is_refused_by_the_place_of_its_pair() -> None:
 def test_clouds_of_other_sizes_are_uniform_each_by_itself() -> None:
     """Points that fill up a smaller one have no mass; clouds of one size need none said."""
     two, three = torch.zeros(2, 1), torch.zeros(3, 1)
-    found = losses._masses([two, three], None)
+    found = loss._masses([two, three], None)
     torch.testing.assert_close(
         found, torch.tensor([[0.5, 0.5, 0.0], [1 / 3] * 3], dtype=torch.float64)
     )
-    assert losses._masses([two, two], None) is None
+    assert loss._masses([two, two], None) is None
 
 
 def batch() -> dict[str, Tensor]:

@@ -17,8 +17,7 @@ import otdd_flash as otdd
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.gromov import solve, starts
 from otdd_flash.gromov.bounds import eccentricity_bound, spectral_bound
-from otdd_flash.gromov.classes import gaussian_table
-from otdd_flash.gromov.distance import gromov_options
+from otdd_flash.gromov.distance import gaussian_table, gromov_options
 from otdd_flash.gromov.energy import Cloud, Energy
 from otdd_flash.gromov.problem import Problem, plan_of, round_plan
 from otdd_flash.gromov.solve import Search, prepare, take_step

@@ -9,15 +9,20 @@ from typing import Any
 import torch
 from compiling import TYPES, needs
 
-from otdd_flash.kernels.attention import half_step, plan_product, score_gradient
-from otdd_flash.kernels.attention.tiles import blocks_for, padded_width
+from otdd_flash.kernels.attention import (
+    blocks_for,
+    half_step_kernel,
+    padded_width,
+    plan_product_kernel,
+    score_gradient_kernel,
+)
 
 MATRICES = ("rows_ptr", "columns_ptr", "values_ptr", "product_ptr", "matrix_ptr", "own_ptr")
 MATRICES += ("row_factor_ptr", "column_factor_ptr")
 
 KINDS = {
-    half_step.half_step_kernel: ("vector", "matrix"),
-    plan_product.plan_product_kernel: ("vector", "matrix"),
+    half_step_kernel: ("vector", "matrix"),
+    plan_product_kernel: ("vector", "matrix"),
 }
 
 
@@ -58,9 +63,9 @@ def main() -> None:
                 for kind in kinds:
                     name = f"{kernel.__name__} {kind} {width} {dtype}"
                     of_step = {"GUESSED": kind == "vector"}
-                    constants = of_step if kernel is half_step.half_step_kernel else {}
+                    constants = of_step if kernel is half_step_kernel else {}
                     found[name] = taken(kernel, kind, width, dtype, **constants)
-            kernel = score_gradient.score_gradient_kernel
+            kernel = score_gradient_kernel
             for near in (True, False):
                 name = f"{kernel.__name__} {near} {width} {dtype}"
                 constants = {"QUERIES": True, "TERMS": 6, "NEAR": near}

@@ -17,16 +17,15 @@ from otdd_flash.batched.adjoint import adjoint
 from otdd_flash.kernels.batched import (
     small_adjoint,
     small_balance,
-    small_balance_backward,
     tiny_balance,
     tiny_balance_backward,
 )
 from otdd_flash.kernels.batched.problems import Balanced, Cotangents, Derivatives, Problems
-from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward, row_sums
-from otdd_flash.kernels.matrix import facts, half_step, sweep, swept_columns
+from otdd_flash.kernels.linear import cg_start, cg_step, halves
+from otdd_flash.kernels.matrix import facts, half_step, sweep
 from otdd_flash.kernels.matrix import sums as matrix_sums
-from otdd_flash.kernels.matrix.place import Place
-from otdd_flash.kernels.passes import plan_terms
+from otdd_flash.kernels.matrix.facts import Place
+from otdd_flash.kernels.passes import score_terms
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import PackedPoints, arrange
 
@@ -64,7 +63,7 @@ def batched() -> Taken:
         "tiny": balance(tiny_balance, "tiny_balance", x),
         "tiny backward": balance(tiny_balance_backward, "tiny_balance_backward", few),
         "forward": balance(small_balance, "small_balance", y),
-        "backward": balance(small_balance_backward, "small_balance_backward", y),
+        "backward": balance(small_balance, "small_balance_backward", y),
     }
 
 
@@ -92,9 +91,9 @@ def linear() -> Taken:
     runs = {
         "to halves": (halves, partial(halves.to_halves, vectors[0], layout, masses)),
         "from halves": (halves, partial(halves.from_halves, products, scales, layout, masses)),
-        "plan terms": (plan_terms, partial(plan_terms.plan_terms, *given, masses)),
-        "onward": (onward, partial(onward.onward, products, scales, filled)),
-        "row sums": (row_sums, partial(row_sums.row_sums, products, layout, masses)),
+        "plan terms": (score_terms, partial(score_terms.plan_terms, *given, masses)),
+        "onward": (halves, partial(halves.onward, products, scales, filled)),
+        "row sums": (halves, partial(halves.row_sums, products, layout, masses)),
         "cg step": (cg_step, partial(step, constants=False, preconditioned=False)),
         "cg step ": (cg_step, partial(step, constants=True, preconditioned=True)),
         "cg turn": (
@@ -126,12 +125,12 @@ def matrix() -> Taken:
     level, active = torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.bool)
     lines, bias = half_step.matrix_sums_of_lines, (half_step, "matrix_bias_kernel")
     sweeping = [(sweep, "matrix_sweep_kernel")]
-    sweeping += [(swept_columns, f"matrix_{each}_kernel") for each in ("swept", "absent")]
+    sweeping += [(sweep, f"matrix_{each}_kernel") for each in ("swept", "absent")]
 
     def swept() -> None:
         exact = long.double()
         sweep.matrix_sweep(single, (exact, exact), long, long, level, active)
-        swept_columns.fill_absent(single, (exact, exact), long, level, long)
+        sweep.fill_absent(single, (exact, exact), long, level, long)
 
     runs = {
         "rows": (half_step, partial(lines, costs[torch.float32], *given), [bias]),

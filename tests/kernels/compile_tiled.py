@@ -17,6 +17,7 @@ from compiling import needs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from otdd_flash.kernels import stored as stored_kernels
 from otdd_flash.kernels.passes import resident_half_step
 from otdd_flash.kernels.passes.fused_product import fused_product_kernel
 from otdd_flash.kernels.passes.half_step import half_step_kernel
@@ -24,10 +25,7 @@ from otdd_flash.kernels.passes.plan_blocks import plan_block_kernel
 from otdd_flash.kernels.passes.plan_marginals import GROUP, plan_marginals_kernel
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step_kernel
 from otdd_flash.kernels.points.digits import base_of, keeps_fractions
-from otdd_flash.kernels.segments import decision, evaluation, move, softmin, step, totals
-from otdd_flash.kernels.stored import plan as stored_plan
-from otdd_flash.kernels.stored import scores as stored_scores
-from otdd_flash.kernels.stored import step as stored_step
+from otdd_flash.kernels.segments import decision, evaluation, step
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, pipeline_stages
 from otdd_flash.operators.torch_operator import LEAST_EXPONENT
 
@@ -199,7 +197,7 @@ def segments(capability: int, given: dict[str, Any], *, steps_alone: bool) -> Ta
                 return f"tensordesc<fp16[{rows}, {tile.depth}]>" if tile.descriptors else "*fp16"
             stem = name.removesuffix("_ptr").removeprefix("new_")
             # A level of epsilon where decisions are made, and a vector where candidates are.
-            if stem == "level" and kernel is move.segmented_move_kernel:
+            if stem == "level" and kernel is decision.segmented_move_kernel:
                 return "*fp32"
             return found(SEGMENT_TYPES, name if name in SEGMENT_TYPES["i32"] else stem)
 
@@ -232,21 +230,21 @@ def segments(capability: int, given: dict[str, Any], *, steps_alone: bool) -> Ta
     tile = tile._replace(warps=4)
     # Of many segments, and of a single one, with exact and with relaxed marginals.
     for memory, merged, relaxed in ((4, True, False), (8, False, False), (8, True, True)):
-        block, vectors = {"BLOCK": softmin.BLOCK}, {"VECTORS": 2 * memory}
+        block, vectors = {"BLOCK": evaluation.BLOCK}, {"VECTORS": 2 * memory}
         of_sums = {"LN_2": 0.7, "MERGED": merged, "RELAXED": relaxed, **block}
         numbers = evaluation.RELAXED_NUMBERS if relaxed else evaluation.NUMBERS
-        width, lanes = numbers + 4 * memory, {"LANES": 64, "BLOCK": totals.BLOCK}
+        width, lanes = numbers + 4 * memory, {"LANES": 64, "BLOCK": evaluation.BLOCKS_AT_ONCE}
         of_rows = (3 if relaxed else 2) * merged
-        moved = move.RELAXED_MOVE if relaxed else move.MOVE
+        moved = decision.RELAXED_MOVE if relaxed else decision.MOVE
         for kernel, constants in (
-            (softmin.segmented_softmin_kernel, {"SUMS": max(2, of_rows)} | of_sums),
+            (evaluation.segmented_softmin_kernel, {"SUMS": max(2, of_rows)} | of_sums),
             (evaluation.segmented_evaluation_kernel, {"NUMBERS": numbers} | of_sums | vectors),
             (
-                totals.segmented_totals_kernel,
+                evaluation.segmented_totals_kernel,
                 {"WIDTH": width, "ROWS": of_rows, "ROW_LANES": 4 if relaxed else 2} | lanes,
             ),
             (
-                move.segmented_move_kernel,
+                decision.segmented_move_kernel,
                 {"MOVE": moved, "RELAXED": relaxed} | vectors | block,
             ),
         ):
@@ -263,18 +261,18 @@ def segments(capability: int, given: dict[str, Any], *, steps_alone: bool) -> Ta
 
 
 def stored(capability: int) -> Taken:
-    tile = {"BLOCK_M": stored_plan.BLOCK_ROWS, "BLOCK_N": stored_plan.BLOCK_COLUMNS}
-    rows, columns = stored_step.ROWS_OF_PROGRAM, stored_step.COLUMNS_AT_ONCE
+    tile = {"BLOCK_M": stored_kernels.BLOCK_ROWS, "BLOCK_N": stored_kernels.BLOCK_COLUMNS}
+    rows, columns = stored_kernels.ROWS_OF_PROGRAM, stored_kernels.COLUMNS_AT_ONCE
     taken = {}
     for kernel, constants in (
-        (stored_scores.stored_scores_kernel, {"SYMMETRIC": True, "BLOCK": stored_scores.BLOCK}),
-        (stored_step.stored_step_kernel, {"LOG2_E": 1.4, "BLOCK_M": rows, "BLOCK_N": columns}),
-        (stored_plan.stored_plan_kernel, {"LEAST": LEAST_EXPONENT} | tile),
-        (stored_plan.stored_product_kernel, tile),
-        (stored_plan.signed_plan_kernel, {"OWN": True} | tile),
+        (stored_kernels.stored_scores_kernel, {"SYMMETRIC": True, "BLOCK": stored_kernels.BLOCK}),
+        (stored_kernels.stored_step_kernel, {"LOG2_E": 1.4, "BLOCK_M": rows, "BLOCK_N": columns}),
+        (stored_kernels.stored_plan_kernel, {"LEAST": LEAST_EXPONENT} | tile),
+        (stored_kernels.stored_product_kernel, tile),
+        (stored_kernels.signed_plan_kernel, {"OWN": True} | tile),
     ):
         # What is written of plans with their signs is float32.
-        single = ("out_ptr",) if kernel is stored_plan.signed_plan_kernel else ()
+        single = ("out_ptr",) if kernel is stored_kernels.signed_plan_kernel else ()
         types = STORED_TYPES | {"*fp32": (*STORED_TYPES["*fp32"], *single)}
         name = kernel.__name__
         taken[name] = needs(kernel, lambda name, of=types: found(of, name), constants, capability)

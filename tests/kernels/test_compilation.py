@@ -15,8 +15,8 @@ import torch
 
 from otdd_flash.kernels import tiling
 from otdd_flash.kernels.passes.fused_product import NARROW, most_columns, product_tile, widths
-from otdd_flash.kernels.passes.marginal_tiles import marginal_tile
 from otdd_flash.kernels.passes.plan_blocks import plan_tile
+from otdd_flash.kernels.passes.plan_marginals import marginal_tile
 from otdd_flash.kernels.points.digits import padded_dim
 from otdd_flash.kernels.tiling import Tile, gathering_tile, narrow_tile, tile_for
 

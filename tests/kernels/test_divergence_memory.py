@@ -12,7 +12,7 @@ from live_bytes import LiveBytes
 import otdd_flash as otdd
 from otdd_flash.cost import points as cost_points
 from otdd_flash.cost import rounding
-from otdd_flash.kernels.passes import marginal_tiles, symmetric_step
+from otdd_flash.kernels.passes import plan_marginals, symmetric_step
 from otdd_flash.operators import triton_operator
 from otdd_flash.operators.triton_operator import KernelOperator
 
@@ -29,8 +29,8 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_points, "CHUNK_ELEMENTS_CPU", 1 << 10)
     monkeypatch.setattr(cost_points, "CHUNK_ELEMENTS_GPU", 1 << 10)
     monkeypatch.setattr(rounding, "SAMPLED_POINTS", 16)
-    monkeypatch.setattr(marginal_tiles, "CHUNK_COLUMNS", CHUNK)
-    monkeypatch.setattr(marginal_tiles, "MOST_ROWS", CHUNK)
+    monkeypatch.setattr(plan_marginals, "CHUNK_COLUMNS", CHUNK)
+    monkeypatch.setattr(plan_marginals, "MOST_ROWS", CHUNK)
     monkeypatch.setattr(symmetric_step, "STRIPE_BYTES", 1 << 14)
     monkeypatch.setattr(triton_operator, "MANY_SCORES", 1)
 

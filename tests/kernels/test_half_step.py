@@ -9,7 +9,7 @@ import torch
 
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.kernels.passes import resident_half_step
-from otdd_flash.kernels.points.class_terms import ClassTerms
+from otdd_flash.kernels.passes.score_terms import ClassTerms
 from otdd_flash.kernels.points.packed_points import arrange, pack, power_of_two_scale
 from otdd_flash.kernels.tiling import Tile
 from otdd_flash.otdd import dataset_distance

@@ -13,8 +13,7 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.kernels import launch
-from otdd_flash.kernels.epsilon import on_device
-from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.launch import on_device, on_its_device
 
 KERNELS = Path(launch.__file__).resolve().parent
 
@@ -35,7 +34,7 @@ def test_every_kernel_that_is_launched_runs_on_its_device() -> None:
         if isinstance(node, ast.FunctionDef)
         and any(ast.unparse(each) == "on_its_device" for each in node.decorator_list)
     }
-    # `attention.tiles.launch` is given kernels by that name.
+    # `kernels.attention.launch` is given kernels by that name.
     imports = [
         node
         for path in (Path(otdd.__file__).parent / "attention").rglob("*.py")

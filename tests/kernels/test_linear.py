@@ -9,8 +9,8 @@ from torch import Tensor
 from otdd_flash.derivatives.plan_system import LowRank, PlanMatrix
 from otdd_flash.engine.conjugate_gradients import Iterates, Limits, Near, System, inverse
 from otdd_flash.engine.conjugate_gradients_kernels import KernelIterates
-from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward, row_sums
-from otdd_flash.kernels.passes.block_sums import add_halves
+from otdd_flash.kernels.linear import cg_start, cg_step, halves
+from otdd_flash.kernels.passes.block_products import add_halves
 from otdd_flash.kernels.points.packed_points import arrange
 from otdd_flash.operators.base import Products, StoredPlan
 from otdd_flash.operators.triton_plans import HeldPlan
@@ -87,7 +87,7 @@ def test_iterations_in_kernels_are_those_in_pytorch(
     A correction that makes a residual larger is not taken, and none follows one that took as many
     iterations as there may be.
     """
-    for module in (cg_start, cg_step, onward):
+    for module in (cg_start, cg_step, halves):
         monkeypatch.setattr(module, "BLOCK", 16)
     plan = entries()
     exact = system(StoredPlan(plan), own=own, damping=damping)
@@ -127,8 +127,8 @@ def test_slots_are_added_up_where_they_are_read(
     parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all rows but the first block; columns beyond those that count go on as 0."""
-    for module in (halves, onward, row_sums):
-        monkeypatch.setattr(module, "BLOCK", 64)
+    for name in ("BLOCK", "SUMMED_AT_ONCE"):
+        monkeypatch.setattr(halves, name, 64)
     draw = torch.Generator().manual_seed(0)
     layout = arrange(torch.arange(150, device=DEVICE) % 3, 3)
     whole, slots = 128, 3
@@ -146,10 +146,10 @@ def test_slots_are_added_up_where_they_are_read(
     found = halves.from_halves(products, scales, layout, weights)
     by_point = weights[:, None] * expected[layout.position, :3] / scales
     torch.testing.assert_close(found, by_point, rtol=1e-12, atol=1e-14)
-    sums, fits = row_sums.row_sums(products, layout, weights)
+    sums, fits = halves.row_sums(products, layout, weights)
     torch.testing.assert_close(sums, weights * expected[layout.position, 0], rtol=1e-12, atol=0)
     assert not fits
-    packed, now = onward.onward(products, scales, layout.spread(weights, 0.0))
+    packed, now = halves.onward(products, scales, layout.spread(weights, 0.0))
     assert len(now) == 3
     assert bool((packed[..., 3:] == 0).all())
     found = halves.from_halves(

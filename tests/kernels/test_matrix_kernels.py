@@ -13,11 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.matrix import sums as matrix_sums_module
-from otdd_flash.kernels.matrix.exponential import exact_power_of_two
-from otdd_flash.kernels.matrix.facts import matrix_row_facts
+from otdd_flash.kernels.matrix.facts import Place, is_aligned, matrix_row_facts
 from otdd_flash.kernels.matrix.half_step import matrix_half_step
-from otdd_flash.kernels.matrix.place import Place, is_aligned
-from otdd_flash.kernels.matrix.sums import matrix_sums
+from otdd_flash.kernels.matrix.sums import exact_power_of_two, matrix_sums
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -8,14 +8,17 @@ import pytest
 import torch
 from pairwise import pairwise
 
-from otdd_flash.kernels.passes import marginal_tiles
 from otdd_flash.kernels.passes import plan_marginals as launching
-from otdd_flash.kernels.passes.marginal_tiles import chunk_sizes
-from otdd_flash.kernels.passes.plan_entries import LEAST_ENTRY, SUM_ERROR
-from otdd_flash.kernels.passes.plan_marginals import DigitSide, pieces, plan_marginals
+from otdd_flash.kernels.passes.plan_marginals import (
+    LEAST_ENTRY,
+    SUM_ERROR,
+    DigitSide,
+    chunk_sizes,
+    pieces,
+    plan_marginals,
+)
 from otdd_flash.kernels.points import digits as fixed_point
-from otdd_flash.kernels.points.digit_losses import digit_losses
-from otdd_flash.kernels.points.digits import base_of, carry_error, pack_digits
+from otdd_flash.kernels.points.digits import base_of, carry_error, digit_losses, pack_digits
 from otdd_flash.kernels.points.packed_points import arrange
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -42,8 +45,8 @@ DIGITS = [1, 3, 4]
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of two blocks of columns and four of rows, programs of one or two, groups of 3."""
-    monkeypatch.setattr(marginal_tiles, "CHUNK_COLUMNS", 256)
-    monkeypatch.setattr(marginal_tiles, "MOST_ROWS", 512)
+    monkeypatch.setattr(launching, "CHUNK_COLUMNS", 256)
+    monkeypatch.setattr(launching, "MOST_ROWS", 512)
     monkeypatch.setattr(launching, "PROGRAMS", 4)
     monkeypatch.setattr(launching, "BLOCKS_PER_PROGRAM", 2)
     monkeypatch.setattr(launching, "GROUP", 3)

@@ -9,9 +9,14 @@ from kernel_evaluations import evaluation_of
 from otdd_flash.engine.problems import Move, WeightedPoints
 from otdd_flash.engine.quasi_newton_kernels import KernelVectors
 from otdd_flash.kernels.adder import UNIT
-from otdd_flash.kernels.segments.softmin import blocks_of, segmented_softmin
+from otdd_flash.kernels.segments.evaluation import (
+    BLOCK,
+    blocks_of,
+    first_blocks,
+    segmented_softmin,
+    segmented_totals,
+)
 from otdd_flash.kernels.segments.step import PARTIAL, RANGES, ROWS, Sums
-from otdd_flash.kernels.segments.totals import BLOCK, first_blocks, segmented_totals
 from otdd_flash.operators.kernel_segments import MEMORY, ClassPool, KernelSegments, is_small
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.segments.step import Sums
-from otdd_flash.kernels.stored.plan import stored_plan, stored_product
-from otdd_flash.kernels.stored.step import stored_programs, stored_step
+from otdd_flash.kernels.stored import stored_plan, stored_product, stored_programs, stored_step
 from otdd_flash.operators.kernel_pool import KernelPool
 from otdd_flash.operators.score_pool import Room, tables_of
 

@@ -12,9 +12,9 @@ import torch
 import triton
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import LN_2
+from otdd_flash.kernels.launch import LN_2
 from otdd_flash.kernels.matrix import sweep
-from otdd_flash.kernels.matrix.place import Place
+from otdd_flash.kernels.matrix.facts import Place
 from otdd_flash.kernels.matrix.sweep import Shape, matrix_sweep, row_weights, sweep_shape
 
 pytestmark = pytest.mark.usefixtures("poisoned")

@@ -12,7 +12,7 @@ from labelled_costs import cost_between
 from torch import Tensor
 
 from otdd_flash.kernels.passes import plan_blocks
-from otdd_flash.kernels.passes.block_product import Found
+from otdd_flash.kernels.passes.block_products import Found
 from otdd_flash.kernels.points.packed_points import PackedPoints
 from otdd_flash.operators import triton_plans
 from otdd_flash.operators.triton_operator import KernelOperator

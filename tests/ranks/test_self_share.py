@@ -68,8 +68,8 @@ def test_kernels_compute_each_pair_of_blocks_once(monkeypatch: pytest.MonkeyPatc
     seen: list[tuple[int, int]] = []
     before = symmetric_step.ranges_of_stripe
 
-    def counted(stripe: Any, device: torch.device) -> Tensor:
-        found = before(stripe, device)
+    def counted(*given: Any) -> Tensor:
+        found = before(*given)
         for row, first, blocks, _ in found.tolist():
             seen.extend((row, column) for column in range(first, first + blocks))
         return found

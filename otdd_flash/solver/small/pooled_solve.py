@@ -381,7 +381,7 @@ class Inputs(NamedTuple):
         started: (3,) 1 where a term starts from given potentials, else 0.
         of_costs: (3,) as a pool takes them.
         penalties: (2,) rho of rows and of columns, infinite where marginals are exact.
-        place: (4,) int64, where a matrix that is given is, of `kernels.matrix.place`.
+        place: (4,) int64, where a matrix that is given is, of `kernels.matrix.facts`.
         tables: (4 B, 8) int64, of `tables_of`: where kernels find the points of each segment.
     """
 
@@ -514,8 +514,8 @@ class GivenCosts(NamedTuple):
         costs: C (n, m), finite, a row contiguous.
         masses: (n,) and (m,) float64.
         magnitudes: (n,) and (m,) float64, with |C_ij| at most their sum.
-        place: the numbers of the costs' `kernels.matrix.place.Place`.
-        aligned: whether rows are, as `kernels.matrix.place` says.
+        place: the numbers of the costs' `kernels.matrix.facts.Place`.
+        aligned: whether rows are, as `kernels.matrix.facts` says.
         facts: of the costs.
     """
 
