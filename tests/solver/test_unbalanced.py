@@ -31,6 +31,7 @@ from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.operators.one_problem import OneTorchProblem, problem_of
 from otdd_flash.solver.certificate import (
+    MOST_UNMOVED,
     Certificate,
     CrossNumbers,
     _sizes,
@@ -756,8 +757,10 @@ def test_a_plan_that_moves_nothing_is_refused_once_it_is_solved(precision: otdd.
     assert not found.converged
     assert found.marginal_error == 1 / LEAST_MOVING
     assert found.bounds[0] <= 0.02 <= found.bounds[1] < math.inf
+    taken: list[int] = []
     with pytest.raises(otdd.InputError, match="no mass moves"):
-        otdd.sinkhorn(x, y, **given)
+        otdd.sinkhorn(x, y, **given, progress=lambda name, taking, _: taken.append(taking))
+    assert max(taken) <= MOST_UNMOVED
 
 
 @pytest.mark.parametrize(
