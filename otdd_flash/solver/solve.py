@@ -172,9 +172,7 @@ def solve_term(
     )
 
 
-def _limit_unmoved(
-    operator: Operator, epsilon: float, options: Converged, form: Form
-) -> Converged:
+def _limit_unmoved(operator: Operator, epsilon: float, options: Converged, form: Form) -> Converged:
     """Lower the most iterations to `MOST_UNMOVED` where the optimal plan moves no mass.
 
     The objective of the optimal plan P is stationary in multiples of P. With the log-sum inequality
