@@ -5,4 +5,4 @@
 messages, and `distributed.ranks` compares it between ranks.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
