@@ -1,6 +1,8 @@
 # `make` lists the targets. Every target that needs the virtual environment makes it first.
 PYTHON ?= python3
 BIN := .venv/bin
+# Compiled modules are kept: else each worker, and each command that a test starts, compiles all of them.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow coverage mutants lint fuzz frozen benchmarks check-install docs docs-serve notebooks format clean

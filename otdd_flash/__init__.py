@@ -34,7 +34,7 @@ import os
 import sys
 
 # Written into files, into keys of cached features and into messages, and compared between ranks.
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The folder in which a command was started: the one that `python -m otdd_flash.distance` puts into
 # sys.path, or that `commands.start.run_script` sets for a console command.

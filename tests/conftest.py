@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,17 @@ if not torch.cuda.is_available():
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 IMAGE_SETS = ("MNIST", "FashionMNIST", "USPS")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep modules and items out of garbage collections: each would visit millions of objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

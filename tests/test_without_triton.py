@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CALLS = """
 import sys
 
@@ -27,6 +29,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_processor_needs_no_triton() -> None:
     command = [sys.executable, "-W", "ignore", "-c", CALLS]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,10 +60,16 @@ from otdd_flash.formulas.decision import (
     first_level,
 )
 from otdd_flash.formulas.evidence import MOST_ERROR, rounding_of
-from otdd_flash.formulas.marginals import Constraints
+from otdd_flash.formulas.marginals import LEAST_MOVING, Constraints
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_problem import OneProblem, problem_of
-from otdd_flash.solver.certificate import Certificate, certify, certify_self, check_moving
+from otdd_flash.solver.certificate import (
+    MOST_UNMOVED,
+    Certificate,
+    certify,
+    certify_self,
+    check_moving,
+)
 from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.penalties import refuse_beyond_digits
 from otdd_flash.solver.schedules import Converged
@@ -132,6 +139,7 @@ def solve_term(
         InputError: rounding alone exceeds the tolerance at this epsilon and precision, a plan that
             is solved moves no mass, or a penalty is far above all costs.
     """
+    options = _limit_unmoved(operator, epsilon, options, form)
     budget = Budget(epsilon, options, progress)
     # Most unreachable tolerances are refused before the first iteration, by the size of the costs.
     budget.allow_for_rounding(operator, rounding_floor(operator.costs, 0.0, epsilon))
@@ -171,6 +179,26 @@ def solve_term(
         asked=options.asked_tolerance,
         unless_converged=budget.stopped_by,
     )
+
+
+def _limit_unmoved(operator: Operator, epsilon: float, options: Converged, form: Form) -> Converged:
+    """Lower the most iterations to `MOST_UNMOVED` where the optimal plan moves no mass.
+
+    The objective of the optimal plan P is stationary in multiples of P. With the log-sum inequality
+    for both penalties and Gibbs' for the cost and the entropy, its mass m satisfies
+
+        (rho_x + rho_y + epsilon) log m <= epsilon log sum_ij a_i b_j exp(-C_ij / epsilon).
+    """
+    rows, columns = form.constraints.rows, form.constraints.columns
+    if form.symmetric or rows.exact or columns.exact or options.max_iterations <= MOST_UNMOVED:
+        return options
+    most = (float(rows.rho) + float(columns.rho) + epsilon) * math.log(LEAST_MOVING)
+    # By Jensen's inequality the bound is at least -mean cost: only then is a pass spent on it.
+    if -operator.costs.mean >= most:
+        return options
+    softmin = operator.softmin_rows(torch.zeros_like(operator.b), epsilon).double()
+    bound = epsilon * float((operator.a.double().log() - softmin / epsilon).logsumexp(0))
+    return replace(options, max_iterations=MOST_UNMOVED) if bound < most else options
 
 
 class Budget:

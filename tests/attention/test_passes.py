@@ -8,6 +8,7 @@ import torch
 import otdd_flash as otdd
 from otdd_flash.attention import attention, passes
 from otdd_flash.attention.passes import Scores
+from tests.tiers import slow
 
 TORCH = otdd.ComputeOptions("cpu", backend="torch")
 # In the interpreter, and where there is one on a GPU.
@@ -25,7 +26,7 @@ def drawn(
     return [torch.randn(heads, k, d, generator=draw).to(dtype) for k in (n, m, m, n)]
 
 
-@pytest.mark.parametrize("iterations", [2, 150])
+@pytest.mark.parametrize("iterations", [2, *slow([150])])
 @pytest.mark.parametrize("far", [passes.FAR, -1.0])
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_where_potentials_move_far_in_one_head(monkeypatch, device, far, iterations):

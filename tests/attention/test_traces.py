@@ -102,6 +102,7 @@ def test_shapes_of_a_graph_are_any() -> None:
         assert torch.allclose(exported(x, x, x)[0], layer(x, x, x)[0], atol=1e-6)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -97,6 +97,7 @@ def test_values_and_their_slopes(rho: tuple[float | None, float | None]) -> None
         torch.testing.assert_close(slope, difference, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow(after=8)
 @pytest.mark.parametrize("rho", [*PENALTIES, (1e-6, 1e-6), (1e-4, None), (1e6, 1e6)])
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32])
 def test_bounds_hold_wherever_a_solve_stops(

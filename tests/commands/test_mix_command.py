@@ -58,15 +58,19 @@ def test_the_files_of_a_run(mix):
     assert Path("run/mixture/state.json").is_file()
 
 
-def test_limits_subsamples_and_a_quiet_run(mix):
-    said = mix("max_weights={b1: 0.5}", "both=false", "subsample=39", "report=none", "max_rows=60")
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("subsample", ["null", "39"])
+def test_limits_subsamples_and_a_quiet_run(mix, subsample):
+    given = ("max_weights={b1: 0.5}", "both=false", f"subsample={subsample}", "report=none")
+    said = mix(*given, "max_rows=60")
     assert said.code == 0, said.err
     content = read()
     assert content["weights"]["b1"] == pytest.approx(0.5, abs=1e-6)
     assert content["limits"]["b1"] == 0.5
     assert "other" not in content
-    lower, upper = content["intervals"]["b1"]
-    assert 0 <= lower <= 0.5 <= upper <= 1
+    if subsample != "null":
+        lower, upper = content["intervals"]["b1"]
+        assert 0 <= lower <= 0.5 <= upper <= 1
     assert [line.split()[1] for line in said.out.splitlines()] == ["b0", "b1", "b2"]
     assert not Path("run/mixture.csv").exists()
     # max_rows draws them, too.

@@ -228,6 +228,7 @@ def test_hostile_names_stay_text(nearest):
     assert "<script>" not in Path("run/ranking.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_public_name_is_the_function_where_the_command_is_not_imported():
     text = (
         "import inspect, otdd_flash as otdd; from otdd_flash.ranking.race import nearest; "

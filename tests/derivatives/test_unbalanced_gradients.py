@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import otdd_flash as otdd
+from tests.tiers import slow
 
 TIGHT = otdd.Converged(1e-9)
 PENALTIES = [(0.3, 0.3), (5.0, 5.0), (0.2, None), (None, 0.2), (0.1, 3.0)]
@@ -44,7 +45,7 @@ def drawn() -> dict[str, Tensor]:
     return {"x": x, "y": y + 0.5, "a": a / a.sum(), "b": b / b.sum(), "table": table, **weights}
 
 
-@pytest.mark.parametrize("rho", PENALTIES)
+@pytest.mark.parametrize("rho", [*PENALTIES[::2], *slow(PENALTIES[1::2])])
 def test_gradients_are_those_of_dense_solves(rho: tuple[float | None, float | None]) -> None:
     """By points, masses along the simplex, the table and both weights."""
     values, epsilon = drawn(), 0.2

@@ -44,9 +44,11 @@ def test_a_unit_of_rounding_links_no_groups():
     torch.testing.assert_close(found.contributions().slopes, expected, atol=1e-9, rtol=0)
 
 
-def test_balanced_classes_have_the_slopes_of_differences():
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("seeds", [range(20), range(20, 60)])
+def test_balanced_classes_have_the_slopes_of_differences(seeds):
     kinks = 0
-    for seed in range(60):
+    for seed in seeds:
         rng = np.random.default_rng(seed)
         sizes = rng.integers(2, 8, rng.integers(2, 4))
         labels = np.repeat(np.arange(len(sizes)), sizes)
@@ -63,7 +65,7 @@ def test_balanced_classes_have_the_slopes_of_differences():
             expected = one_sided(costs, a, b, labels, c)
             assert ends[:, c].tolist() == pytest.approx(expected, abs=1e-5), seed
             kinks += expected[1] > expected[0] + 1e-3
-    assert kinks > 30
+    assert kinks > len(seeds) / 2
 
 
 def test_masses_below_rounding_have_no_slopes():

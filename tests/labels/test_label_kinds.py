@@ -31,6 +31,7 @@ from otdd_flash.operators.label_costs import (
 )
 from otdd_flash.samples import LabeledSamples
 from tests.reference import entropic_transport
+from tests.tiers import slow
 
 DOUBLE = ComputeOptions("cpu", precision="double")
 TIGHT = otdd.Converged(tolerance=1e-9)
@@ -239,7 +240,7 @@ def test_exact_transport_of_several_labels(way, debias, metric):
 
 @pytest.mark.parametrize("lambdas", [(0.0, 0.5), (0.5, 0.0), (2.0, 0.25)])
 @pytest.mark.parametrize("debias", [True, False])
-@pytest.mark.parametrize("metric", ["gaussian", "not Euclidean"])
+@pytest.mark.parametrize("metric", ["gaussian", *slow(["not Euclidean"])])
 def test_weights_of_both_parts(way, lambdas, debias, metric):
     lambda_x, lambda_y = lambdas
     result = otdd.dataset_distance(
@@ -389,7 +390,7 @@ def test_pairwise_distances_are_those_of_pairs(way):
     assert float(found.values[1, 2]) == pytest.approx(expected.value, abs=1e-8)
 
 
-@pytest.mark.parametrize("epsilon", [EPSILON, 0])
+@pytest.mark.parametrize("epsilon", [0, *slow([EPSILON])])
 def test_pairwise_distances_by_tables_of_no_points(way, epsilon):
     """The columns of each pair are other ones, and what they add on one side does not cancel."""
     sides = [SOURCE, TARGET, tagged(25, "abw", 3)]
@@ -449,6 +450,7 @@ def test_subsamples_and_halves_of_rows_with_several_labels():
     assert floor.size == 15
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("drawn", [otdd.noise_floor, otdd.subsample_interval])
 def test_parts_that_may_lack_a_label_are_told(drawn):
     hot = torch.cat((SOURCE.shares > 0, torch.zeros(40, 1).bool()), 1)

@@ -144,6 +144,7 @@ def test_rows_of_another_member_are_not_taken(given, tmp_path):
     assert ranking.details["unread"] == ["m1"]
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_ranking_without_the_rows_of_a_member_proves_what_holds_with_it(seed, ordered, tmp_path):
@@ -303,7 +304,8 @@ def contents(folder):
     return found | others
 
 
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 5])
 def test_a_build_that_goes_on_ends_in_the_files_of_one_that_was_not_killed(
     count, given, tmp_path, monkeypatch
 ):

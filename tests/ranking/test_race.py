@@ -43,11 +43,11 @@ def check(ranking, values, k, *, ordered):
     assert ranking.certified == all(row.proven for row in ranking.rows)
 
 
-@pytest.mark.slow(after=2)
-@pytest.mark.parametrize("tens", range(30))
-def test_rankings_are_those_of_full_solves(tens, monkeypatch):
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("fives", range(60))
+def test_rankings_are_those_of_full_solves(fives, monkeypatch):
     """300 libraries, whose places are all proven; then stopped by time after so many budgets."""
-    for seed in range(10 * tens, 10 * tens + 10):
+    for seed in range(5 * fives, 5 * fives + 5):
         query, members = library(seed)
         rng = np.random.default_rng(seed)
         k, ordered = int(rng.integers(1, len(members) + 1)), bool(seed % 2)
@@ -260,22 +260,23 @@ def test_a_gpu_begins_as_many_members_together_as_before(monkeypatch):
     assert max(sizes) == 2
 
 
-def test_many_side_by_side_give_the_same_ranking(monkeypatch):
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("seed", range(6))
+def test_many_side_by_side_give_the_same_ranking(seed, monkeypatch):
     """As on a GPU: new cross terms of one query are solved together, to the end."""
-    for seed in range(6):
-        query, members = library(seed)
-        index = otdd.index(members)
-        alone = otdd.nearest(query, index, 2)
-        with monkeypatch.context() as patched:
-            patched.setattr(bounds.Terms, "takes_many", lambda self, x, y: True)
-            together = otdd.nearest(query, index, 2)
-        assert together.certified
-        values = truth(query, members, index.settings.epsilon)
-        check(together, values, 2, ordered=False)
-        assert [row.name for row in together.rows] == [row.name for row in alone.rows]
-        assert together.cost.touched >= 2
+    query, members = library(seed)
+    index = otdd.index(members)
+    alone = otdd.nearest(query, index, 2)
+    monkeypatch.setattr(bounds.Terms, "takes_many", lambda self, x, y: True)
+    together = otdd.nearest(query, index, 2)
+    assert together.certified
+    values = truth(query, members, index.settings.epsilon)
+    check(together, values, 2, ordered=False)
+    assert [row.name for row in together.rows] == [row.name for row in alone.rows]
+    assert together.cost.touched >= 2
 
 
+@pytest.mark.slow(after=7)
 @pytest.mark.parametrize(
     ("given", "compared"),
     [
@@ -284,10 +285,10 @@ def test_many_side_by_side_give_the_same_ranking(monkeypatch):
         ({"ground": "cosine"}, {"ground": "cosine"}),
         ({"ground": "inner", "labels": "none"}, {"ground": "inner", "labels": "none"}),
         ({"labels": "means", "lambda_y": 2.0}, {"labels": "means", "lambda_y": 2.0}),
-        ({"labels": "sinkhorn", "epsilon": 1.0}, {"labels": "sinkhorn"}),
-        ({"labels": "exact"}, {"labels": "exact"}),
         ({"lambda_x": 0.0}, {"lambda_x": 0.0}),
         ({"compute": otdd.ComputeOptions(precision="double")}, {}),
+        ({"labels": "sinkhorn", "epsilon": 1.0}, {"labels": "sinkhorn"}),
+        ({"labels": "exact"}, {"labels": "exact"}),
     ],
     ids=str,
 )
@@ -348,16 +349,17 @@ def test_refusals_and_notices():
     assert not ranking.others
 
 
-def test_the_value_of_one_row_is_within_its_interval():
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("seed", range(6))
+def test_the_value_of_one_row_is_within_its_interval(seed):
     """Budgets whose intervals share less than each has leave the last value outside."""
-    rng = np.random.default_rng(0)
-    for seed in range(6):
-        _, members = library(seed)
-        dim = next(iter(members.values())).dim
-        for _ in range(3):
-            one = otdd.LabeledSamples(rng.normal(size=(1, dim)).astype("f4"), [0], ("a",))
-            for row in otdd.nearest(one, otdd.index(members), 3, ordered=True).rows:
-                assert row.lower <= row.value <= row.upper, row
+    rng = np.random.default_rng(seed)
+    _, members = library(seed)
+    index, dim = otdd.index(members), next(iter(members.values())).dim
+    for _ in range(3):
+        one = otdd.LabeledSamples(rng.normal(size=(1, dim)).astype("f4"), [0], ("a",))
+        for row in otdd.nearest(one, index, 3, ordered=True).rows:
+            assert row.lower <= row.value <= row.upper, row
 
 
 def test_a_member_that_rounding_keeps_from_its_tolerance_has_the_interval_of_its_moments(

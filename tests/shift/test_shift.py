@@ -264,6 +264,7 @@ def test_groups_make_a_shift_of_few_groups_insignificant():
     assert grouped.groups == (3, 3)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("limit", "value"), [("MOST_LOG", -1e9), ("MOST_STEPS", 6)])
 def test_scalings_out_of_range_and_slow_problems_are_solved_alone(monkeypatch, limit, value):
     generator = np.random.default_rng(6)

@@ -210,7 +210,7 @@ def solved(trial: Trial) -> Found:
     return solve_term(trial.operator, trial.epsilon, options, form)
 
 
-MANY = [range(50), pytest.param(range(50, 1500), marks=pytest.mark.slow)]
+MANY = [range(20), pytest.param(range(20, 1500), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -31,6 +31,7 @@ from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.operators.one_problem import OneTorchProblem, problem_of
 from otdd_flash.solver.certificate import (
+    MOST_UNMOVED,
     Certificate,
     CrossNumbers,
     _sizes,
@@ -44,6 +45,7 @@ from otdd_flash.solver.certificate import (
 from otdd_flash.solver.evidence import Filling, filled_value
 from otdd_flash.solver.solve import solve_term
 from otdd_flash.solver.term import TransportTerm
+from tests.tiers import slow
 
 INFINITY = math.inf
 
@@ -153,7 +155,7 @@ def long_error(
 
 
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
-@pytest.mark.slow(after=2)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("precision", ["fast", "high", "double"])
 @pytest.mark.parametrize("seeds", [range(60), range(60, 400)])
 def test_no_marginal_error_is_below_that_of_the_potentials_returned(
@@ -203,7 +205,7 @@ def test_bounds_of_self_terms(seeds: range) -> None:
 
 
 @pytest.mark.slow(after=1)
-@pytest.mark.parametrize("seeds", [range(40), range(40, 1000)])
+@pytest.mark.parametrize("seeds", [range(20), range(20, 1000)])
 def test_bounds_of_any_potentials(seeds: range) -> None:
     """As far from the optimum as a plan can be computed."""
     refusals = Refusals("overflow|no mass moves")
@@ -242,7 +244,7 @@ def test_bounds_of_any_potentials(seeds: range) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fast", "double"])
-@pytest.mark.parametrize("rho", [1e-3, 0.1, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("rho", [1e-3, 1.0, 1e4, *slow([0.1, 30.0])])
 def test_clouds_are_solved_as_densely(rho: float, precision: str) -> None:
     """With labels and masses, and both sides relaxed or one alone."""
     draw = torch.Generator().manual_seed(3)
@@ -682,7 +684,7 @@ def test_intervals_of_no_penalty_are_those_of_exact_marginals() -> None:
     assert relaxed.values != exact.values
 
 
-@pytest.mark.parametrize("relative", [0.1, 1.0, 10.0, 100.0, 1e3, 1e4, 1e12])
+@pytest.mark.parametrize("relative", [0.1, 10.0, 1e12, *slow([1.0, 100.0, 1e3, 1e4])])
 def test_penalties_take_few_more_iterations(relative: float) -> None:
     """At most 1.5 times those of exact marginals, in all of eight problems.
 
@@ -756,8 +758,10 @@ def test_a_plan_that_moves_nothing_is_refused_once_it_is_solved(precision: otdd.
     assert not found.converged
     assert found.marginal_error == 1 / LEAST_MOVING
     assert found.bounds[0] <= 0.02 <= found.bounds[1] < math.inf
+    taken: list[int] = []
     with pytest.raises(otdd.InputError, match="no mass moves"):
-        otdd.sinkhorn(x, y, **given)
+        otdd.sinkhorn(x, y, **given, progress=lambda name, taking, _: taken.append(taking))
+    assert max(taken) <= MOST_UNMOVED
 
 
 @pytest.mark.parametrize(
@@ -780,8 +784,8 @@ def test_when_a_plan_that_moves_nothing_is_refused(
 
 
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
-@pytest.mark.parametrize("size", [1.0, 1e3, 1e5])
-@pytest.mark.parametrize("most", [1, 2, 10_000])
+@pytest.mark.parametrize("size", [1.0, 1e5, *slow([1e3])])
+@pytest.mark.parametrize("most", [2, 10_000, *slow([1])])
 def test_potentials_out_of_all_proportion_are_a_start(most: int, size: float) -> None:
     draw = torch.Generator().manual_seed(6)
     cost = torch.rand(6, 5, generator=draw).double()

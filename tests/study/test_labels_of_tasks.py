@@ -22,6 +22,7 @@ def task(seed, *, numbers=False):
     return LabeledSamples(x, indicator, tuple("abc"))
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("labels", ["gaussian", "continuous"])
 def test_distances_are_those_of_pairs(labels, tmp_path):
     tasks = {f"task {k}": task(k, numbers=labels == "continuous") for k in range(3)}
