@@ -89,7 +89,12 @@ if TYPE_CHECKING:
     from otdd_flash.ranking.race import Ranking, nearest
     from otdd_flash.result import DistanceResult
     from otdd_flash.samples import LabeledSamples
-    from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
+    from otdd_flash.sampling.subsampling import (
+        NoiseFloor,
+        SubsampleInterval,
+        noise_floor,
+        subsample_interval,
+    )
     from otdd_flash.shift.joint import shift_test, shift_windows
     from otdd_flash.shift.result import ShiftReport
     from otdd_flash.sliced import SlicedResult, sliced_distances

@@ -9,7 +9,7 @@ import torch
 
 import otdd_flash as otdd
 import otdd_flash.result as result_module
-from otdd_flash import target_changes
+from otdd_flash import unmatched
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
@@ -218,7 +218,7 @@ def test_relaxed_marginals_of_numbers():
 def test_changes_of_numbers_are_found_in_blocks_and_once(entries, monkeypatch):
     """Of few groups at a time, so that a million rows take no more memory."""
     if entries is not None:
-        monkeypatch.setattr(target_changes, "ENTRIES", entries)
+        monkeypatch.setattr(unmatched, "ENTRIES", entries)
     found = otdd.dataset_distance(
         diabetes(ONE), diabetes(OTHER), labels="continuous", epsilon=0.3, compute=DOUBLE
     )
