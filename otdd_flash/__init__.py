@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from otdd_flash.shift.joint import shift_test, shift_windows
     from otdd_flash.shift.result import ShiftReport
     from otdd_flash.sliced import SlicedResult, sliced_distances
+    from otdd_flash.solver.geomloss import GeomlossSchedule
     from otdd_flash.solver.matrix.gradients import matrix_loss, matrix_plan
     from otdd_flash.solver.matrix.result import MatrixTransport
     from otdd_flash.solver.matrix.transport import matrix_transport

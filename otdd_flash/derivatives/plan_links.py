@@ -284,7 +284,8 @@ def _linked(
             alone = torch.ones_like(masses).index_fill_(0, others, 0)
             alone.index_fill_(0, groups[best[with_mass]], 0)
             nodes = torch.where(alone > 0, 0, masses)
-        if spreads(nodes, ends, others, weights):
+        inside = spread(nodes, ends, others, weights)
+        if bool((inside | (nodes == 0)).all()):
             return None
         if last or gathered.too_many:
             ties = (part.cpu().numpy() for part in (masses, ends, others, weights))
@@ -292,6 +293,10 @@ def _linked(
             groups, merged = torch.where(present, joined[groups], m), True
             if bool((groups[present] == groups[present][0]).all()):
                 return None
+        elif number == 1 and bool(inside[groups[best[rows]]][with_mass[rows]].all()):
+            # All rows so far are of one group. What it took in counts as one from now on: of a
+            # plan in which light columns alone are outside, nearly all links are within it.
+            groups = torch.where(inside[groups], int(inside.nonzero()[0]), groups)
         if of_sample or gathered.too_many:
             gathered = _Links(device)
     return groups, best, peaks
@@ -342,18 +347,21 @@ class _Links:
         return groups[ends], groups[others], weights / self._mass
 
 
-def spreads(masses: Tensor, ends: Tensor, others: Tensor, weights: Tensor) -> bool:
-    """Return whether a group that starts at one node takes in all others within a few rounds.
+def spread(masses: Tensor, ends: Tensor, others: Tensor, weights: Tensor) -> Tensor:
+    """Let a group that starts at one node take in others for a few rounds.
 
     A node joins as in `group_flows.well_tied`: links that carry `TIED` of the lighter mass tie it
-    to the group. False says nothing. A GPU is asked once, after all rounds; a processor whenever
-    a group could be whole.
+    to the group. What it does not take in may still belong to it. A processor stops when the group
+    is whole, a GPU is not asked.
 
     Args:
         masses: (count,) of the nodes; those of mass 0 belong to no group.
         ends: (l,) int64, one node of each link.
         others: (l,) int64, its other node.
         weights: (l,) mass that each link carries.
+
+    Returns:
+        (count,) bool, which nodes it took in.
     """
     none = torch.zeros_like(masses)
     group = none.clone()
@@ -365,8 +373,8 @@ def spreads(masses: Tensor, ends: Tensor, others: Tensor, weights: Tensor) -> bo
         ties -= TIED * torch.minimum(masses, group @ masses)
         group = torch.maximum(group, (ties >= 0).to(group))
         if group.device.type == "cpu" and bool(((group > 0) | (masses == 0)).all()):
-            return True
-    return bool(((group > 0) | (masses == 0)).all())
+            break
+    return (group > 0) & (masses > 0)
 
 
 def _even_parts(n: int, m: int, device: torch.device) -> list[tuple[slice, bool]]:

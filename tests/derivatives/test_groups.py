@@ -16,7 +16,7 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.derivatives import group_flows, groups, plan_links
-from otdd_flash.derivatives.plan_links import spreads
+from otdd_flash.derivatives.plan_links import spread
 from otdd_flash.operators.given_costs import HeldCosts
 from tests import reference
 
@@ -520,15 +520,16 @@ def test_a_light_point_ties_no_two_heavy_ones() -> None:
     masses = torch.tensor([(1 - light) / 2, light, (1 - light) / 2], dtype=torch.float64)
     shares = torch.tensor([[1, light, 0], [1, 1, 1], [0, light, 1]])
     ends, others = torch.arange(3).repeat_interleave(3), torch.arange(3).repeat(3)
-    assert not spreads(masses, ends, others, (masses[:, None] * shares).flatten())
-    assert spreads(masses, ends, others, (masses[:, None] * (shares + 0.1)).flatten())
+    assert not spread(masses, ends, others, (masses[:, None] * shares).flatten()).all()
+    assert spread(masses, ends, others, (masses[:, None] * (shares + 0.1)).flatten()).all()
 
 
 def test_nothing_spreads_without_links() -> None:
     """Nor from a node without mass, which is the first of those with as many links."""
     none = torch.zeros(0, dtype=torch.int64)
     masses = torch.tensor([0.0, 0.5, 0.5, 0.0], dtype=torch.float64)
-    assert not spreads(masses, none, none, torch.zeros(0, dtype=torch.float64))
+    inside = spread(masses, none, none, torch.zeros(0, dtype=torch.float64))
+    assert inside.tolist() == [False, True, False, False]
 
 
 def test_groups_after_a_column_without_mass_are_reported() -> None:
@@ -577,3 +578,28 @@ def test_weaker_links_join_the_groups_of_stronger_ones(
     pairs = torch.stack((staged.columns, at_once.columns))
     assert pairs.unique(dim=1).shape[1] == count
     assert torch.stack((staged.rows, at_once.rows)).unique(dim=1).shape[1] == count
+
+
+def test_links_within_a_group_that_a_sample_shows_are_not_gathered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Light columns, to which no row links, keep a plan on a line from being whole at once."""
+    n, epsilon = 400, 0.1
+    line = torch.linspace(0, 1, n, dtype=torch.float64)
+    costs = (line[:, None] - line).square()
+    a, b = (torch.softmax(-((line - centre) / 0.07).square(), 0) for centre in (0.3, 0.6))
+    _, f, g = reference.entropic_transport(costs, a, b, epsilon)
+    entries = plan_links.MatrixEntries(HeldCosts(costs), torch.float64)
+    plan = plan_links.ScaledPlan(entries, f / epsilon, g / epsilon, a, b, epsilon)
+    monkeypatch.setattr(plan_links, "ELEMENTS_CPU", 100 * n)
+    spread, counts = plan_links.spread, []
+
+    def counting(masses, ends, others, weights):
+        counts.append(len(ends))
+        return spread(masses, ends, others, weights)
+
+    monkeypatch.setattr(plan_links, "spread", counting)
+    found = plan_links.connected(plan)
+    assert found is None or int(found.columns.max()) == 0
+    # The sample has a sixth of the rows.
+    assert counts[-1] < counts[0]
