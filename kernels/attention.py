@@ -72,26 +72,6 @@ from otdd_flash.kernels.launch import LOG2_E, on_its_device
 SMALLEST = tl.constexpr(2.0**-80)
 
 
-@triton.jit
-def exponents_of(
-    b_rows,
-    columns_ptr,
-    potential_ptr,
-    o_column,
-    m,
-    scale,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """S + v of a tile, `in_units`; -inf past the last column."""
-    v = tl.load(potential_ptr + o_column, mask=o_column < m, other=-float("inf"))
-    b_columns = load_block(columns_ptr, o_column, m, DIM, BLOCK_D)
-    products = tl.dot(b_rows, tl.trans(b_columns), input_precision=PRECISION)
-    return products * in_units(scale, HALF) + in_units(v, HALF)[None, :]
-
-
 @on_its_device
 @triton.jit(do_not_specialize=["step"])
 def half_step_kernel(
@@ -177,6 +157,26 @@ def half_step_kernel(
         )
 
 
+@triton.jit
+def exponents_of(
+    b_rows,
+    columns_ptr,
+    potential_ptr,
+    o_column,
+    m,
+    scale,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """S + v of a tile, `in_units`; -inf past the last column."""
+    v = tl.load(potential_ptr + o_column, mask=o_column < m, other=-float("inf"))
+    b_columns = load_block(columns_ptr, o_column, m, DIM, BLOCK_D)
+    products = tl.dot(b_rows, tl.trans(b_columns), input_precision=PRECISION)
+    return products * in_units(scale, HALF) + in_units(v, HALF)[None, :]
+
+
 @on_its_device
 @triton.jit(do_not_specialize=["step"])
 def plan_product_kernel(
@@ -243,30 +243,6 @@ def plan_product_kernel(
             mask=m_row[:, None] & (o_width < WIDTH)[None, :],
         )
     tl.store(out_ptr + o_vector, found * tl.load(weight_ptr + i_head), mask=m_row)
-
-
-@triton.jit
-def earlier_term(
-    logits, p_u, p_v, p_x, p_y, r, count, o_u, o_v, m_row, m_column,
-    QUERIES: tl.constexpr, NEAR: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """The r-th term: of u_t and v_t where r = 2 t, of u_t and v_(t+1) where r = 2 t + 1.
-
-    Weights of rows and of columns stand side by side by r. In a head that is near they are over P.
-    """
-    r = tl.cast(r, tl.int64)
-    x = tl.load(p_x + r * o_u, mask=m_row, other=0.0)
-    y = tl.load(p_y + r * o_v, mask=m_column, other=0.0)
-    weights = x[:, None] * y[None, :]
-    if NEAR:
-        return weights
-    # What a head has not made is not initialised, and its weights are 0.
-    i = tl.minimum((r + (0 if QUERIES else 1)) // 2, count)
-    j = tl.minimum((r + (1 if QUERIES else 0)) // 2, count)
-    u = tl.load(p_u + i * o_u, mask=m_row, other=0.0)
-    v = tl.load(p_v + j * o_v, mask=m_column, other=-float("inf"))
-    exponents = logits + in_units(u, HALF)[:, None] + in_units(v, HALF)[None, :]
-    return power(exponents, HALF) * weights
 
 
 @on_its_device
@@ -359,6 +335,30 @@ def score_gradient_kernel(
         (out * scale).to(out_ptr.dtype.element_ty),
         mask=m_row[:, None] & (o_dim < DIM)[None, :],
     )
+
+
+@triton.jit
+def earlier_term(
+    logits, p_u, p_v, p_x, p_y, r, count, o_u, o_v, m_row, m_column,
+    QUERIES: tl.constexpr, NEAR: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """The r-th term: of u_t and v_t where r = 2 t, of u_t and v_(t+1) where r = 2 t + 1.
+
+    Weights of rows and of columns stand side by side by r. In a head that is near they are over P.
+    """
+    r = tl.cast(r, tl.int64)
+    x = tl.load(p_x + r * o_u, mask=m_row, other=0.0)
+    y = tl.load(p_y + r * o_v, mask=m_column, other=0.0)
+    weights = x[:, None] * y[None, :]
+    if NEAR:
+        return weights
+    # What a head has not made is not initialised, and its weights are 0.
+    i = tl.minimum((r + (0 if QUERIES else 1)) // 2, count)
+    j = tl.minimum((r + (1 if QUERIES else 0)) // 2, count)
+    u = tl.load(p_u + i * o_u, mask=m_row, other=0.0)
+    v = tl.load(p_v + j * o_v, mask=m_column, other=-float("inf"))
+    exponents = logits + in_units(u, HALF)[:, None] + in_units(v, HALF)[None, :]
+    return power(exponents, HALF) * weights
 
 
 # The narrowest operand of a product on tensor cores.

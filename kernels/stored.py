@@ -299,6 +299,41 @@ def stored_plan_kernel(
     tl.store(out_ptr + i_problem * rows + o_row, sums, mask=m_row)
 
 
+def stored_plan(
+    scores: Tensor, f: Tensor, g: Tensor, masses: Tensor, epsilon: Tensor, least: float
+) -> Tensor:
+    """Compute row sums (B, n) float64 of exp((f_i + g_j + S_ij) / epsilon) b_j.
+
+    Args:
+        scores: (B, n, m) float32, rows contiguous.
+        f: (B, n) float64, contiguous.
+        g: (B, m) float64, likewise; not read where there is no mass.
+        masses: (B, m) float64, b, rows contiguous.
+        epsilon: () float64.
+        least: exponents are raised to it.
+    """
+    out = torch.empty_like(f)
+    problems, rows, columns = scores.shape
+    stored_plan_kernel[(triton.cdiv(rows, BLOCK_ROWS), problems)](
+        scores,
+        scores.stride(0),
+        scores.stride(1),
+        rows,
+        columns,
+        f,
+        g,
+        masses,
+        masses.stride(0),
+        epsilon,
+        out,
+        LEAST=least,
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_N=BLOCK_COLUMNS,
+        num_warps=4,
+    )
+    return out
+
+
 @on_its_device
 @triton.jit
 def stored_product_kernel(
@@ -325,6 +360,25 @@ def stored_product_kernel(
         scores = tl.load(p_row[:, None] + o_column[None, :], mask=m_tile, other=0.0)
         sums += tl.sum(scores.to(tl.float64) * masses[None, :], 1)
     tl.store(out_ptr + i_problem * rows + o_row, sums, mask=m_row)
+
+
+def stored_product(scores: Tensor, masses: Tensor) -> Tensor:
+    """Compute S q (B, n) float64 for scores (B, n, m) float32 and q (B, m) float64, contiguous."""
+    problems, rows, columns = scores.shape
+    out = masses.new_empty((problems, rows))
+    stored_product_kernel[(triton.cdiv(rows, BLOCK_ROWS), problems)](
+        scores,
+        scores.stride(0),
+        scores.stride(1),
+        rows,
+        columns,
+        masses,
+        out,
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_N=BLOCK_COLUMNS,
+        num_warps=4,
+    )
+    return out
 
 
 @on_its_device
@@ -408,60 +462,6 @@ def signed_plan(
         points,
         n,
         OWN=own is not None,
-        BLOCK_M=BLOCK_ROWS,
-        BLOCK_N=BLOCK_COLUMNS,
-        num_warps=4,
-    )
-    return out
-
-
-def stored_plan(
-    scores: Tensor, f: Tensor, g: Tensor, masses: Tensor, epsilon: Tensor, least: float
-) -> Tensor:
-    """Compute row sums (B, n) float64 of exp((f_i + g_j + S_ij) / epsilon) b_j.
-
-    Args:
-        scores: (B, n, m) float32, rows contiguous.
-        f: (B, n) float64, contiguous.
-        g: (B, m) float64, likewise; not read where there is no mass.
-        masses: (B, m) float64, b, rows contiguous.
-        epsilon: () float64.
-        least: exponents are raised to it.
-    """
-    out = torch.empty_like(f)
-    problems, rows, columns = scores.shape
-    stored_plan_kernel[(triton.cdiv(rows, BLOCK_ROWS), problems)](
-        scores,
-        scores.stride(0),
-        scores.stride(1),
-        rows,
-        columns,
-        f,
-        g,
-        masses,
-        masses.stride(0),
-        epsilon,
-        out,
-        LEAST=least,
-        BLOCK_M=BLOCK_ROWS,
-        BLOCK_N=BLOCK_COLUMNS,
-        num_warps=4,
-    )
-    return out
-
-
-def stored_product(scores: Tensor, masses: Tensor) -> Tensor:
-    """Compute S q (B, n) float64 for scores (B, n, m) float32 and q (B, m) float64, contiguous."""
-    problems, rows, columns = scores.shape
-    out = masses.new_empty((problems, rows))
-    stored_product_kernel[(triton.cdiv(rows, BLOCK_ROWS), problems)](
-        scores,
-        scores.stride(0),
-        scores.stride(1),
-        rows,
-        columns,
-        masses,
-        out,
         BLOCK_M=BLOCK_ROWS,
         BLOCK_N=BLOCK_COLUMNS,
         num_warps=4,

@@ -124,20 +124,6 @@ def _in_one_line(error: BaseException) -> str:
     return f"{kind}: {words}" if words else kind
 
 
-def _find_in_working_directory(name: str) -> None:
-    """Let a user's module be found where the command was started, after all other places.
-
-    The commands remove that folder from sys.path (`otdd_flash/__init__.py`). A user who names a
-    module in it wants that module, and what it imports from there.
-    """
-    folder = otdd_flash._started_in
-    if folder is None or folder in sys.path:
-        return
-    if PathFinder.find_spec(name.partition(".")[0], [folder]) is not None:
-        sys.path.append(folder)
-        otdd_flash._appended.append(folder)
-
-
 def _import_module(name: str, request: str) -> Any:
     with user_code(f"{request} does not import:", doing="it raised"):
         try:
@@ -151,6 +137,20 @@ def _import_module(name: str, request: str) -> Any:
                 ) from None
             # A module that the user's module imports is missing.
             raise
+
+
+def _find_in_working_directory(name: str) -> None:
+    """Let a user's module be found where the command was started, after all other places.
+
+    The commands remove that folder from sys.path (`otdd_flash/__init__.py`). A user who names a
+    module in it wants that module, and what it imports from there.
+    """
+    folder = otdd_flash._started_in
+    if folder is None or folder in sys.path:
+        return
+    if PathFinder.find_spec(name.partition(".")[0], [folder]) is not None:
+        sys.path.append(folder)
+        otdd_flash._appended.append(folder)
 
 
 T = TypeVar("T")

@@ -245,12 +245,6 @@ def known_labels(opened: Any) -> Any | None:
     return None
 
 
-def _image(opened: Any, row: int) -> Any:
-    place = f"row {row} of torchvision.datasets.{type(opened).__name__}"
-    with reading(Path(place)):
-        return plain_item(opened[row][0], place)
-
-
 def stored_images(opened: Any) -> NDArray[Any] | LazyItems:
     """Return the images of a dataset that has no transform: its array, or items read on access."""
     data = getattr(opened, "data", None)
@@ -262,6 +256,12 @@ def stored_images(opened: Any) -> NDArray[Any] | LazyItems:
         # Channels come first, as in SVHN and STL10.
         return np.ascontiguousarray(values.transpose(0, 2, 3, 1))
     return values
+
+
+def _image(opened: Any, row: int) -> Any:
+    place = f"row {row} of torchvision.datasets.{type(opened).__name__}"
+    with reading(Path(place)):
+        return plain_item(opened[row][0], place)
 
 
 def read_mnist(request: Request) -> LabeledDataset:

@@ -195,12 +195,6 @@ def _number_of(
     return number
 
 
-def _as_sent(ranks: Ranks, tensor: Tensor | None) -> Tensor | int | None:
-    """Return the tensor to be sent, or the number under which ranks have copies of it."""
-    copied = ranks.copied.get(id(tensor))
-    return tensor if copied is None else copied.sent()
-
-
 def _there(ranks: Ranks, sent: Tensor | int | None) -> Tensor | None:
     """Return the tensor that was sent, or this rank's copy of it."""
     return ranks.held[sent] if isinstance(sent, int) else sent
@@ -261,43 +255,10 @@ def _described(ranks: Ranks, cloud: LabeledSamples) -> tuple[Any, Any, Any]:
     return there, _as_sent(ranks, cloud.labels), _as_sent(ranks, cloud.weights)
 
 
-def _made(
-    ranks: Ranks,
-    class_names: tuple[str, ...],
-    features: Tensor | FeatureFile | int,
-    labels: Tensor | int | None,
-    weights: Tensor | int | None,
-) -> LabeledSamples:
-    """Build, on this rank, the cloud that `_described` sent."""
-    there: Any
-    if isinstance(features, FeatureFile):
-        there = features_of(features.reopened())
-    else:
-        there = _there(ranks, features)
-    return LabeledSamples(there, _there(ranks, labels), class_names, _there(ranks, weights))
-
-
-def _unchecked(
-    ranks: Ranks,
-    class_names: tuple[str, ...],
-    features: int,
-    labels: int | None,
-    weights: int | None,
-) -> LabeledSamples:
-    """Build the same of copies that this rank has of tensors which rank 0 has checked."""
-    return unchecked(
-        class_names, ranks.held[features], _there(ranks, labels), _there(ranks, weights)
-    )
-
-
-def _squares_by_owners(ranks: Ranks, cost: LabelledCost) -> tuple[Tensor, Tensor]:
-    """Compute `LabelledCost.squares`, a share of either cloud's points on each rank."""
-    found = []
-    for points in cost.held[: 2 - cost.symmetric]:
-        count = len(points)
-        own = squared_distances(points[ranks.share(count)], cost.centre)
-        found.append(ranks.gathered(own, count))
-    return found[0], found[-1]
+def _as_sent(ranks: Ranks, tensor: Tensor | None) -> Tensor | int | None:
+    """Return the tensor to be sent, or the number under which ranks have copies of it."""
+    copied = ranks.copied.get(id(tensor))
+    return tensor if copied is None else copied.sent()
 
 
 def _hold_parts(
@@ -350,6 +311,45 @@ def _hold_parts(
     for each, cloud in made.items():
         ranks.held[each] = partial(_itself, cloud)
     return cost_error(ranks, number)
+
+
+def _made(
+    ranks: Ranks,
+    class_names: tuple[str, ...],
+    features: Tensor | FeatureFile | int,
+    labels: Tensor | int | None,
+    weights: Tensor | int | None,
+) -> LabeledSamples:
+    """Build, on this rank, the cloud that `_described` sent."""
+    there: Any
+    if isinstance(features, FeatureFile):
+        there = features_of(features.reopened())
+    else:
+        there = _there(ranks, features)
+    return LabeledSamples(there, _there(ranks, labels), class_names, _there(ranks, weights))
+
+
+def _unchecked(
+    ranks: Ranks,
+    class_names: tuple[str, ...],
+    features: int,
+    labels: int | None,
+    weights: int | None,
+) -> LabeledSamples:
+    """Build the same of copies that this rank has of tensors which rank 0 has checked."""
+    return unchecked(
+        class_names, ranks.held[features], _there(ranks, labels), _there(ranks, weights)
+    )
+
+
+def _squares_by_owners(ranks: Ranks, cost: LabelledCost) -> tuple[Tensor, Tensor]:
+    """Compute `LabelledCost.squares`, a share of either cloud's points on each rank."""
+    found = []
+    for points in cost.held[: 2 - cost.symmetric]:
+        count = len(points)
+        own = squared_distances(points[ranks.share(count)], cost.centre)
+        found.append(ranks.gathered(own, count))
+    return found[0], found[-1]
 
 
 def _itself(cloud: LabeledSamples) -> LabeledSamples:

@@ -70,6 +70,12 @@ def write_table_csv(
     write_text(path, _csv_text([columns, *rows]))
 
 
+def _csv_text(rows: Iterable[Sequence[Any]]) -> str:
+    sink = io.StringIO()
+    csv.writer(sink, lineterminator="\n").writerows([_cell(value) for value in row] for row in rows)
+    return sink.getvalue()
+
+
 def _cell(value: Any) -> Any:
     """Convert None to "", booleans as JSON, lists to items between spaces, text by `csv_cell`."""
     if value is None:
@@ -79,12 +85,6 @@ def _cell(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         value = " ".join(str(item) for item in value)
     return csv_cell(value) if isinstance(value, str) else value
-
-
-def _csv_text(rows: Iterable[Sequence[Any]]) -> str:
-    sink = io.StringIO()
-    csv.writer(sink, lineterminator="\n").writerows([_cell(value) for value in row] for row in rows)
-    return sink.getvalue()
 
 
 def facts_table(

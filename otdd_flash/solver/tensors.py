@@ -121,21 +121,6 @@ def _check_one_device(x: Tensor, y: Tensor) -> None:
         )
 
 
-def _check_classes(labels_x: Tensor | None, labels_y: Tensor | None, table: Tensor | None) -> None:
-    """Refuse labels without distances between them, and distances without labels to look up."""
-    labelled = labels_x is not None or labels_y is not None
-    if labelled and table is None:
-        raise InputError(
-            "labels need class_table, the squared distances between their classes, such as "
-            "otdd.class_distances([x, y]).between(0, 1).full; without them leave the labels out"
-        )
-    if table is not None and not labelled:
-        raise InputError(
-            "class_table needs labels_x and labels_y, which tell the class of every point; without "
-            "classes leave the table out"
-        )
-
-
 def _samples(
     called: tuple[str, str],
     points: Tensor,
@@ -194,3 +179,18 @@ def class_totals_of(
             )
         )
     return seen_x, seen_y
+
+
+def _check_classes(labels_x: Tensor | None, labels_y: Tensor | None, table: Tensor | None) -> None:
+    """Refuse labels without distances between them, and distances without labels to look up."""
+    labelled = labels_x is not None or labels_y is not None
+    if labelled and table is None:
+        raise InputError(
+            "labels need class_table, the squared distances between their classes, such as "
+            "otdd.class_distances([x, y]).between(0, 1).full; without them leave the labels out"
+        )
+    if table is not None and not labelled:
+        raise InputError(
+            "class_table needs labels_x and labels_y, which tell the class of every point; without "
+            "classes leave the table out"
+        )
