@@ -7,9 +7,9 @@ this file.
 Kernels read epsilon as a float64 in the device's memory. What a launch takes by value is fixed when
 a CUDA graph records it; what its kernel loads is not. So one recording serves all levels of
 epsilon. Kernels derive from it in float64 and round once, to the bits that the host would get.
-`operators.triton_operator`, `operators.triton_plans`, `operators.matrix_kernel` and
-`operators.triton_operator` call `on_device`; kernels of `passes`, `points` and `matrix` take
-scales and constants from here.
+`operators.triton_operator`, `operators.triton_plans` and `operators.matrix_kernel` call
+`on_device`; kernels of `passes` read scales by `load_scales`, and those of `passes`, `matrix`,
+`batched` and `attention` take constants from here.
 """
 
 from __future__ import annotations

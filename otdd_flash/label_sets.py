@@ -4,8 +4,8 @@ Rows with several labels are rows of one class each, the class of all rows with 
 `LabelSets` says which of the V labels are in each of the S distinct sets. So all that follows
 classes, such as draws, layouts and files, follows sets. Numbers are float64 targets (n, q).
 
-`samples` and `data.dataset` call `encode_rows`, `data.arrays` `split_text`; `labels.pairs` and
-`operators.label_costs` read the shares of a set; results and flows show the labels of rows.
+`samples` calls `encode_rows`, `data.dataset` its parts, `data.arrays` `split_text`; `labels.pairs`
+and `operators.label_costs` read the shares of a set; results and flows show the labels of rows.
 
 A change must keep sets in an order that their members alone decide, as fingerprints hold it.
 """

@@ -5,7 +5,7 @@ A shortage is the user's error: the message gives the bytes needed, the bytes fr
 Limits of control groups, such as those of a container, count: the group of this process and all
 its ancestors may have one; versions 1 and 2 of cgroups are read. Cached pages of files that are not
 in use count as free, as the kernel reclaims them first. `cost.compute`, `operators.comparison`,
-`solver.small.route`, `extractors.embedding` and others ask it before they allocate.
+`solver.small.route`, `extractors.plain` and others ask it before they allocate.
 """
 
 from __future__ import annotations

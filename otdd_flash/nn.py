@@ -1,6 +1,9 @@
 """Network layers: `otdd.nn.SinkhornAttention`, a replacement of PyTorch's attention layer.
 
-Users alone call it; it calls `attention.attention`.
+Users alone call it; it calls `attention.attention`. A change must keep what
+`torch.nn.MultiheadAttention` has: arguments, parameters and their names, so that state dicts load
+and PyTorch's encoder layers take it. What PyTorch offers and this layer does not is refused, never
+ignored.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Code of others: users' own functions, and parts that other installed packages add.
 
 `import_callable` imports a function by its path for `extractors.plain`, `flows.functionals` and
-`study.training`. `user_code` turns anything that foreign code raises into a `UserCodeError` of one
+`study.setup`. `user_code` turns anything that foreign code raises into a `UserCodeError` of one
 sentence. Every place that calls a user's function must use it, so that no error of the user's looks
-like a defect of this package: these three, `data.given`, `extractors.embedding`,
-`extractors.module_features`, `labels.metrics`, and, by `blamed_on`, whose errors name the package,
-`labels.measuring`, `study.measures`, `study.study` and `study.result`. `user_traceback` gives
-`commands.outcome` the part of the traceback that is the user's.
+like a defect of this package: `extractors.plain`, `extractors.embedding`,
+`extractors.module_features`, `flows.functionals`, `study.training`, `data.given`, `labels.metrics`,
+and, by `blamed_on`, whose errors name the package, `labels.measuring`, `study.measures`,
+`study.study` and `study.result`. `user_traceback` gives `commands.outcome` the part of the
+traceback that is the user's.
 
 Parts of packages are entry points of the groups `otdd_flash.KIND`. `Registry` holds this package's
 parts of one kind and finds those of others: `data.registry`, `extractors`, `labels.metrics` and

@@ -4,7 +4,8 @@
 `data.dataset` call it, and these, `data.given`, `label_sets` and `integrations.sklearn` call its
 parts. `columns_of` reads columns of pandas, pyarrow and Hugging Face, nullable, categorical or
 nested; `real_numbers`, `data.arrays` and `data.hugging_face` use it. `frame_of` makes the pandas
-tables of `result`, `pairwise`, `flows.result`, `sliced` and `study.result`.
+tables of results (`result`, `pairwise`, `sliced`, `unmatched`, `flows.result`, `ranking.race` and
+`study.result`).
 
 NumPy's own conversion turns integers into floats as soon as one is missing, or beside floats, and
 rounds large ones, so that two classes may become one. Here only the present entries are converted,

@@ -1,9 +1,9 @@
 """Passes over the scores of attention, S = scale q k^T of H heads, which are never stored.
 
 A pass is a half-step, a product with a plan, or the gradient by scores times the points of one
-side. `operation` calls them through `Scores`, which runs kernels, or PyTorch by blocks of rows.
-`Scores.transposed` has keys for rows. Vectors are float32, of float64 points float64. Heads whose
-count is below the number of a step do not make it: what they have in `out` stays.
+side. `attention.attention` calls them through `Scores`, which runs kernels, or PyTorch by blocks of
+rows. `Scores.transposed` has keys for rows. Vectors are float32, of float64 points float64. Heads
+whose count is below the number of a step do not make it: what they have in `out` stays.
 """
 
 from __future__ import annotations

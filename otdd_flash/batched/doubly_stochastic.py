@@ -1,6 +1,8 @@
 """Doubly stochastic matrices from logits, for layers that mix or permute.
 
-`otdd_flash` exports `doubly_stochastic`; users alone call it.
+`otdd_flash` exports `doubly_stochastic`; users alone call it, in training loops. So a change must
+keep that nothing waits for a GPU, that the call can be compiled and recorded, and that the bits of
+a matrix do not depend on the others of its batch. `batched.balance` computes and differentiates.
 """
 
 from __future__ import annotations

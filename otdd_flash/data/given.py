@@ -15,8 +15,8 @@ is kept as one, as networks take it. Arrays of other shapes are for extractors t
 meaning.
 
 `extractors.embedding` calls `opened`, to embed a dataset batch by batch. The entry points that take
-samples (`otdd`, `pairwise`, `solver.solving`, `flows.run`, `ranking.index`, `shift.joint` and
-others) call `as_samples`.
+samples (`otdd`, `solver.solving`, `flows.run`, `ranking.index`, `shift.joint` and others) call
+`as_samples`.
 
 A change must keep the order of rows and draw rows from `seed` alone, so that the same call compares
 the same rows, and must refuse a stream before it fills the memory. User code runs inside

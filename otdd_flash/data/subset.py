@@ -1,8 +1,8 @@
 """The rows and classes of data that are used: chosen classes, a seeded draw, clusters as labels.
 
 `data.registry`, `data.given`, `commands.sides` and `commands.study` call `subset`; `data.registry`,
-`flows.run`, `sampling.comparison`, `sampling.subsampling`, `study.training` and `commands.study`
-draw by `stratified_rows`. A change must keep the draw a function of labels, count and seed alone,
+`flows.run`, `sampling.subsampling`, `study.training` and `commands.study` draw by
+`stratified_rows`. A change must keep the draw a function of labels, count and seed alone,
 and the rows in their original order: results record the rows by a hash, and a later run with the
 same settings must compare the same rows.
 

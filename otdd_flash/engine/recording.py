@@ -8,7 +8,8 @@ recording serves all levels of epsilon.
 `Repeated` is for a step that is taken again and again: of `quasi_newton_kernels` and of
 `conjugate_gradients_kernels`. `Recorded` is for all that a small solve launches
 (`solver.small.pooled_solve`), whose room outlives it: the next problem in that room replays the
-recording.
+recording. `operators.score_pool` and `solver.small.pooled_solve` put what can run side by side into
+`run_branches`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ that `embed` is given. A change must leave the module as it was (modes, device, 
 error), and must keep `key` a digest of all that determines the features (`content_digest`), since
 features are cached by it. Errors of the user's code are reported with the code's name.
 
-`study.training` makes `content_digest` a part of study.json and of the keys of training units, so
-two objects with one digest must compute the same. It covers:
+`study.setup` makes `content_digest` a part of study.json and of the keys of training units, so two
+objects with one digest must compute the same. It covers:
 
     a tensor                              type, shape and values, on whatever device
     a network (nn.Module)                 its class and all that it holds except its mode:

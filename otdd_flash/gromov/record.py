@@ -1,6 +1,6 @@
 """What a Gromov-Wasserstein distance says besides its value, bounds and plan.
 
-`solve` builds the record, results hold it and save it.
+`solve` builds the record, results hold it and save it, so keys of saved results must stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A detector of shifts for services that see batch after batch: `ShiftDetector`.
 
-It needs no further package, and nothing in this package imports it. It has the methods that
-monitors call, `score` for a batch and `reset` for a new stream.
+It needs no further package, and nothing in this package imports it. Monitors call `score` for a
+batch and `reset` for a new stream, so these names and their arguments must stay.
 """
 
 from __future__ import annotations

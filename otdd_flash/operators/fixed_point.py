@@ -2,8 +2,9 @@
 
 Certificates of `triton_operator` read these. Products are those of points that are rounded to a few
 digits of int8 (`kernels.points.digits`), norms those of the points themselves
-(`cost.rounding.product_errors`). With three digits costs have errors of some 2^-20 of
-their mean, with four of 2^-26; integers within 256 values of each other take one digit.
+(`cost.rounding.product_errors`). With three digits costs have errors of some 2^-20 of their mean,
+with four of 2^-26; integers within 256 values of each other take one digit. A change must keep the
+errors upper bounds in the worst case, because `solver.evidence` widens the solver bounds by them.
 """
 
 from __future__ import annotations

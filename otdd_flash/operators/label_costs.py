@@ -21,7 +21,7 @@ The last two terms are of one side: they cancel in a debiased divergence, as tho
 cost `inner` do. Self terms are then of two different clouds.
 
 Errors of columns are bounded here and widen bounds by `Comparison.cost_error`. `Comparison` calls
-all of it.
+all of it; `ranking.bounds` and others ask `has_sets`.
 """
 
 from __future__ import annotations

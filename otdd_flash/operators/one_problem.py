@@ -1,8 +1,9 @@
 """An operator as the only transport problem of the engine.
 
 `solver.solve` calls `problem_of`, which chooses by where passes run: iterations in PyTorch decide
-in Python floats, those in Triton run in kernels. The engine has the vectors of the iterations; a
-problem computes their softmins and has the facts of the costs.
+in Python floats, those in Triton run in kernels (`one_kernel_problem`). The engine has the vectors
+of the iterations; a problem computes their softmins and has the facts of the costs. A change must
+keep to the protocols of `engine.problems`, by which the engine knows problems.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ plan only.
 `Owned` divides a cloud, whose points are sorted by class first: so few classes are cut. Kernels pad
 every class to whole blocks of rows, and a class that one rank has alone is padded once.
 
+`ring` builds parts of points that no rank holds whole, and `flows.stepping` multiplies by them.
+
 The masses of a part's own side are divided by their sum w_r, so that they sum to 1; results that
 are proportional to them are multiplied by w_r.
 

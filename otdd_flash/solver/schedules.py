@@ -5,6 +5,9 @@ points and `commands.settings` name it in annotations. Entry points take a `Conv
 and make one by default; `solver.solve` and `solver.small` iterate by it. Entry points call
 `schedule_of` for `Exact`, whose options `solver.exact.solve` reads. `geomloss` has the options of
 its own way, `solver.divergence` the table of all, and `solver.solving` chooses a route by them.
+
+Names of schedules and of their fields are settings of users and keys of `conf/solver`, so they must
+stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Messages for a solve that did not converge: why it stopped, what it missed, what would help.
 
 `Divergence.shortfall` calls `shortfall` for one solve; `pairwise`, `flows.run` and
-`sampling.comparison` call `joint_shortfall` for several.
+`sampling.comparison` call `joint_shortfall` for several. Users copy what a message advises, so it
+must name an option that exists and a value that is not refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks of point clouds that are given as tensors, and the `Comparison` made of them.
 
-The tensor entry points of `derivatives` call it: `loss`, `losses`, `potentials` and `hessian`. Each
-user error is raised here, once, under the name of the argument.
+The tensor entry points of `derivatives` call it: `loss`, `potentials` and `hessian`. Each user
+error is raised here, once, under the name of the argument.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ extends `LabelMetric` of `labels.metrics.base`. The numerical work is in `labels
 `continuous` compares rows by lambda_y ||(t_i - s_j) / scale||^2 instead. `with_numbers` finds the
 targets and one scale of all datasets, and puts it into the metric. `otdd`, `pairwise`, `flows.run`,
 `mixing.sources`, `ranking.index`, `sampling.comparison` and `study.study` call it for every metric,
-before anything is measured, and give the scale (`scale_of`) to their `Comparison`, whose labels
-`operators.label_costs` embeds.
+before anything is measured. A `Comparison` takes the scale (`scale_of`), by which
+`operators.label_costs` embeds its labels.
 
 `metric_of` turns the `labels=` argument of the public functions into a metric, `metric_named` the
 `labels` group of a configuration. `labels.measuring` and `labels.by_ranks` import this module;

@@ -1,8 +1,8 @@
 """Whether a divergence or a matrix is one for `pooled_solve`, and the terms it then ends with.
 
 `solver.solving` asks `is_small` and calls `solve_small`; if that returns None, `divergence` solves
-the problem. `losses` chooses by `suits` as well, and solves many pairs side by side by
-`solve_batch`; `ranking` by `solve_terms`, which has a certificate for every term.
+the problem. `derivatives.loss` chooses by `suits` as well, and solves many pairs side by side by
+`solve_batch`; `ranking.bounds` by `solve_terms`, which has a certificate for every term.
 """
 
 from __future__ import annotations
