@@ -1,10 +1,10 @@
 """Devices: the choice by name, transfers without stalls, and what a device can run.
 
-`resolve_device` converts the names that users give: `flows.run`, `result`, `sliced`,
-`study.study`, `extractors.embedding`, `commands.sides` and others call it. `moved` and `sent`
-transfer tensors (`samples`, `labels.measuring`, `engine.quasi_newton_kernels`); `check_triton` and
-`is_amd` tell `cost.compute` and `labels.sinkhorn_pairs` whether Triton kernels may run. No
-computation is moved to another device silently, because its speed, memory and rounding differ.
+`resolve_device` converts the names that users give: `flows.run`, `result`, `sliced`, `study.study`,
+`extractors.embedding`, `commands.sides` and others call it. `moved` and `sent` transfer tensors
+(`samples`, `labels.measuring`, `engine.quasi_newton_kernels`); `check_triton` and `is_amd` tell
+`cost.compute` and `labels.sinkhorn_pairs` whether Triton kernels may run. No computation is moved
+to another device silently, because its speed, memory and rounding differ.
 """
 
 from __future__ import annotations

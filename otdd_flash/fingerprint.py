@@ -23,10 +23,10 @@ same at every step of a flow. So is the target, and particles stand in several c
 `samples` uses `fingerprint` and a mark; `otdd`, `result`, `gromov.distance`, `flows.run` and
 `flows.result` use `Unchanged`; `operators.comparison`, `derivatives.autograd`, `operators.sharing`
 and `distributed.ranks` use marks; `cost.points` and operators use `remembered`;
-`extractors.feature_store` uses `digest_of_rows`. A change of what `fingerprint`
-digests must raise VERSION, because saved results hold fingerprints, and studies (`study.setup`) and
-checkpoints (`flows.checkpoint`) compare them. VERSION is no part of `digest_of_rows`: a change of
-that makes every feature file written before look damaged (`extractors.feature_store`).
+`extractors.feature_store` uses `digest_of_rows`. A change of what `fingerprint` digests must raise
+VERSION, because saved results hold fingerprints, and studies (`study.setup`) and checkpoints
+(`flows.checkpoint`) compare them. VERSION is no part of `digest_of_rows`: a change of that makes
+every feature file written before look damaged (`extractors.feature_store`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What balancing takes and gives, on a processor and in kernels alike.
 
 `otdd_flash.batched.plans` and `doubly_stochastic` make `Problems`, and `balance` room for results,
-which `otdd_flash.batched.cpu` and the kernels beside this module fill.
-Nothing here needs Triton.
+which `otdd_flash.batched.cpu` and the kernels beside this module fill. Nothing here needs Triton.
 """
 
 from __future__ import annotations

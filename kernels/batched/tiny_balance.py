@@ -7,10 +7,10 @@ scalings of a fixed matrix E with entries in [0, 1]; see there for what is done 
 well, and why.
 
 Every entry is a vector along matrices, and a thread loads the rows of its own ones: sums along rows
-and along columns take no exchange. N sums have one reciprocal,
-1 / s_0 = (s_1 s_2 s_3) / (s_0 s_1 s_2 s_3), which overflows or is lost only where scalings are
-beyond 2^30, and is then NaN to the end. `otdd_flash.batched.balance` calls `tiny_balance` for the
-problems that `takes` accepts; `tiny_balance_backward` uses its device functions.
+and along columns take no exchange. N sums have one reciprocal, 1 / s_0 = (s_1 s_2 s_3) / (s_0 s_1
+s_2 s_3), which overflows or is lost only where scalings are beyond 2^30, and is then NaN to the
+end. `otdd_flash.batched.balance` calls `tiny_balance` for the problems that `takes` accepts;
+`tiny_balance_backward` uses its device functions.
 
 Memory: x is read, and R written, once. Work: for 4 x 4 54 operations an iteration, two of them on
 the special-function unit, and 32 exponentials in all.

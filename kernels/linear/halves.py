@@ -19,9 +19,9 @@ in packed order, without a stop at float64 numbers in the points' own order.
 `operators.triton_plans` calls it in P^T diag(w) P v, between the product with P and that with P^T.
 
 Shapes: found (stored, parts, width), packed (n, 2, width), weights (n,), scales (s,). The first s
-of the `width` columns are values, the others 0. `found` is an `Unmerged`: a product may
-leave a row as several partial sums, which are added up here. The first `whole` rows have one each,
-the `split` rows after them `slots` each, and `stored` is the number of all.
+of the `width` columns are values, the others 0. `found` is an `Unmerged`: a product may leave a row
+as several partial sums, which are added up here. The first `whole` rows have one each, the `split`
+rows after them `slots` each, and `stored` is the number of all.
 
 `row_sums` makes the sums of a plan's rows of a product with 1, out_i = a_i sum_i, and tells whether
 float16 numbers are what they may sum to. `operators.triton_plans` calls it. Shapes: sums (stored,

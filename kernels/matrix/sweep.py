@@ -28,8 +28,8 @@ Iterating on a copy of C in float16 was measured and does not pay: on an H200 a 
 some 400 us to make. `operators.matrix_kernel` and `operators.kernel_pool` call `matrix_sweep`,
 `row_weights` and `fill_absent`.
 
-Memory: 4 bytes per column and program, 20 per row and 12 per column; as much of a column
-again where columns are summed once more.
+Memory: 4 bytes per column and program, 20 per row and 12 per column; as much of a column again
+where columns are summed once more.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@
 Rows of Q sum to r_i / a_i before they are weighted, about 1, and are scaled by 2^LOG2_SCALE so that
 entries down to 2^-24 of the row keep all their bits. With three parts a block, A and B are sums hi
 + lo of two float16, of which hi hi + hi lo + lo hi is accumulated in float32. Products of
-`block_products` compute their blocks by `PlanBlocks`.
-Both parts of a block stay below 256 MiB, and `operators.build.kernel_bytes` counts blocks: a change
-of their sizes is one there too.
+`block_products` compute their blocks by `PlanBlocks`. Both parts of a block stay below 256 MiB, and
+`operators.build.kernel_bytes` counts blocks: a change of their sizes is one there too.
 
 Shapes: A (n, r), B (m, r), s (n,), t (m,), a block (1 or 2, height, width) float16.
 """

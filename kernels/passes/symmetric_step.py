@@ -3,11 +3,11 @@
     T(f)_i = f_i - epsilon log sum_j a_j e_ij,   e_ij = exp((f_i + f_j - C_ij) / epsilon) = e_ji
 
 With one potential on both sides e is symmetric: a tile on or above the diagonal gives the sums of
-its rows and, weighted by the masses of the rows instead, those of its columns. Half of the
-products and exponentials remain. The potential itself is the shift of the exponentials; after an
-averaged update f <- (f + T(f)) / 2 no e_ij exceeds 1 / sqrt(a_i a_j), because a_i e_ii does not
-exceed 1. Sums that leave float32's range all the same mark their rows, which `half_step` then does
-with a maximum. `operators.triton_operator` calls `symmetric_step` and `triangle_sums`.
+its rows and, weighted by the masses of the rows instead, those of its columns. Half of the products
+and exponentials remain. The potential itself is the shift of the exponentials; after an averaged
+update f <- (f + T(f)) / 2 no e_ij exceeds 1 / sqrt(a_i a_j), because a_i e_ii does not exceed 1.
+Sums that leave float32's range all the same mark their rows, which `half_step` then does with a
+maximum. `operators.triton_operator` calls `symmetric_step` and `triangle_sums`.
 
 Shapes: as in `half_step`, with x on both sides. Row blocks are done a stripe at a time, so that
 sums over tiles take a bounded part of the memory: of_columns (stripe, n) holds in row k the column

@@ -16,10 +16,10 @@ are <a, phi(f)>, <a, |f|> and <a, e^(-f / rho)>. Segments have 1 / rho of rows a
 is 0 where one of both is exact.
 
 `segmented_evaluation` makes the numbers of the potentials g of columns. With T'_j merged from the
-ranges in the same way, the residual r_j = T'_j - g_j is stored,
-in float32. With the step s = g - g° and the residual difference y = r° - r from the potentials kept
-last, every segment gets the numbers of `formulas.evidence.Evaluation` from <1, g> on, of float64:
-with <u, v> = sum_j b_j u_j v_j and c_j = exp(-r_j / epsilon) of the residual before its rounding,
+ranges in the same way, the residual r_j = T'_j - g_j is stored, in float32. With the step s = g -
+g° and the residual difference y = r° - r from the potentials kept last, every segment gets the
+numbers of `formulas.evidence.Evaluation` from <1, g> on, of float64: with <u, v> = sum_j b_j u_j
+v_j and c_j = exp(-r_j / epsilon) of the residual before its rounding,
 
     <1, g>, <1, |g|>, min g, max g, <1, |c - 1|>, <1, c>,
     <1, s>, <1, y>, <1, r>, <s, s>, <s, y>, <y, y>, <s, r>, <y, r>,
@@ -28,9 +28,9 @@ and the products of each remembered vector with y, then with r.
 
 Of relaxed marginals (`formulas.marginals`) T'_j is over 1 + epsilon / rho in r, <1, phi(g)> takes
 the place of <1, g>, and with what columns owe, q = e^(-g / rho), <1, |c - q|> that of <1, |c - 1|>.
-After <y, r> come <1, q>, what the update of columns adds to the dual value, less epsilon
-(<1, c> - 1), and <1, q> of the updated potentials. The translation that follows from these is left
-to `segmented_decision`. A segment of m columns has 2 memory rows of m remembered numbers.
+After <y, r> come <1, q>, what the update of columns adds to the dual value, less epsilon (<1, c> -
+1), and <1, q> of the updated potentials. The translation that follows from these is left to
+`segmented_decision`. A segment of m columns has 2 memory rows of m remembered numbers.
 
 `segmented_totals` adds up the numbers of blocks to those of whole segments, always in the same
 order.

@@ -4,6 +4,6 @@ Entry points are `plans`, with solver bounds, and `doubly_stochastic`, both `che
 given and where it is computed. `balance` is the operation of PyTorch that scales rows and columns
 in turn: in kernels on a GPU, else on the `cpu`, by `chunks`; what both take and give is in
 `otdd_flash.kernels.batched.problems`. `adjoint` is the gradient at the optimum, whatever the
-iterations.
-`otdd_flash` exports the entry points; `attention` and `nn` use `checking` and `recorded`.
+iterations. `otdd_flash` exports the entry points; `attention` and `nn` use `checking` and
+`recorded`.
 """

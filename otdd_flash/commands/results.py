@@ -3,10 +3,10 @@
 `commands.compare` and `commands.adapt` call `write_run`: result.json is written and the tables are
 printed before anything is drawn, so an error in drawing loses no number. They and the commands of
 studies, rankings, mixtures and shift tests then call `track_distance`, `track_flow`, `track_study`,
-`track_ranking`, `track_mixture` and `track_shift`. A tracker that fails
-gives a notice and a missing file in the report, never an error, because the result is already on
-the disk. `_placed` decides where a run is stored. Users select numbers and series in their tracker
-by name, so the names must stay.
+`track_ranking`, `track_mixture` and `track_shift`. A tracker that fails gives a notice and a
+missing file in the report, never an error, because the result is already on the disk. `_placed`
+decides where a run is stored. Users select numbers and series in their tracker by name, so the
+names must stay.
 """
 
 from __future__ import annotations

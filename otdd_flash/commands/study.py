@@ -2,8 +2,8 @@
 
 For the entry point `study.__main__`, `commands.start.run_work` imports this module by name and
 `commands.outcome.run_job` calls `study`. `load_tasks` reads and embeds the tasks: their splits,
-disjoint parts, clusters as labels, and test rows split off.
-`experiments.transfer_study` calls `load_tasks` and `study_of` too.
+disjoint parts, clusters as labels, and test rows split off. `experiments.transfer_study` calls
+`load_tasks` and `study_of` too.
 
 Settings are checked with an empty study before any data are read, because that takes long. Draws
 depend on the seed alone, so that shards and resumed runs get the same rows.

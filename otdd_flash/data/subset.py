@@ -2,9 +2,9 @@
 
 `data.registry`, `data.given`, `commands.sides` and `commands.study` call `subset`; `data.registry`,
 `flows.run`, `sampling.subsampling`, `study.training` and `commands.study` draw by
-`stratified_rows`. A change must keep the draw a function of labels, count and seed alone,
-and the rows in their original order: results record the rows by a hash, and a later run with the
-same settings must compare the same rows.
+`stratified_rows`. A change must keep the draw a function of labels, count and seed alone, and the
+rows in their original order: results record the rows by a hash, and a later run with the same
+settings must compare the same rows.
 
 Unlabelled samples get k-means clusters of their features for labels: `otdd_flash.data` exports
 `with_pseudo_labels`, and `commands.sides` calls `label_parts` for a training and a test part.

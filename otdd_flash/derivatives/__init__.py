@@ -11,7 +11,7 @@ Where a plan does not tie groups of points together, offsets of their potentials
 `groups` finds these groups by `plan_links`, `group_flows` balances them, and what depends on the
 offsets says so.
 
-Entry points, whose tensors `solver.tensors` checks: `loss`, `potentials` and `hessian`.
-Given matrices have entry points of their own, in `solver.matrix`. `flows`, `contributions`,
-`result`, `labels.gaussian` and `batched` use modules of this folder.
+Entry points, whose tensors `solver.tensors` checks: `loss`, `potentials` and `hessian`. Given
+matrices have entry points of their own, in `solver.matrix`. `flows`, `contributions`, `result`,
+`labels.gaussian` and `batched` use modules of this folder.
 """

@@ -20,8 +20,8 @@ with T, T' the row and column softmin. Where marginals are relaxed, only the gra
 differ: they have phi(f) and phi(g) of `formulas.marginals` in the place of f and g. Mass gradients
 are defined up to a constant, as masses sum to 1. A self term has one cloud and one potential on
 both sides; its gradient is the sum over both. These are derivatives by the points after the
-transformation of the ground cost (`cosine` normalizes them).
-`DivergenceGradient` sums them over the terms of
+transformation of the ground cost (`cosine` normalizes them). `DivergenceGradient` sums them over
+the terms of
 
     dS = dOT(x, y) - dOT(x, x) / 2 - dOT(y, y) / 2
 

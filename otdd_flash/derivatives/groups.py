@@ -24,9 +24,9 @@ one potential, and so offsets only between groups that send all of their mass to
 `settle` does this for results (`result`, `solver.matrix.result`) and for functions of potentials
 (`potentials`, `solver.matrix.gradients`), `settle_images` for maps, and `settled_columns` for maps
 of new points (`flows.maps`); gradients by masses (`gradient`, `solver.matrix.gradients`) are
-`settled` during the solve, and reported after it. `batched.plans` reports groups of small
-plans, as `groups_of_matrix` finds them, and balances none. What depends on offsets must call one of
-them: nothing else says that they are undetermined.
+`settled` during the solve, and reported after it. `batched.plans` reports groups of small plans, as
+`groups_of_matrix` finds them, and balances none. What depends on offsets must call one of them:
+nothing else says that they are undetermined.
 """
 
 from __future__ import annotations

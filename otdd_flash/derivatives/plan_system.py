@@ -12,11 +12,10 @@ upper bound of matrices with forbidden pairs (`solver.matrix.transport`) solve i
     S v = t - P^T (s / (alpha r)),      S = beta diag(c) - P^T diag(1 / (alpha r)) P.
 
 It is symmetric and positive semi-definite, and positive definite unless alpha and beta are 1, when
-constants are in its kernel; scaled by c^(-1/2) on both sides its eigenvalues lie in
-[beta - 1 / alpha, beta]. For a self term, with one potential, the system is
-(alpha diag(r) + P) w = s; scaled likewise its eigenvalues lie in [alpha - 1, alpha + 1], from alpha
-on for squared distances. With damping delta the matrices are S + delta diag(c) and
-(alpha + delta) diag(r) + P.
+constants are in its kernel; scaled by c^(-1/2) on both sides its eigenvalues lie in [beta - 1 /
+alpha, beta]. For a self term, with one potential, the system is (alpha diag(r) + P) w = s; scaled
+likewise its eigenvalues lie in [alpha - 1, alpha + 1], from alpha on for squared distances. With
+damping delta the matrices are S + delta diag(c) and (alpha + delta) diag(r) + P.
 
 With exact marginals the kernel is larger for a plan of separate blocks, whose potentials have an
 undetermined offset each; `groups` finds and reports them. Right-hand sides of Hessians, maps and
@@ -25,10 +24,9 @@ solved then.
 
 A small plan is stored (`dense_plan`), and its matrix factorized. Others are solved by
 `engine.conjugate_gradients`, preconditioned by the masses and, where that is slow, by a `LowRank`
-part.
-Products may be those of a plan rounded to lower precision, with its own marginals; the residual of
-the plan itself then corrects the solution (iterative refinement, Higham 2002, Accuracy and
-stability of numerical algorithms).
+part. Products may be those of a plan rounded to lower precision, with its own marginals; the
+residual of the plan itself then corrects the solution (iterative refinement, Higham 2002, Accuracy
+and stability of numerical algorithms).
 """
 
 from __future__ import annotations

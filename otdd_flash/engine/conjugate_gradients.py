@@ -1,8 +1,8 @@
 """Conjugate gradients for a matrix scaled by masses, with several right-hand sides at once.
 
-The preconditioner is the diagonal of masses, plus a low-rank part where that is slow.
-Each right-hand side has its own iteration; their products with the matrix share one pass. Residuals
-are projected onto the range: where constants are in the kernel, their sum is kept at 0.
+The preconditioner is the diagonal of masses, plus a low-rank part where that is slow. Each
+right-hand side has its own iteration; their products with the matrix share one pass. Residuals are
+projected onto the range: where constants are in the kernel, their sum is kept at 0.
 
 The recursive residual drifts from the true one by the rounding of every product (van der Vorst & Ye
 2000, Residual replacement strategies for Krylov subspace iterative methods for the convergence of

@@ -1,8 +1,8 @@
 """Weights for networks without classifier: from a checkpoint file, or random ones from a seed.
 
-`extractors.vision_models` calls it; `study.training` uses `seeded_weights`. A checkpoint
-must fit the network exactly; only the classifier that it may hold is ignored. If it does not fit,
-the error names the models of timm that it fits. Files are loaded without running code in them.
+`extractors.vision_models` calls it; `study.training` uses `seeded_weights`. A checkpoint must fit
+the network exactly; only the classifier that it may hold is ignored. If it does not fit, the error
+names the models of timm that it fits. Files are loaded without running code in them.
 
 `timm_shapes.json` holds, for every model of timm 1.0.31 without its classifier, a digest of its
 tensors' shapes, whatever their names and order; `experiments.timm_shapes` writes it. So a model is

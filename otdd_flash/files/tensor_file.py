@@ -18,10 +18,10 @@ readable.
 
 Every saved file carries the version and a format number (STAMP), which `check_format` compares when
 it is read, here and in `flows.checkpoint`, `pairwise` and `extractors.feature_store`;
-`labels.table` writes STAMP, and `study.study` names another version. FORMAT must
-rise with a change that an earlier version would misread, so that a later file is refused instead.
-Renamed keys and classes, which a reader can translate, do not need it. Caches have numbers of their
-own, in the names of their files.
+`labels.table` writes STAMP, and `study.study` names another version. FORMAT must rise with a change
+that an earlier version would misread, so that a later file is refused instead. Renamed keys and
+classes, which a reader can translate, do not need it. Caches have numbers of their own, in the
+names of their files.
 
 A change must also keep that files appear whole or not at all (`files.atomic`). `content_hash` is
 part of cache keys (`extractors.module_features`, `extractors.network`, `labels.pairs`) and of the

@@ -4,9 +4,9 @@ dx_i / dt = -(1 / a_i) dS/dx_i,   dm_k / dt = -(1 / A_k) dS/dm_k,   dF_k / dt = 
 
 with S the divergence, a_i the mass of particle i and A_k that of all whose Gaussian is k. They are
 the jointly driven flows of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in
-Probability Space: each particle is a pair of a point and a Gaussian of mean m_k and covariance
-S_k = F_k^T F_k. Factors keep covariances positive semi-definite, and the flow of F is
-that of F^T F in the Bures metric. Gaussians are compared by
+Probability Space: each particle is a pair of a point and a Gaussian of mean m_k and covariance S_k
+= F_k^T F_k. Factors keep covariances positive semi-definite, and the flow of F is that of F^T F in
+the Bures metric. Gaussians are compared by
 
     W_kl = ||m_k - m_l||^2 + tr S_k + tr S_l - 2 tr (S_k^1/2 S_l S_k^1/2)^1/2
 
@@ -16,11 +16,11 @@ With `labels.diagonal`, F_k is the vector s_k of standard deviations and the las
 In mode `joint`, with fixed labels (jd-fl), the particles of a class share their Gaussian. In mode
 `augmented`, with variable labels (jd-vl), each particle has its own Gaussian.
 
-`flows.flow` names both; `flows.run` and `flows.objective` use them as a `Mode`.
-`flows.stepping` changes the tensors of `variables` in place: a mode may not replace them, nor keep
-what depends on them. Mode `augmented` computes its labels each time that they are asked for.
-Gaussians are float64, because small distances are differences of large traces, and their tables
-must stay differentiable by means and spreads, which are moved along their gradients.
+`flows.flow` names both; `flows.run` and `flows.objective` use them as a `Mode`. `flows.stepping`
+changes the tensors of `variables` in place: a mode may not replace them, nor keep what depends on
+them. Mode `augmented` computes its labels each time that they are asked for. Gaussians are float64,
+because small distances are differences of large traces, and their tables must stay differentiable
+by means and spreads, which are moved along their gradients.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 `gromov_options`. Errors of input must come before anything is solved, which may take long.
 
 `gromov_table`, which `pairwise` calls as well, is the table W of classes whose points have
-different dimensions, in units of E, length^4. The method `gaussian` is the
-Gromov-Wasserstein distance between Gaussians over Gaussian couplings (Delon, Desolneux and Salmona
-2022, Gromov-Wasserstein distances between Gaussian distributions), an upper bound of that over all
+different dimensions, in units of E, length^4. The method `gaussian` is the Gromov-Wasserstein
+distance between Gaussians over Gaussian couplings (Delon, Desolneux and Salmona 2022,
+Gromov-Wasserstein distances between Gaussian distributions), an upper bound of that over all
 couplings of these Gaussians:
 
     4 (tr S - tr T)^2 + 8 sum_k (l_k - h_k)^2

@@ -10,8 +10,8 @@ U_i (S_i^1/2 S_j^1/2) U_j^T, whose singular values are those of S_i^1/2 S_j^1/2.
 root is taken, and rank-deficient classes need no special case. `mean_table` and `upper_bound_table`
 are the methods `labels=means` and `labels=upper_bound`.
 
-`labels.metrics`, `contributions`, `flows.modes`, `flows.joint_modes`,
-`ranking.bounds`, `gromov.distance` and `study.measures.distances` call it.
+`labels.metrics`, `contributions`, `flows.modes`, `flows.joint_modes`, `ranking.bounds`,
+`gromov.distance` and `study.measures.distances` call it.
 
 A change must keep three things. Everything is differentiable in the points, for flows that move
 them, and in weights that keep their sum, for `contributions`. The distance of a pair has the same

@@ -3,10 +3,9 @@
 `ClassDistances` holds the blocks xx, xy and yy of two datasets and is what the ground cost reads.
 `JointClassDistances` is the (V, V) table over all classes of K datasets; `between` gives that of
 two. `labels.measuring` builds both, `labels.metrics` reads the first from a file, `report.distance`
-shows its `NearestClass` rows; `sliced` uses `distinct_names`, and
-`flows.modes` `class_names`; `otdd`, `pairwise`, `result`, `sampling.comparison`,
-`commands.compare`, `study.measures` and modules of `flows` import one of them through
-`otdd_flash.labels`.
+shows its `NearestClass` rows; `sliced` uses `distinct_names`, and `flows.modes` `class_names`;
+`otdd`, `pairwise`, `result`, `sampling.comparison`, `commands.compare`, `study.measures` and
+modules of `flows` import one of them through `otdd_flash.labels`.
 
 A change must respect that any `ClassDistances` is valid: all checks run in the constructor, so a
 table of the user's, of a file or of a metric obeys the same rules. The npz keys must stay: users'

@@ -24,8 +24,8 @@ are of costs C' with |C' - C| <= A_i + B_j + rho |C|, and OT of C' exceeds that 
 <a, A> + <b, B> + rho <|C|, P>.
 
 The second derivative is epsilon M^T Q^+ M, with the mass M_jk that column j gets from source k, a
-unit of weight, and Q = diag(b) - P^T diag(1 / A) P. As Q <= diag(b), it is no less than
-epsilon M^T diag(1 / b) M, which takes one product (`MixtureOracle.curvature`).
+unit of weight, and Q = diag(b) - P^T diag(1 / A) P. As Q <= diag(b), it is no less than epsilon M^T
+diag(1 / b) M, which takes one product (`MixtureOracle.curvature`).
 
 `mixing.mixture` calls all of this; `mixing.weights` asks a `MixtureOracle`.
 """

@@ -29,7 +29,7 @@ Problems of the engine (`engine.problems`): `one_problem` is an operator as the 
 `one_kernel_problem` the same in Triton. Pairs of classes are many: `stored_segments` keeps their
 scores in PyTorch, `kernel_segments` computes them in Triton on the points of a `ClassPool`. The
 terms of a small divergence are the problems of a `score_pool`, which also has the terms for
-certificates: `kernel_pool` in Triton, for a given matrix too, `torch_pool` on a
-processor. Entry points prepare a `comparison`; `solver`, `derivatives`, `gromov` and
-`labels.sinkhorn_pairs` call what is built from it.
+certificates: `kernel_pool` in Triton, for a given matrix too, `torch_pool` on a processor. Entry
+points prepare a `comparison`; `solver`, `derivatives`, `gromov` and `labels.sinkhorn_pairs` call
+what is built from it.
 """

@@ -7,8 +7,8 @@ Each pair of blocks is a cost of its own, whose operator is built when the block
 and products are added in the order of the pairs; softmins are combined in float64.
 
 `BlockSums` combines pairs of blocks of any origin. `BlockedOperator` streams them from host memory
-or a file (`cost.host_points`) and is built by `build`; those of a `ring` come from
-other ranks, those of `self_share` are all on the device.
+or a file (`cost.host_points`) and is built by `build`; those of a `ring` come from other ranks,
+those of `self_share` are all on the device.
 """
 
 from __future__ import annotations

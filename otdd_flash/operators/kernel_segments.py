@@ -70,8 +70,8 @@ Passes. What a pass of the exact form may get wrong, u = 2^-24, for n terms in a
 Two roundings are relative to t: that of the whole part of the bias added to the first piece of h h'
 scale, and that of the rest added to both. The 3 is for the rest of the bias, below 1 / 2 + 2^-10.
 Of a sum of terms 2^t with one of at least 1 / 2, the weighted mean of |t| is at most log2 n + 1:
-with weights p_j = 2^t_j / s it is their entropy, no more than log2 n, less log2 s. So the
-exponents make
+with weights p_j = 2^t_j / s it is their entropy, no more than log2 n, less log2 s. So the exponents
+make
 
     sums = u (11 + ln 2 (2 (log2 n + 1) + 3)) (1 + 2^-8) + (n + 512) 2^-52.
 

@@ -36,14 +36,14 @@ meaningful as far as it exceeds that of their halves at equal sizes.
 
 `otdd_flash` exports `subsample_interval` and `noise_floor`, which `commands.compare` and
 `study.measures.distances` call; `ranking.race` calls the first too. `commands.compare` also calls
-`half_size` of the rows that are `drawable`, before the main solve.
-`mixing.mixture` makes intervals of weights by the functions here. `commands.compare` and
-`study.study` check settings by `check_count`; `commands.compare`, `study.measures.distances` and
-`study.measures.network` take `subsample_sizes`. `study.measures.base` builds the intervals of a
-study by `deviation_interval` and `sampling_rate`, and `study.measures.distances` cuts the excess at
-MOST_EXCESS. A change must keep draw k the same for every number of ranks, so that an interval does
-not depend on the machine; coverage is tested by simulation. The draws of a floor follow from the
-seed alone, so that it can be computed again.
+`half_size` of the rows that are `drawable`, before the main solve. `mixing.mixture` makes intervals
+of weights by the functions here. `commands.compare` and `study.study` check settings by
+`check_count`; `commands.compare`, `study.measures.distances` and `study.measures.network` take
+`subsample_sizes`. `study.measures.base` builds the intervals of a study by `deviation_interval` and
+`sampling_rate`, and `study.measures.distances` cuts the excess at MOST_EXCESS. A change must keep
+draw k the same for every number of ranks, so that an interval does not depend on the machine;
+coverage is tested by simulation. The draws of a floor follow from the seed alone, so that it can be
+computed again.
 """
 
 from __future__ import annotations

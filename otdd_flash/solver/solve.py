@@ -12,12 +12,12 @@ are equal. The averaged update
 
     f <- (f + T(f)) / 2
 
-converges to them in ten to twenty steps at any epsilon where exp(-C / epsilon) is positive
-definite (Feydy et al. 2019, Interpolating between optimal transport and MMD using Sinkhorn
-divergences). Class distances can make it indefinite, and the averaged update slow. Adding k to f
-lowers T(f) by k, so every evaluation of f first gives its plan mass 1. The dual value is then
-2 <a, f>, and because it is concave and symmetric in both potentials, the averaged update raises it
-by no less than the update of one of them would: <a, T(f) - f>.
+converges to them in ten to twenty steps at any epsilon where exp(-C / epsilon) is positive definite
+(Feydy et al. 2019, Interpolating between optimal transport and MMD using Sinkhorn divergences).
+Class distances can make it indefinite, and the averaged update slow. Adding k to f lowers T(f) by
+k, so every evaluation of f first gives its plan mass 1. The dual value is then 2 <a, f>, and
+because it is concave and symmetric in both potentials, the averaged update raises it by no less
+than the update of one of them would: <a, T(f) - f>.
 
 `solve_term` solves both kinds in this order: an initial potential, the levels of epsilon down to
 the final one, the iterations, the certificate. `engine` runs the iterations: it evaluates the

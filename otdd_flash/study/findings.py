@@ -2,8 +2,8 @@
 
 A measure says of each ordered pair of tasks how much training on the first, the source, should help
 on the second, the target. The gain is how much it did, in percent of errors
-(`study.training.gains`). `findings` makes the rows of correlations.csv and `choices` those
-of choices.csv.
+(`study.training.gains`). `findings` makes the rows of correlations.csv and `choices` those of
+choices.csv.
 
 `study.result` calls both; `report.study.writing` and `report.study.page` read the rows. The fields
 of `Finding` and `Choice` are the columns of these files, so their names and order must stay.

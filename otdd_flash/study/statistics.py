@@ -5,10 +5,10 @@ a mask of the pairs that count. Statistics take B measures (B, K, K) and masks (
 that all leave-one-out tables or many permutations are one call. A statistic is NaN if it is not
 defined, such as a correlation of fewer than three pairs or of constant numbers.
 
-`study.findings` applies the statistics; `study.result` makes the `PairTable` from
-`levelled` numbers, and `report.study.page` shows FEWEST_UNITS. Measures must be oriented before
-they come here: a larger value predicts more gain. Numbers that are equal up to rounding are made
-exactly equal in `levelled`, so ranks, choices and tests for constants compare without tolerances.
+`study.findings` applies the statistics; `study.result` makes the `PairTable` from `levelled`
+numbers, and `report.study.page` shows FEWEST_UNITS. Measures must be oriented before they come
+here: a larger value predicts more gain. Numbers that are equal up to rounding are made exactly
+equal in `levelled`, so ranks, choices and tests for constants compare without tolerances.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ with t, C_ij - A_i - B_j >= f_i + g_j - u |f_i| for all pairs with mass, so that
 
     OT_0 >= <a, f - A - u |f|> + <b, g - B>.                                                  (1)
 
-Both sums also differ from those for the masses r and c of a plan, by <r - a, f - s> +
-<c - b, g - t> for any s and t, here the medians of f and of g. (1) is lowered by as much, so that
-it is below the cost of that plan.
+Both sums also differ from those for the masses r and c of a plan, by <r - a, f - s> + <c - b, g -
+t> for any s and t, here the medians of f and of g. (1) is lowered by as much, so that it is below
+the cost of that plan.
 
 Upper bound. A plan P of mass 1 has row sums r and column sums c. Lower every row that has too much,
 then every column: that removes at most rho / 2, with rho = ||r - a||_1 + ||c - b||_1. As much is

@@ -8,11 +8,10 @@ the solve back it takes copies of `potentials` and of a `gradient`.
 Below some thousand points a side the work of a solve takes less time than to launch its kernels one
 by one. So CUDA graphs hold it all: one prepares scores and potentials, one takes some iterations of
 all terms, the cross term beside the self terms, one certifies, and one computes the gradient by the
-points of each side. They read sizes,
-weights, epsilon and the address of a given matrix from the device's memory, so that a solve in the
-cache serves every problem that fits its `Room`. The host waits for the device once, in `read`, for
-the state of the iterations and the numbers of the certificate. On a processor nothing is recorded,
-and iterations end as soon as they are done.
+points of each side. They read sizes, weights, epsilon and the address of a given matrix from the
+device's memory, so that a solve in the cache serves every problem that fits its `Room`. The host
+waits for the device once, in `read`, for the state of the iterations and the numbers of the
+certificate. On a processor nothing is recorded, and iterations end as soon as they are done.
 
 The engine iterates on segments, one for each term of each problem (`operators.score_pool`): B of
 the cross terms, and 2 B of the self terms, in which x and y of a problem follow each other.

@@ -1,9 +1,9 @@
 """The measures of a study, by their names in the registry `MEASURES`.
 
 A measure names the units it needs and reads its value for each ordered pair from them.
-`study.study`, `study.result` and the modules of `report.study` look measures up here;
-other packages add their own through the registry (`plugins`). The names of measures are keys of
-settings, of unit keys and of result files, so they must stay.
+`study.study`, `study.result` and the modules of `report.study` look measures up here; other
+packages add their own through the registry (`plugins`). The names of measures are keys of settings,
+of unit keys and of result files, so they must stay.
 """
 
 from collections.abc import Sequence
