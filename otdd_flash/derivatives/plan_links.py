@@ -47,6 +47,10 @@ LINKS_CPU, LINKS_GPU = 1 << 21, 1 << 23
 # and eight where a column has few links among a hundred thousand.
 SPREAD_ROUNDS = 8
 
+# The share that joins nodes for good before all rows were read. With TIED a row between two groups
+# would join them, a column at a time.
+MOSTLY_TIED = 0.5
+
 # The most entries of a plan for Newton's method, the most steps, the first step in units of epsilon
 # from which it pays, the least eigenvalue that float64 distinguishes from 0, and the least pivot of
 # a factorization whose eigenvalues are all far above that.
@@ -257,11 +261,13 @@ def _linked(
     present, with_mass = plan.b > 0, plan.a > 0
     best, peaks = torch.zeros(n, dtype=torch.int64, device=device), torch.zeros_like(plan.f)
     term = torch.where(present, plan.g + plan.b.log(), -torch.inf)
+    read = torch.zeros_like(with_mass)
     parts, gathered, merged = _even_parts(n, m, device), _Links(device), False
     for number, (rows, of_sample) in enumerate(parts, 1):
         # The row's potential scales all of its entries alike, and is left out.
         logs = plan.entries.logs(rows, term, plan.epsilon)
         most, best[rows] = logs.max(1)
+        read[rows] = True
         peaks[rows] = most.double()
         linked = logs >= (most - threshold)[:, None]
         # Rows that are not all within the largest group so far may join others.
@@ -293,10 +299,13 @@ def _linked(
             groups, merged = torch.where(present, joined[groups], m), True
             if bool((groups[present] == groups[present][0]).all()):
                 return None
-        elif number == 1 and bool(inside[groups[best[rows]]][with_mass[rows]].all()):
-            # All rows so far are of one group. What it took in counts as one from now on: of a
+        elif bool(inside[groups[best[read & with_mass]]].all()):
+            # All rows so far may be of one group. If links of theirs, of no more mass than they
+            # have, are most of it, no other rows part it, and it counts as one from now on: of a
             # plan in which light columns alone are outside, nearly all links are within it.
-            groups = torch.where(inside[groups], int(inside.nonzero()[0]), groups)
+            inside = spread(masses, ends, others, weights * gathered.mass, MOSTLY_TIED)
+            if bool(inside[groups[best[read & with_mass]]].all()):
+                groups = torch.where(inside[groups], int(inside.nonzero()[0]), groups)
         if of_sample or gathered.too_many:
             gathered = _Links(device)
     return groups, best, peaks
@@ -322,12 +331,16 @@ def _of_all_points(plan: ScaledPlan, groups: Tensor, best: Tensor, peaks: Tensor
 
 
 class _Links:
-    """Links between columns: from the one to which a row sends most to others that it sends to."""
+    """Links between columns: from the one to which a row sends most to others that it sends to.
+
+    Attributes:
+        mass: of the rows that were added.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._most = LINKS_CPU if device.type == "cpu" else LINKS_GPU
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._mass = torch.zeros((), dtype=torch.float64, device=device)
+        self.mass = torch.zeros((), dtype=torch.float64, device=device)
         self._count = 0
 
     @property
@@ -338,27 +351,30 @@ class _Links:
     def add(self, ends: Tensor, others: Tensor, weights: Tensor, mass: Tensor) -> None:
         """Add the links of rows of some mass: (l,) columns, columns and masses."""
         self._parts.append((ends, others, weights))
-        self._mass += mass
+        self.mass += mass
         self._count += len(ends)
 
     def between(self, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return groups, groups and the mass of each link if all rows were like those so far."""
         ends, others, weights = (torch.cat(each) for each in zip(*self._parts, strict=True))
-        return groups[ends], groups[others], weights / self._mass
+        return groups[ends], groups[others], weights / self.mass
 
 
-def spread(masses: Tensor, ends: Tensor, others: Tensor, weights: Tensor) -> Tensor:
+def spread(
+    masses: Tensor, ends: Tensor, others: Tensor, weights: Tensor, tied: float = TIED
+) -> Tensor:
     """Let a group that starts at one node take in others for a few rounds.
 
-    A node joins as in `group_flows.well_tied`: links that carry `TIED` of the lighter mass tie it
-    to the group. What it does not take in may still belong to it. A processor stops when the group
-    is whole, a GPU is not asked.
+    A node joins as in `group_flows.well_tied`: links that carry the share `tied` of the lighter
+    mass tie it to the group. What it does not take in may still belong to it. A processor stops
+    when the group is whole, a GPU is not asked.
 
     Args:
         masses: (count,) of the nodes; those of mass 0 belong to no group.
         ends: (l,) int64, one node of each link.
         others: (l,) int64, its other node.
         weights: (l,) mass that each link carries.
+        tied: as said.
 
     Returns:
         (count,) bool, which nodes it took in.
@@ -370,7 +386,7 @@ def spread(masses: Tensor, ends: Tensor, others: Tensor, weights: Tensor) -> Ten
     for _ in range(SPREAD_ROUNDS):
         ties = none.index_add(0, others, weights * group[ends])
         ties.index_add_(0, ends, weights * group[others])
-        ties -= TIED * torch.minimum(masses, group @ masses)
+        ties -= tied * torch.minimum(masses, group @ masses)
         group = torch.maximum(group, (ties >= 0).to(group))
         if group.device.type == "cpu" and bool(((group > 0) | (masses == 0)).all()):
             break

@@ -280,7 +280,7 @@ class RelaxedByKL(Marginal):
         return potential * ((self.rho + epsilon) / self.rho)
 
     def mean_slopes(self, masses: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
-        mean = -self.rho * _log_mass(self, masses, potential)
+        mean = -self.rho * log_mass(self, masses, potential)
         # What is owed may underflow where its shares do not.
         shares = torch.where(masses > 0, masses * torch.exp((mean - potential) / self.rho), 0)
         return shares, self.dual(potential - mean)
@@ -321,7 +321,7 @@ class RelaxedByKL(Marginal):
     def level(
         self, mass: Tensor, masses: Tensor, potential: Tensor, epsilon: float | Tensor
     ) -> Tensor:
-        apart = mass.log() - _log_mass(self, masses, potential)
+        apart = mass.log() - log_mass(self, masses, potential)
         return torch.exp(apart * (self.rho / (self.rho + epsilon / 2)))
 
     def update_size(
@@ -463,7 +463,7 @@ class Constraints:
         """Return the t (..., 1) of the largest D(f + t, g - t); None where all are as large."""
         if self.exact:
             return None
-        of_rows, of_columns = _log_mass(self.rows, a, f), _log_mass(self.columns, b, g)
+        of_rows, of_columns = log_mass(self.rows, a, f), log_mass(self.columns, b, g)
         return (of_rows - of_columns) / self.softness
 
     def translated(self, a: Tensor, f: Tensor, b: Tensor, g: Tensor) -> Translated:
@@ -472,7 +472,7 @@ class Constraints:
         if t is None:
             return Translated(f, g)
         exponent = t * self.rows.softness
-        mass = torch.exp(_log_mass(self.rows, a, f) - exponent)
+        mass = torch.exp(log_mass(self.rows, a, f) - exponent)
         falls = torch.cat((-exponent, t * self.columns.softness), -1).amin(-1)
         fit = torch.exp(falls.clamp_max(0))
         return Translated(f + t, g - t, Factors(mass[..., 0], exponent[..., 0], fit))
@@ -495,7 +495,7 @@ class Constraints:
             return updated
         apart = (g.double() - self.columns.softmin_of(updated.double(), epsilon)) / epsilon
         mass = torch.logsumexp(b.log() + apart, -1, keepdim=True)
-        t = (mass - _log_mass(self.rows, a, f)) * epsilon / (1 + epsilon * self.columns.softness)
+        t = (mass - log_mass(self.rows, a, f)) * epsilon / (1 + epsilon * self.columns.softness)
         return updated + t.nan_to_num(0, 0, 0).to(updated.dtype)
 
     def ends(self, lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
@@ -558,7 +558,7 @@ class Constraints:
         return value + epsilon * (1 - mass), (most[0], most[1])
 
 
-def _log_mass(side: Marginal, masses: Tensor, potential: Tensor) -> Tensor:
+def log_mass(side: Marginal, masses: Tensor, potential: Tensor) -> Tensor:
     """Return the logarithm (..., 1) of the mass that is owed, also where that underflows."""
     exponents = masses.log() - side.softness * potential.double()
     return torch.logsumexp(exponents, -1, keepdim=True)

@@ -60,7 +60,7 @@ from otdd_flash.formulas.decision import (
     first_level,
 )
 from otdd_flash.formulas.evidence import MOST_ERROR, rounding_of
-from otdd_flash.formulas.marginals import LEAST_MOVING, Constraints
+from otdd_flash.formulas.marginals import LEAST_MOVING, Constraints, log_mass
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_problem import OneProblem, problem_of
 from otdd_flash.solver.certificate import (
@@ -185,19 +185,27 @@ def _limit_unmoved(operator: Operator, epsilon: float, options: Converged, form:
     """Lower the most iterations to `MOST_UNMOVED` where the optimal plan moves no mass.
 
     The objective of the optimal plan P is stationary in multiples of P. With the log-sum inequality
-    for both penalties and Gibbs' for the cost and the entropy, its mass m satisfies
+    for both penalties and Gibbs' for the cost and the entropy, its mass m satisfies, for all f, g,
 
-        (rho_x + rho_y + epsilon) log m <= epsilon log sum_ij a_i b_j exp(-C_ij / epsilon).
+        (rho_x + rho_y + epsilon) log m <= rho_x log sum_i a_i exp(-f_i / rho_x)
+            + rho_y log sum_j b_j exp(-g_j / rho_y)
+            + epsilon log sum_ij a_i b_j exp((f_i + g_j - C_ij) / epsilon),
+
+    and all four sums are m at the optimal ones. After an update of g the last two are the same.
     """
     rows, columns = form.constraints.rows, form.constraints.columns
-    if form.symmetric or rows.exact or columns.exact or options.max_iterations <= MOST_UNMOVED:
+    if rows.exact or columns.exact or options.max_iterations <= MOST_UNMOVED:
         return options
-    most = (float(rows.rho) + float(columns.rho) + epsilon) * math.log(LEAST_MOVING)
-    # By Jensen's inequality the bound is at least -mean cost: only then is a pass spent on it.
-    if -operator.costs.mean >= most:
+    rho_x, rho_y = float(rows.rho), float(columns.rho)
+    most = (rho_x + rho_y + epsilon) * math.log(LEAST_MOVING)
+    # No mass is below that of the best multiple of a b^T, if it has a finite cost: only then are
+    # passes spent on the bound.
+    if not operator.costs.forbidden and -operator.costs.mean >= most:
         return options
-    softmin = operator.softmin_rows(torch.zeros_like(operator.b), epsilon).double()
-    bound = epsilon * float((operator.a.double().log() - softmin / epsilon).logsumexp(0))
+    f = rows.updated(operator.softmin_rows(torch.zeros_like(operator.b), epsilon), epsilon)
+    g = columns.updated(operator.softmin_columns(f, epsilon), epsilon)
+    logs = log_mass(rows, operator.a, f), log_mass(columns, operator.b, g)
+    bound = rho_x * float(logs[0]) + (rho_y + epsilon) * float(logs[1])
     return replace(options, max_iterations=MOST_UNMOVED) if bound < most else options
 
 

@@ -594,12 +594,33 @@ def test_links_within_a_group_that_a_sample_shows_are_not_gathered_again(
     monkeypatch.setattr(plan_links, "ELEMENTS_CPU", 100 * n)
     spread, counts = plan_links.spread, []
 
-    def counting(masses, ends, others, weights):
+    def counting(masses, ends, *others):
         counts.append(len(ends))
-        return spread(masses, ends, others, weights)
+        return spread(masses, ends, *others)
 
     monkeypatch.setattr(plan_links, "spread", counting)
     found = plan_links.connected(plan)
     assert found is None or int(found.columns.max()) == 0
     # The sample has a sixth of the rows.
     assert counts[-1] < counts[0]
+
+
+def test_a_row_of_a_sample_does_not_join_a_group_of_which_no_row_is_in_it() -> None:
+    """Of 600 rows every tenth is in the sample, which has none of the 50 rows of one group."""
+    epsilon, joint = 0.1, torch.full((600, 300), 1e-20, dtype=torch.float64)
+    few = torch.zeros(600, dtype=torch.bool)
+    few[5:500:10] = True
+    joint[~few, :270] = 1
+    joint[few, 270:] = 1
+    # Row 0 sends nearly as much to a column of the other group as to one of its own.
+    joint[0] = 1e-20
+    joint[0, 0], joint[0, 280] = 1.1, 1
+    joint /= joint.sum()
+    a, b = joint.sum(1), joint.sum(0)
+    costs = (a[:, None] * b / joint).log() * epsilon
+    entries = plan_links.MatrixEntries(HeldCosts(costs), torch.float64)
+    none = torch.zeros_like(a), torch.zeros_like(b)
+    found = plan_links.connected(plan_links.ScaledPlan(entries, *none, a, b, epsilon))
+    assert found is not None
+    assert found.rows.tolist() == few.long().tolist()
+    assert found.columns.tolist() == [0] * 270 + [1] * 30

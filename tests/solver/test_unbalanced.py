@@ -764,6 +764,53 @@ def test_a_plan_that_moves_nothing_is_refused_once_it_is_solved(precision: otdd.
     assert max(taken) <= MOST_UNMOVED
 
 
+OWN = [[16.0, 16.5, 16.2], [16.5, 16.3, 16.4], [16.2, 16.4, 16.1]]
+
+
+@pytest.mark.parametrize(
+    ("costs", "b", "epsilon", "unbalanced", "own"),
+    [
+        # Light columns are nearer, but too light: what their sums cost counts as well.
+        ([[4.42, 18.6, 2.36]], [1e-38, 1.0, 1e-203], 3e-4, 2e-3, None),
+        # The mean leaves forbidden pairs out.
+        (
+            [[INFINITY, INFINITY, 10.0], [10.1, 10.2, INFINITY]],
+            [1e-200, 1.0, 1e-200],
+            0.001,
+            0.006,
+            None,
+        ),
+        (torch.full((3, 1), 0.01).tolist(), [1.0], 0.01, 0.005, OWN),
+    ],
+)
+def test_what_moves_nothing_is_refused_early_of_any_masses_and_pairs(
+    costs: list[list[float]],
+    b: list[float],
+    epsilon: float,
+    unbalanced: float,
+    own: list[list[float]] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[int] = []
+
+    def counting(plan: Certificate, level: float, iterations: int, *, settled: bool) -> None:
+        taken.append(iterations)
+        check_moving(plan, level, iterations, settled=settled)
+
+    monkeypatch.setattr("otdd_flash.solver.solve.check_moving", counting)
+    with pytest.raises(otdd.InputError, match="no mass moves"):
+        otdd.matrix_loss(
+            torch.tensor(costs, dtype=torch.float64),
+            None,
+            torch.tensor(b, dtype=torch.float64) / sum(b),
+            epsilon=epsilon,
+            unbalanced=unbalanced,
+            options=otdd.Converged(max_iterations=1000),
+            self_costs=own and [torch.tensor(own).double(), torch.zeros(1, 1).double()],
+        )
+    assert max(taken) <= MOST_UNMOVED
+
+
 @pytest.mark.parametrize(
     ("mass", "iterations", "settled", "refused"),
     [
