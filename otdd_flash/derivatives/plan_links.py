@@ -365,16 +365,16 @@ def spread(
 ) -> Tensor:
     """Let a group that starts at one node take in others for a few rounds.
 
-    A node joins as in `group_flows.well_tied`: links that carry the share `tied` of the lighter
-    mass tie it to the group. What it does not take in may still belong to it. A processor stops
-    when the group is whole, a GPU is not asked.
+    A node joins as in `group_flows.well_tied`: links that carry enough of the lighter mass tie it
+    to the group. What it does not take in may still belong to it. A processor stops when the group
+    is whole; a GPU, which would have to be waited for, makes all rounds.
 
     Args:
         masses: (count,) of the nodes; those of mass 0 belong to no group.
         ends: (l,) int64, one node of each link.
         others: (l,) int64, its other node.
         weights: (l,) mass that each link carries.
-        tied: as said.
+        tied: the least share of the lighter mass that ties a node to the group.
 
     Returns:
         (count,) bool, which nodes it took in.

@@ -191,7 +191,7 @@ def _limit_unmoved(operator: Operator, epsilon: float, options: Converged, form:
             + rho_y log sum_j b_j exp(-g_j / rho_y)
             + epsilon log sum_ij a_i b_j exp((f_i + g_j - C_ij) / epsilon),
 
-    and all four sums are m at the optimal ones. After an update of g the last two are the same.
+    and all three sums are m at the optimal f and g. After an update of g the last two are the same.
     """
     rows, columns = form.constraints.rows, form.constraints.columns
     if rows.exact or columns.exact or options.max_iterations <= MOST_UNMOVED:

@@ -33,7 +33,7 @@ CORE = {
 }
 LONGEST = 120
 # Graphs, streams and events of a GPU.
-ON_A_GPU = ("recording.py", "late_reader.py", "departure.py", "launch.py")
+ON_A_GPU = ("recording.py", "departure.py", "launch.py")
 
 PAIRS = (
     *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot)),
