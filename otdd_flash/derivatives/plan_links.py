@@ -263,21 +263,15 @@ def _linked(
     term = torch.where(present, plan.g + plan.b.log(), -torch.inf)
     read = torch.zeros_like(with_mass)
     parts, gathered, merged = _even_parts(n, m, device), _Links(device), False
+    largest = groups[present].mode().values
     for number, (rows, of_sample) in enumerate(parts, 1):
         # The row's potential scales all of its entries alike, and is left out.
         logs = plan.entries.logs(rows, term, plan.epsilon)
         most, best[rows] = logs.max(1)
         read[rows] = True
         peaks[rows] = most.double()
-        linked = logs >= (most - threshold)[:, None]
-        # Rows that are not all within the largest group so far may join others.
-        beside = groups != groups[present].mode().values
-        linked &= ((linked & beside).any(1) & with_mass[rows])[:, None]
-        row, column = linked.nonzero(as_tuple=True)
-        across = groups[best[rows][row]] != groups[column]
-        row, column = row[across], column[across]
-        shares = (logs[row, column] - most[row]).exp().double()
-        gathered.add(best[rows][row], column, plan.a[rows][row] * shares, plan.a[rows].sum())
+        links = _links_of(logs, most, best[rows], plan.a[rows], threshold, groups, largest)
+        gathered.add(*links, plan.a[rows].sum())
         last = number == len(parts)
         if not (last or gathered.too_many or number & (number - 1) == 0):
             continue
@@ -297,7 +291,8 @@ def _linked(
             ties = (part.cpu().numpy() for part in (masses, ends, others, weights))
             joined = torch.from_numpy(well_tied(*ties)).to(device)
             groups, merged = torch.where(present, joined[groups], m), True
-            if bool((groups[present] == groups[present][0]).all()):
+            largest = groups[present].mode().values
+            if bool((groups[present] == largest).all()):
                 return None
         elif bool(inside[groups[best[read & with_mass]]].all()):
             # All rows so far may be of one group. If links of theirs, of no more mass than they
@@ -305,10 +300,56 @@ def _linked(
             # plan in which light columns alone are outside, nearly all links are within it.
             inside = spread(masses, ends, others, weights * gathered.mass, MOSTLY_TIED)
             if bool(inside[groups[best[read & with_mass]]].all()):
-                groups = torch.where(inside[groups], int(inside.nonzero()[0]), groups)
+                largest = inside.to(torch.int8).argmax()
+                groups = torch.where(inside[groups], largest, groups)
         if of_sample or gathered.too_many:
             gathered = _Links(device)
     return groups, best, peaks
+
+
+def _links_of(
+    logs: Tensor,
+    most: Tensor,
+    best: Tensor,
+    masses: Tensor,
+    threshold: float,
+    groups: Tensor,
+    largest: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the links of some rows: columns (l,), columns (l,) and the mass that each carries.
+
+    Those with the largest group are summed: of a column over all of its rows, and of a row over all
+    of its columns. One of them stands for the group's columns. It may have most of the points.
+
+    Args:
+        logs: (k, m) of entries, without potentials of rows.
+        most: (k,), their largest.
+        best: (k,), its column.
+        masses: (k,) of the rows.
+        threshold: of links, in units of epsilon.
+        groups: (m,) of columns; m without mass.
+        largest: () the group of most columns.
+    """
+    inside = groups == largest
+    linked = logs >= (most - threshold)[:, None]
+    # A row within the largest group, whose links are as well, says nothing.
+    rows = ((linked & ~inside).any(1) & (masses > 0)).nonzero().squeeze(1)
+    logs, linked, most, best, masses = (each[rows] for each in (logs, linked, most, best, masses))
+    shares = logs.sub_(most[:, None]).exp_().mul_(linked).double()
+    of_largest = inside[best]
+    to_columns = (masses * of_largest) @ shares
+    from_rows = masses * (shares @ inside.double())
+    row, column = (linked & ~inside & ~of_largest[:, None]).nonzero(as_tuple=True)
+    across = groups[best[row]] != groups[column]
+    row, column = row[across], column[across]
+    member = inside.to(torch.int8).argmax()
+    columns = (~inside & (to_columns > 0)).nonzero().squeeze(1)
+    others = (~of_largest & (from_rows > 0)).nonzero().squeeze(1)
+    return (
+        torch.cat((best[row], member.expand_as(columns), best[others])),
+        torch.cat((column, columns, member.expand_as(others))),
+        torch.cat((masses[row] * shares[row, column], to_columns[columns], from_rows[others])),
+    )
 
 
 def _of_all_points(plan: ScaledPlan, groups: Tensor, best: Tensor, peaks: Tensor) -> Linked:
@@ -366,8 +407,7 @@ def spread(
     """Let a group that starts at one node take in others for a few rounds.
 
     A node joins as in `group_flows.well_tied`: links that carry enough of the lighter mass tie it
-    to the group. What it does not take in may still belong to it. A processor stops when the group
-    is whole; a GPU, which would have to be waited for, makes all rounds.
+    to the group. What it does not take in may still belong to it.
 
     Args:
         masses: (count,) of the nodes; those of mass 0 belong to no group.
@@ -387,8 +427,8 @@ def spread(
         ties = none.index_add(0, others, weights * group[ends])
         ties.index_add_(0, ends, weights * group[others])
         ties -= tied * torch.minimum(masses, group @ masses)
-        group = torch.maximum(group, (ties >= 0).to(group))
-        if group.device.type == "cpu" and bool(((group > 0) | (masses == 0)).all()):
+        before, group = group, torch.maximum(group, (ties >= 0).to(group))
+        if torch.equal(before, group):
             break
     return (group > 0) & (masses > 0)
 

@@ -605,6 +605,36 @@ def test_links_within_a_group_that_a_sample_shows_are_not_gathered_again(
     assert counts[-1] < counts[0]
 
 
+@pytest.mark.parametrize("largest", [0, 3])
+def test_links_with_the_largest_group_are_summed_to_one_a_row_and_column(largest: int) -> None:
+    """The mass between any two groups is that of all links, one by one."""
+    draw = torch.Generator().manual_seed(largest)
+    logs = 3 * torch.randn(40, 30, generator=draw, dtype=torch.float64)
+    masses = torch.rand(40, generator=draw, dtype=torch.float64)
+    masses[:5] = 0
+    groups = torch.randint(0, 5, (30,), generator=draw)
+    groups[25:] = 30
+    logs[:, 25:] = -torch.inf
+    most, best = logs.max(1)
+    shares = torch.where(logs >= (most - 1.5)[:, None], (logs - most[:, None]).exp(), 0)
+    expected = torch.zeros(31, 31, dtype=torch.float64)
+    expected.index_put_(
+        (groups[best][:, None].expand(40, 30), groups.expand(40, 30)),
+        masses[:, None] * shares,
+        accumulate=True,
+    )
+    expected.fill_diagonal_(0)
+    ends, others, weights = plan_links._links_of(
+        logs, most, best, masses, 1.5, groups, torch.tensor(largest)
+    )
+    found = torch.zeros_like(expected)
+    found.index_put_((groups[ends], groups[others]), weights, accumulate=True)
+    torch.testing.assert_close(found, expected)
+    within = groups == largest
+    into = within[ends] & ~within[others]
+    assert len(others[into].unique()) == int(into.sum()) > 0
+
+
 def test_a_row_of_a_sample_does_not_join_a_group_of_which_no_row_is_in_it() -> None:
     """Of 600 rows every tenth is in the sample, which has none of the 50 rows of one group."""
     epsilon, joint = 0.1, torch.full((600, 300), 1e-20, dtype=torch.float64)
