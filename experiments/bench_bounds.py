@@ -21,13 +21,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import otdd_flash as otdd
 from experiments.certified_solves import load_pair
-from experiments.environment import environment, write_result
+from experiments.environment import RESULTS, environment, write_result
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.point_scores import StoredScores
@@ -165,6 +166,7 @@ def main() -> None:
     parser.add_argument("--data-root", required=True)
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for names in PAIRS:
@@ -206,7 +208,7 @@ def main() -> None:
         **summary,
         "rows": rows,
     }
-    sys.stdout.write(f"{write_result(f'bench_bounds_{given.device}', content)}\n{summary}\n")
+    sys.stdout.write(f"{write_result(f'bench_bounds_{given.device}', content, given.output)}\n{summary}\n")
 
 
 if __name__ == "__main__":

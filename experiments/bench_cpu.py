@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 import otdd_flash as otdd
-from experiments.environment import environment, write_result
+from experiments.environment import RESULTS, environment, write_result
 from experiments.peers import Problem, geomloss_divergence
 from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
@@ -270,6 +270,7 @@ def main() -> None:
     parser.add_argument("--data-root", required=True)
     parser.add_argument("--samples", type=int, default=5_000)
     parser.add_argument("--large", type=int, default=20_000)
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--measure-memory", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure_memory:
@@ -282,7 +283,7 @@ def main() -> None:
         "streamed": bench_streamed(arguments.data_root, arguments.samples),
         "memory": bench_memory(arguments.data_root, arguments.large),
     }
-    path = write_result("bench_cpu", result)
+    path = write_result("bench_cpu", result, arguments.output)
     sys.stdout.write(json.dumps(result, indent=2) + f"\nwritten to {path}\n")
 
 

@@ -26,12 +26,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from experiments.environment import environment, write_result
+from experiments.environment import RESULTS, environment, write_result
 from experiments.exact_families.building import Frame
 from experiments.exact_families.checking import check
 from experiments.exact_families.families import FAMILIES, draw_problem
@@ -215,6 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", type=int, nargs="+", help="run the problems of these indices and print them"
     )
     parser.add_argument("--name", help="of the result; default verify_bounds_DEVICE")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     started = time.time()
     job = partial(
@@ -252,7 +254,8 @@ def main(arguments: list[str] | None = None) -> int:
         "seconds_of_the_library": sum(row["seconds"] for row in rows),
         **summary,
     }
-    path = write_result(options.name or f"verify_bounds_{options.device}", content)
+    name = options.name or f"verify_bounds_{options.device}"
+    path = write_result(name, content, options.output)
     print({key: summary[key] for key in ("problems", "status", "violation_kinds", "refusals")})
     print(f"{content['seconds']:.0f} s, {path.name}")
     return 1 if summary["status"].get("violated") else 0
