@@ -208,7 +208,9 @@ def main() -> None:
         **summary,
         "rows": rows,
     }
-    sys.stdout.write(f"{write_result(f'bench_bounds_{given.device}', content, given.output)}\n{summary}\n")
+    sys.stdout.write(
+        f"{write_result(f'bench_bounds_{given.device}', content, given.output)}\n{summary}\n"
+    )
 
 
 if __name__ == "__main__":
