@@ -334,11 +334,16 @@ def _links_of(
     linked = logs >= (most - threshold)[:, None]
     # A row within the largest group, whose links are as well, says nothing.
     rows = ((linked & ~inside).any(1) & (masses > 0)).nonzero().squeeze(1)
-    logs, linked, most, best, masses = (each[rows] for each in (logs, linked, most, best, masses))
-    shares = logs.sub_(most[:, None]).exp_().mul_(linked).double()
+    heaviest = masses.max()
+    if len(rows) < len(masses):
+        logs, linked, most, best, masses = (
+            each[rows] for each in (logs, linked, most, best, masses)
+        )
+    shares = logs.sub_(most[:, None]).exp_().mul_(linked)
     of_largest = inside[best]
-    to_columns = (masses * of_largest) @ shares
-    from_rows = masses * (shares @ inside.double())
+    # In the type of the entries, in which masses may be too small.
+    to_columns = heaviest * ((masses * of_largest / heaviest).to(shares) @ shares)
+    from_rows = masses * (shares @ inside.to(shares))
     row, column = (linked & ~inside & ~of_largest[:, None]).nonzero(as_tuple=True)
     across = groups[best[row]] != groups[column]
     row, column = row[across], column[across]
