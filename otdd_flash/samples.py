@@ -34,7 +34,7 @@ from otdd_flash.eager import check_transforms, own_settings, untraced
 from otdd_flash.errors import InputError, placed, prefixed
 from otdd_flash.features.file_features import FileFeatures, row_blocks
 from otdd_flash.fingerprint import Mark, fingerprint, mark_of
-from otdd_flash.label_sets import Encoded, LabelSets, encode_rows, several_of
+from otdd_flash.label_sets import HOW_TO_DROP, Encoded, LabelSets, encode_rows, several_of
 from otdd_flash.raw_labels import (
     check_unrounded,
     missing_rows,
@@ -215,7 +215,9 @@ class LabeledSamples:
         list of lists or sets of labels; lists of equal length with only 0 and 1 are read as an
         indicator. Floats with fractions, (n,) or (n, q), become `targets`.
         """
-        found = encode_rows(labels)
+        found, missing = encode_rows(labels)
+        if missing.any():
+            raise InputError(f"{missing_rows(missing)}; {HOW_TO_DROP}")
         return cls(
             features,
             None if found.labels is None else torch.from_numpy(found.labels),

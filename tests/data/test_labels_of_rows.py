@@ -471,7 +471,7 @@ def test_columns_of_class_labels_in_lists_are_named(ragged):
         LabeledSamples.from_arrays(X, column["tags"])
     tags[3] = None
     column = datasets.Dataset.from_dict({"tags": tags}, features=datasets.Features({"tags": kind}))
-    with pytest.raises(InputError, match="1 row has no label, at row 3; leave those rows"):
+    with pytest.raises(InputError, match="1 label is missing, at row 3; leave those rows"):
         LabeledSamples.from_arrays(X, column["tags"])
 
 
