@@ -174,6 +174,16 @@ class LabeledDataset:
             return self
         return self.labelled(Encoded(None, (), targets=values[self.labels]))
 
+    @property
+    def encoded(self) -> Encoded:
+        """The labels of all rows."""
+        return Encoded(self.labels, self.class_names, self.label_sets, self.targets)
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Names of the labels, of which a row may have several."""
+        return self.class_names if self.label_sets is None else self.label_sets.names
+
     def labelled(self, found: Encoded) -> LabeledDataset:
         """Return the dataset with labels of n rows of any kind.
 
