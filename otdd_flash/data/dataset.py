@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,7 +32,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 
 from otdd_flash import checks
 from otdd_flash.errors import DataNotice, InputError, choose, placed, warn
@@ -317,19 +316,12 @@ def take_inputs(inputs: Sequence[Any] | NDArray[Any], rows: NDArray[np.int64]) -
     return [inputs[row] for row in rows.tolist()]
 
 
-def join_inputs(parts: Sequence[Sequence[Any] | NDArray[Any]]) -> Any:
+def join_inputs(parts: Sequence[Any]) -> Any:
     """Join several sequences of inputs; unread ones stay unread."""
-    arrays = [part for part in parts if isinstance(part, np.ndarray)]
-    if len(arrays) == len(parts):
-        return np.concatenate(arrays)
-    *starts, count = np.cumsum([0, *map(len, parts)]).tolist()
-    return LazyItems(partial(_of_parts, parts, starts), np.arange(count))
-
-
-def _of_parts(parts: Sequence[Any], starts: Sequence[int], row: int) -> Any:
-    """Read one row of several sequences in turn, of which `starts` are the first rows."""
-    part = bisect_right(starts, row) - 1
-    return parts[part][row - starts[part]]
+    if all(isinstance(part, np.ndarray) for part in parts):
+        return np.concatenate(parts)
+    joined = ConcatDataset[Any](parts)
+    return LazyItems(joined.__getitem__, np.arange(len(joined)))
 
 
 class LazyItems(Sequence[Any]):
