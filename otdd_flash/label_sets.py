@@ -191,9 +191,10 @@ def encode_rows(
     if not floats or numbers_of(np.nan_to_num(values)) is None:
         check_one_dimensional(labels, values)
     missing = missing_labels(values)
-    if class_names is not None and values.dtype.kind == "i" and (values >= 0).any():
+    if values.ndim == 2:
+        missing = np.asarray(missing.any(1))
+    elif class_names is not None and values.dtype.kind == "i" and (values >= 0).any():
         missing = values < 0
-    missing = missing.reshape(len(values), -1).any(1) if len(values) else missing
     if missing.any():
         if missing.all():
             return Encoded(None, ()), missing

@@ -151,6 +151,7 @@ def _keep_labels(dataset: LabeledDataset, keep: Sequence[int]) -> LabeledDataset
     Warns:
         DataNotice: some labels have no rows.
     """
+    assert dataset.labels is not None
     sets, names = dataset.label_sets, dataset.label_names
     present = set(np.unique(dataset.labels).tolist())
     if sets is not None:
