@@ -91,6 +91,18 @@ def readable_bytes(count: int) -> str:
     return f"{count} bytes"
 
 
+def check_room(what: str, needed: int, way_out: str) -> None:
+    """Refuse an array that does not fit in the memory of the host.
+
+    Raises:
+        InputError: it does not fit; the message gives the bytes needed and free.
+    """
+    if needed > ASSUMED_FREE and needed > (free := free_memory(torch.device("cpu"))):
+        raise InputError(
+            f"{what} need {readable_bytes(needed)}, and {readable_bytes(free)} are free; {way_out}"
+        )
+
+
 PCA = "fewer dimensions (extractor.pca)"
 
 
