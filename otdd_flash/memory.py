@@ -91,13 +91,16 @@ def readable_bytes(count: int) -> str:
     return f"{count} bytes"
 
 
-def check_room(what: str, needed: int, way_out: str) -> None:
-    """Refuse an array that does not fit in the memory of the host.
+HOST = torch.device("cpu")
+
+
+def check_room(what: str, needed: int, way_out: str, device: torch.device = HOST) -> None:
+    """Refuse arrays that do not fit in the memory of a device.
 
     Raises:
-        InputError: it does not fit; the message gives the bytes needed and free.
+        InputError: they do not fit; the message gives the bytes needed and free.
     """
-    if needed > ASSUMED_FREE and needed > (free := free_memory(torch.device("cpu"))):
+    if needed > ASSUMED_FREE and needed > (free := free_memory(device)):
         raise InputError(
             f"{what} need {readable_bytes(needed)}, and {readable_bytes(free)} are free; {way_out}"
         )
