@@ -146,6 +146,14 @@ class Encoded(NamedTuple):
         sets = LabelSets(tuple(names), torch.from_numpy(indicator[first].astype(np.bool_)))
         return cls(indices.reshape(-1).astype(np.int64), sets.set_names, sets)
 
+    def of_samples(self) -> dict[str, Any]:
+        """Return the labels as the fields of `LabeledSamples`, in tensors."""
+        tensors = {
+            name: None if part is None else torch.from_numpy(part)
+            for name, part in (("labels", self.labels), ("targets", self.targets))
+        }
+        return {**self._asdict(), **tensors}
+
     def kept(self, keep: Sequence[int]) -> tuple[NDArray[np.int64], Encoded]:
         """Return the rows that have one of these labels, and what is left of theirs.
 

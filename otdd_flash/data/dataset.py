@@ -234,20 +234,13 @@ class LabeledDataset:
         self, features: Tensor, feature_names: tuple[str, ...] | None = None
     ) -> LabeledSamples:
         """Return samples of these features (n, d), with everything else of the dataset."""
-        labels, weights, targets = (
-            None if part is None else torch.from_numpy(part)
-            for part in (self.labels, self.weights, self.targets)
-        )
         return LabeledSamples(
             features,
-            labels,
-            self.class_names,
-            weights,
+            weights=None if self.weights is None else torch.from_numpy(self.weights),
             name=self.name,
             subset_hash=self.subset_hash,
             feature_names=feature_names,
-            label_sets=self.label_sets,
-            targets=targets,
+            **self.encoded.of_samples(),
         )
 
 
