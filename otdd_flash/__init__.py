@@ -24,8 +24,8 @@ Conventions, the same everywhere:
 
 A name is imported at its first use (PEP 562), so importing the package imports no torch. Nothing
 reached from here imports Hydra; the commands, such as `python -m otdd_flash.distance`, do. A new
-public name needs an entry in `__all__`, in `_HOMES` and among the imports for type checkers. Users,
-`experiments` and `notebooks` import these names; modules of the package import each other.
+public name needs an entry in `_HOMES` and among the imports for type checkers. Users, `experiments`
+and `notebooks` import these names; modules of the package import each other.
 """
 
 from __future__ import annotations
@@ -59,125 +59,74 @@ from importlib import import_module  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
-    from otdd_flash import extractors, labels, nn
-    from otdd_flash.attention.attention import sinkhorn_attention
-    from otdd_flash.batched.doubly_stochastic import doubly_stochastic
-    from otdd_flash.batched.plans import SmallPlans, sinkhorn_plans
-    from otdd_flash.cost.compute import ComputeOptions
-    from otdd_flash.cost.ground import GroundCost
-    from otdd_flash.data.registry import load
-    from otdd_flash.derivatives.hessian import HessianProduct, SinkhornHessian, sinkhorn_hessian
-    from otdd_flash.derivatives.loss import sinkhorn_loss, sinkhorn_losses
-    from otdd_flash.derivatives.plan_system import CGOptions
-    from otdd_flash.derivatives.potentials import sinkhorn_potentials, transport_map
-    from otdd_flash.distributed.ranks import led
-    from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
-    from otdd_flash.extractors import embed
-    from otdd_flash.features.file_features import features_file
-    from otdd_flash.flows.checkpoint import Checkpoints
-    from otdd_flash.flows.flow import Callbacks, Flow
-    from otdd_flash.flows.result import FlowResult
-    from otdd_flash.flows.run import gradient_flow
-    from otdd_flash.flows.stepping import Stepping
-    from otdd_flash.labels import ClassDistances, JointClassDistances, class_distances
-    from otdd_flash.mixing.mixture import mixture
-    from otdd_flash.mixing.result import Mixture
-    from otdd_flash.operators.given_costs import CostBlocks
-    from otdd_flash.otdd import dataset_distance
-    from otdd_flash.pairwise import PairwiseResult, pairwise_distances
-    from otdd_flash.ranking.index import Index, index
-    from otdd_flash.ranking.race import Ranking, nearest
-    from otdd_flash.result import DistanceResult
-    from otdd_flash.samples import LabeledSamples
-    from otdd_flash.sampling.subsampling import (
-        NoiseFloor,
-        SubsampleInterval,
-        noise_floor,
-        subsample_interval,
-    )
-    from otdd_flash.shift.joint import shift_test, shift_windows
-    from otdd_flash.shift.result import ShiftReport
-    from otdd_flash.sliced import SlicedResult, sliced_distances
-    from otdd_flash.solver.geomloss import GeomlossSchedule
-    from otdd_flash.solver.matrix.gradients import matrix_loss, matrix_plan
-    from otdd_flash.solver.matrix.result import MatrixTransport
-    from otdd_flash.solver.matrix.transport import matrix_transport
-    from otdd_flash.solver.schedules import Converged, Exact
-    from otdd_flash.solver.solving import sinkhorn, sinkhorn_divergence
-    from otdd_flash.study.result import StudyResult
-    from otdd_flash.study.setup import Transfer
-    from otdd_flash.study.study import Study
-
-__all__ = [
-    "CGOptions",
-    "Callbacks",
-    "Checkpoints",
-    "ClassDistances",
-    "ComputeOptions",
-    "Converged",
-    "ConvergenceError",
-    "CostBlocks",
-    "DataNotice",
-    "DistanceResult",
-    "Exact",
-    "Flow",
-    "FlowResult",
-    "GeomlossSchedule",
-    "GroundCost",
-    "HessianProduct",
-    "Index",
-    "InputError",
-    "JointClassDistances",
-    "LabeledSamples",
-    "MatrixTransport",
-    "Mixture",
-    "NoiseFloor",
-    "NotConvergedWarning",
-    "PairwiseResult",
-    "Ranking",
-    "ShiftReport",
-    "SinkhornHessian",
-    "SlicedResult",
-    "SmallPlans",
-    "Stepping",
-    "Study",
-    "StudyResult",
-    "SubsampleInterval",
-    "Transfer",
-    "__version__",
-    "class_distances",
-    "dataset_distance",
-    "doubly_stochastic",
-    "embed",
-    "extractors",
-    "features_file",
-    "gradient_flow",
-    "index",
-    "labels",
-    "led",
-    "load",
-    "matrix_loss",
-    "matrix_plan",
-    "matrix_transport",
-    "mixture",
-    "nearest",
-    "nn",
-    "noise_floor",
-    "pairwise_distances",
-    "shift_test",
-    "shift_windows",
-    "sinkhorn",
-    "sinkhorn_attention",
-    "sinkhorn_divergence",
-    "sinkhorn_hessian",
-    "sinkhorn_loss",
-    "sinkhorn_losses",
-    "sinkhorn_plans",
-    "sinkhorn_potentials",
-    "sliced_distances",
-    "subsample_interval",
-    "transport_map",
-]
+    # `X as X` makes a name public to type checkers (PEP 484).
+    from otdd_flash import extractors as extractors
+    from otdd_flash import labels as labels
+    from otdd_flash import nn as nn
+    from otdd_flash.attention.attention import sinkhorn_attention as sinkhorn_attention
+    from otdd_flash.batched.doubly_stochastic import doubly_stochastic as doubly_stochastic
+    from otdd_flash.batched.plans import SmallPlans as SmallPlans
+    from otdd_flash.batched.plans import sinkhorn_plans as sinkhorn_plans
+    from otdd_flash.cost.compute import ComputeOptions as ComputeOptions
+    from otdd_flash.cost.ground import GroundCost as GroundCost
+    from otdd_flash.data.registry import load as load
+    from otdd_flash.derivatives.hessian import HessianProduct as HessianProduct
+    from otdd_flash.derivatives.hessian import SinkhornHessian as SinkhornHessian
+    from otdd_flash.derivatives.hessian import sinkhorn_hessian as sinkhorn_hessian
+    from otdd_flash.derivatives.loss import sinkhorn_loss as sinkhorn_loss
+    from otdd_flash.derivatives.loss import sinkhorn_losses as sinkhorn_losses
+    from otdd_flash.derivatives.plan_system import CGOptions as CGOptions
+    from otdd_flash.derivatives.potentials import sinkhorn_potentials as sinkhorn_potentials
+    from otdd_flash.derivatives.potentials import transport_map as transport_map
+    from otdd_flash.distributed.ranks import led as led
+    from otdd_flash.errors import ConvergenceError as ConvergenceError
+    from otdd_flash.errors import DataNotice as DataNotice
+    from otdd_flash.errors import InputError as InputError
+    from otdd_flash.errors import NotConvergedWarning as NotConvergedWarning
+    from otdd_flash.extractors import embed as embed
+    from otdd_flash.features.file_features import features_file as features_file
+    from otdd_flash.flows.checkpoint import Checkpoints as Checkpoints
+    from otdd_flash.flows.flow import Callbacks as Callbacks
+    from otdd_flash.flows.flow import Flow as Flow
+    from otdd_flash.flows.result import FlowResult as FlowResult
+    from otdd_flash.flows.run import gradient_flow as gradient_flow
+    from otdd_flash.flows.stepping import Stepping as Stepping
+    from otdd_flash.labels import ClassDistances as ClassDistances
+    from otdd_flash.labels import JointClassDistances as JointClassDistances
+    from otdd_flash.labels import class_distances as class_distances
+    from otdd_flash.mixing.mixture import mixture as mixture
+    from otdd_flash.mixing.result import Mixture as Mixture
+    from otdd_flash.operators.given_costs import CostBlocks as CostBlocks
+    from otdd_flash.otdd import dataset_distance as dataset_distance
+    from otdd_flash.pairwise import PairwiseResult as PairwiseResult
+    from otdd_flash.pairwise import pairwise_distances as pairwise_distances
+    from otdd_flash.ranking.index import Index as Index
+    from otdd_flash.ranking.index import index as index
+    from otdd_flash.ranking.race import Ranking as Ranking
+    from otdd_flash.ranking.race import nearest as nearest
+    from otdd_flash.result import DistanceResult as DistanceResult
+    from otdd_flash.samples import LabeledSamples as LabeledSamples
+    from otdd_flash.sampling.subsampling import NoiseFloor as NoiseFloor
+    from otdd_flash.sampling.subsampling import SubsampleInterval as SubsampleInterval
+    from otdd_flash.sampling.subsampling import noise_floor as noise_floor
+    from otdd_flash.sampling.subsampling import subsample_interval as subsample_interval
+    from otdd_flash.shift.joint import shift_test as shift_test
+    from otdd_flash.shift.joint import shift_windows as shift_windows
+    from otdd_flash.shift.result import ShiftReport as ShiftReport
+    from otdd_flash.sliced import SlicedResult as SlicedResult
+    from otdd_flash.sliced import sliced_distances as sliced_distances
+    from otdd_flash.solver.geomloss import GeomlossSchedule as GeomlossSchedule
+    from otdd_flash.solver.matrix.gradients import matrix_loss as matrix_loss
+    from otdd_flash.solver.matrix.gradients import matrix_plan as matrix_plan
+    from otdd_flash.solver.matrix.result import MatrixTransport as MatrixTransport
+    from otdd_flash.solver.matrix.transport import matrix_transport as matrix_transport
+    from otdd_flash.solver.schedules import Converged as Converged
+    from otdd_flash.solver.schedules import Exact as Exact
+    from otdd_flash.solver.solving import sinkhorn as sinkhorn
+    from otdd_flash.solver.solving import sinkhorn_divergence as sinkhorn_divergence
+    from otdd_flash.study.result import StudyResult as StudyResult
+    from otdd_flash.study.setup import Transfer as Transfer
+    from otdd_flash.study.study import Study as Study
 
 # The module that defines each name, and the modules that are public themselves.
 _HOMES = {
@@ -251,6 +200,8 @@ _MODULES = ("extractors", "labels", "nn")
 
 if not TYPE_CHECKING:
     # Hidden from type checkers, which would otherwise accept any name of this module.
+    __all__ = sorted(("__version__", *_MODULES, *_HOMES))
+
     def __getattr__(name: str) -> Any:
         """Import the definition of a public name at its first use."""
         if name in _MODULES:
@@ -262,6 +213,5 @@ if not TYPE_CHECKING:
         globals()[name] = value
         return value
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    def __dir__() -> list[str]:
+        return __all__

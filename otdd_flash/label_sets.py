@@ -4,8 +4,8 @@ Rows with several labels are rows of one class each, the class of all rows with 
 `LabelSets` says which of the V labels are in each of the S distinct sets. So all that follows
 classes, such as draws, layouts and files, follows sets. Numbers are float64 targets (n, q).
 
-`samples` calls `encode_rows`, `data.dataset` its parts, `data.arrays` `split_text`; `labels.pairs`
-and `operators.label_costs` read the shares of a set; results and flows show the labels of rows.
+`samples` and `data.dataset` call `encode_rows`, `data.arrays` `split_text`; `labels.pairs` and
+`operators.label_costs` read the shares of a set; results and flows show the labels of rows.
 
 A change must keep sets in an order that their members alone decide, as fingerprints hold it.
 """
@@ -26,14 +26,15 @@ from torch import Tensor
 from otdd_flash.checks import shown
 from otdd_flash.errors import InputError
 from otdd_flash.raw_labels import (
+    check_one_dimensional,
     columns_of,
     encode_labels,
     missing_labels,
-    missing_rows,
     names_of_columns,
     raw_values,
     rounded,
     rows_shown,
+    without_fractions,
 )
 
 # Between the labels of a set, in its name.
@@ -145,29 +146,97 @@ class Encoded(NamedTuple):
         sets = LabelSets(tuple(names), torch.from_numpy(indicator[first].astype(np.bool_)))
         return cls(indices.reshape(-1).astype(np.int64), sets.set_names, sets)
 
-    def kept(self, keep: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], Encoded]:
-        """Return the rows that have one of these labels (V,), and what is left of theirs."""
-        assert self.label_sets is not None
-        indicator = self.label_sets.members.numpy()[self.labels][:, keep]
+    def of_samples(self) -> dict[str, Any]:
+        """Return the labels as the fields of `LabeledSamples`, in tensors."""
+        tensors = {
+            name: None if part is None else torch.from_numpy(part)
+            for name, part in (("labels", self.labels), ("targets", self.targets))
+        }
+        return {**self._asdict(), **tensors}
+
+    def kept(self, keep: Sequence[int]) -> tuple[NDArray[np.int64], Encoded]:
+        """Return the rows that have one of these labels, and what is left of theirs.
+
+        Labels are renumbered in the given order, and rows of one class have one label.
+        """
+        assert self.labels is not None
+        if self.label_sets is None:
+            names = tuple(self.class_names[label] for label in keep)
+            renumber = np.full(len(self.class_names), -1, dtype=np.int64)
+            renumber[list(keep)] = np.arange(len(keep))
+            labels = renumber[self.labels]
+            rows = np.flatnonzero(labels >= 0)
+            return rows, Encoded(labels[rows], names)
+        indicator = self.label_sets.members.numpy()[self.labels][:, list(keep)]
         rows = np.flatnonzero(indicator.any(1))
-        names = [self.label_sets.names[label] for label in keep]
-        return rows, Encoded.of_indicator(indicator[rows], names)
+        return rows, Encoded.of_indicator(
+            indicator[rows], [self.label_sets.names[label] for label in keep]
+        )
 
 
-def encode_rows(labels: Any) -> Encoded:
+def encode_rows(
+    labels: Any, class_names: Sequence[str] | None = None
+) -> tuple[Encoded, NDArray[np.bool_]]:
     """Read raw labels: of classes as `encode_labels`, several for a row, or numbers.
 
+    Args:
+        labels: of n rows, as their source stores them.
+        class_names: names of labels that are indices, of which a negative one is missing; if all
+            are negative, the rows are unlabelled. None: classes are told apart by their values.
+
+    Returns:
+        The labels of the rows that have some, and which rows (n,) have none.
+
     Raises:
-        InputError: they are none of these, some are missing, or a row has no label.
+        InputError: they are none of these, or beyond the names.
     """
-    if (several := several_of(labels)) is not None:
-        return Encoded.of_indicator(*several)
+    if (several := several_of(labels, class_names)) is not None:
+        indicator, names = several
+        missing = np.asarray(~indicator.any(1))
+        return Encoded.of_indicator(indicator[~missing], names), missing
     values = raw_values(rows_of_floats(labels))
+    floats = values.ndim == 2 and values.dtype.kind == "f"
+    if not floats or numbers_of(np.nan_to_num(values)) is None:
+        check_one_dimensional(labels, values)
+    missing = missing_labels(values)
+    if values.ndim == 2:
+        missing = np.asarray(missing.any(1))
+    elif class_names is not None and values.dtype.kind == "i" and (values >= 0).any():
+        missing = values < 0
+    if missing.any():
+        if missing.all():
+            return Encoded(None, ()), missing
+        values = raw_values(values[~missing])
+    if class_names is not None:
+        return _of_indices(values, class_names), missing
     if (targets := numbers_of(values)) is not None:
-        return Encoded(None, (), targets=targets)
-    if values.ndim == 2 and values.dtype.kind == "f" and (missing := missing_labels(values)).any():
-        raise InputError(f"{missing_rows(np.asarray(missing.any(1)))}; {HOW_TO_DROP}")
-    return Encoded(*encode_labels(labels))
+        return Encoded(None, (), targets=targets), missing
+    return Encoded(*encode_labels(values)), missing
+
+
+def _of_indices(values: NDArray[Any], class_names: Sequence[str]) -> Encoded:
+    """Return indices of names as labels; if all are negative, there are none."""
+    values = without_fractions(values)
+    if values.dtype.kind not in "iub":
+        raise InputError(f"labels must be class indices, got {values.dtype}")
+    if values.size and int(values.max()) < 0:
+        return Encoded(None, ())
+    # Checked before the conversion, which could wrap the largest labels.
+    check_range(values, len(class_names))
+    return Encoded(values.astype(np.int64), tuple(map(str, class_names)))
+
+
+def check_range(labels: NDArray[Any], count: int) -> None:
+    """Refuse class indices that are not in [0, count).
+
+    Raises:
+        InputError: there are such indices.
+    """
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= count:
+        raise InputError(
+            f"labels must lie in [0, {count}), one per class name, got {low} to {high}"
+        )
 
 
 def numbers_of(values: NDArray[Any]) -> NDArray[np.float64] | None:

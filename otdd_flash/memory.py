@@ -91,6 +91,21 @@ def readable_bytes(count: int) -> str:
     return f"{count} bytes"
 
 
+HOST = torch.device("cpu")
+
+
+def check_room(what: str, needed: int, way_out: str, device: torch.device = HOST) -> None:
+    """Refuse arrays that do not fit in the memory of a device.
+
+    Raises:
+        InputError: they do not fit; the message gives the bytes needed and free.
+    """
+    if needed > ASSUMED_FREE and needed > (free := free_memory(device)):
+        raise InputError(
+            f"{what} need {readable_bytes(needed)}, and {readable_bytes(free)} are free; {way_out}"
+        )
+
+
 PCA = "fewer dimensions (extractor.pca)"
 
 

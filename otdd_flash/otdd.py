@@ -225,15 +225,13 @@ def dataset_distance(
     x, y = comparison.transformed
     # Only a Sinkhorn metric without an epsilon of its own changes: it gets one here.
     metric = settled_metric(metric, epsilon, class_statistics or (x, y), comparison.streaming)
-    measure = metric
     # Points that are streamed are in the memory of this process alone, which then measures without
     # the other ranks.
-    if ranks is not None and comparison.streaming is None:
-        measure = measured_by_ranks(metric, ranks)
+    measuring = ranks if comparison.streaming is None else None
     table = measure_classes(
         x,
         y,
-        measure,
+        measured_by_ranks(metric, measuring),
         statistics=class_statistics,
         cache_dir=cache_dir,
         progress=class_progress,

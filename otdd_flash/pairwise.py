@@ -188,9 +188,7 @@ def pairwise_distances(
         table = gromov_table(sides, metric)
     elif class_distances is None:
         metric = settled_metric(metric, epsilon, comparison.transformed, comparison.streaming)
-        measure = metric
-        if compute.group is not None and comparison.streaming is None:
-            measure = measured_by_ranks(metric, compute.group)
+        measure = measured_by_ranks(metric, compute.group if comparison.streaming is None else None)
         table = measure_all(
             comparison.transformed, measure, cache_dir=cache_dir, progress=class_progress
         )

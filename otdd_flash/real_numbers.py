@@ -26,7 +26,7 @@ from torch import Tensor
 
 from otdd_flash.checks import check_numbers, shown
 from otdd_flash.errors import InputError
-from otdd_flash.memory import ASSUMED_FREE, free_memory, readable_bytes
+from otdd_flash.memory import check_room
 from otdd_flash.raw_labels import (
     Column,
     columns_of,
@@ -95,18 +95,6 @@ def dense(what: str, values: Any) -> Any:
         "take fewer rows, or fewer columns, such as by sklearn.decomposition.TruncatedSVD",
     )
     return values.to_dense() if isinstance(values, Tensor) else values.toarray()
-
-
-def check_room(what: str, needed: int, way_out: str) -> None:
-    """Refuse an array that does not fit in the memory of the host.
-
-    Raises:
-        InputError: it does not fit; the message gives the bytes needed and free.
-    """
-    if needed > ASSUMED_FREE and needed > (free := free_memory(torch.device("cpu"))):
-        raise InputError(
-            f"{what} need {readable_bytes(needed)}, and {readable_bytes(free)} are free; {way_out}"
-        )
 
 
 def in_one_row(tensor: Tensor) -> Tensor:

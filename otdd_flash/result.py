@@ -250,9 +250,8 @@ class DistanceResult:
         to sum to 1, without the rounding error of the sum, or to the mass that moves if marginals
         are relaxed.
         """
-        per_row = self._applied(self._one_hot(self.target)).values
-        per_row = per_row.double()
-        coupling = self._one_hot(self.source).double().to(per_row.device).T @ per_row
+        per_row = self._applied(self.target.shares.float()).values.double()
+        coupling = self.source.shares.to(per_row.device).T @ per_row
         return (coupling / coupling.sum() if self.constraints.exact else coupling).cpu()
 
     @computes
@@ -575,13 +574,6 @@ class DistanceResult:
             comparison = comparison.unweighted(0)
         # Precision `fast` rounds the points for its passes, and potentials are of unrounded points.
         return comparison.operator("xy", keep_scores=False).refined
-
-    def _one_hot(self, samples: LabeledSamples) -> Tensor:
-        if samples.labels is None:
-            return torch.ones(len(samples), 1)
-        if samples.label_sets is not None:
-            return samples.shares.float()
-        return torch.nn.functional.one_hot(samples.labels, samples.class_total).float()
 
     def _gromov_summary(self) -> dict[str, Any]:
         assert self.gromov is not None

@@ -34,7 +34,7 @@ from otdd_flash.eager import check_transforms, own_settings, untraced
 from otdd_flash.errors import InputError, placed, prefixed
 from otdd_flash.features.file_features import FileFeatures, row_blocks
 from otdd_flash.fingerprint import Mark, fingerprint, mark_of
-from otdd_flash.label_sets import Encoded, LabelSets, encode_rows, several_of
+from otdd_flash.label_sets import HOW_TO_DROP, Encoded, LabelSets, encode_rows, several_of
 from otdd_flash.raw_labels import (
     check_unrounded,
     missing_rows,
@@ -163,11 +163,9 @@ class LabeledSamples:
                 f"labels are an indicator of {len(several[1])} labels, and class_names has "
                 f"{len(names)}; give one name a column"
             )
-        found = Encoded.of_indicator(*several)
-        assert found.labels is not None
-        for name in ("class_names", "label_sets"):
-            object.__setattr__(self, name, getattr(found, name))
-        object.__setattr__(self, "labels", torch.from_numpy(found.labels))
+        found = Encoded.of_indicator(*several).of_samples()
+        for name in ("labels", "class_names", "label_sets"):
+            object.__setattr__(self, name, found[name])
 
     def __repr__(self) -> str:
         """Return name and sizes, without tensors."""
@@ -215,16 +213,10 @@ class LabeledSamples:
         list of lists or sets of labels; lists of equal length with only 0 and 1 are read as an
         indicator. Floats with fractions, (n,) or (n, q), become `targets`.
         """
-        found = encode_rows(labels)
-        return cls(
-            features,
-            None if found.labels is None else torch.from_numpy(found.labels),
-            found.class_names,
-            weights,
-            name=name,
-            label_sets=found.label_sets,
-            targets=None if found.targets is None else torch.from_numpy(found.targets),
-        )
+        found, missing = encode_rows(labels)
+        if missing.any():
+            raise InputError(f"{missing_rows(missing)}; {HOW_TO_DROP}")
+        return cls(features, weights=weights, name=name, **found.of_samples())
 
     def __len__(self) -> int:
         return self.features.shape[0]
@@ -370,15 +362,10 @@ class LabeledSamples:
         if self.label_sets is None:
             return self.keep_classes(keep)
         assert self.labels is not None
-        rows, found = Encoded(self.labels.cpu().numpy(), self.class_names, self.label_sets).kept(
-            keep
-        )
-        assert found.labels is not None
+        given = Encoded(self.labels.cpu().numpy(), self.class_names, self.label_sets)
+        rows, found = given.kept(keep)
         kept = self if len(rows) == len(self) else self.take(torch.from_numpy(rows))
-        labels = torch.from_numpy(found.labels)
-        return replace(
-            kept, labels=labels, class_names=found.class_names, label_sets=found.label_sets
-        )
+        return replace(kept, **found.of_samples())
 
     @takes()
     def keep_classes(self, keep: Sequence[Index]) -> LabeledSamples:

@@ -65,6 +65,7 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.files.atomic import json_content
 from otdd_flash.labels.measuring import as_datasets
+from otdd_flash.labels.pairs import symmetric_table
 from otdd_flash.labels.table import distinct_names
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.samples import (
@@ -212,8 +213,7 @@ class Projected:
         self.name, self.features, self.labels = samples.name, samples.features, samples.labels
         # Equal masses need no order, and their steps are the same for every draw.
         self.masses = None if bool((masses == masses[0]).all()) else masses
-        one_hot = torch.nn.functional.one_hot(samples.labels, samples.class_total).double()
-        weighted = one_hot * masses.unsqueeze(1)
+        weighted = samples.shares * masses.unsqueeze(1)
         # A class without rows would be divided by 0; no row uses its moments.
         self._shares = weighted / weighted.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
 
@@ -476,8 +476,10 @@ class SlicedResult:
         means, errors = draws.mean(1), draws.std(1) / math.sqrt(count)
         lower, upper = intervals(draws)
         of_little_use = (heavy(draws) | upper.isnan()).double()
+        pairs = torch.triu_indices(len(names), len(names), 1).T
         values, spread, lower, upper, wide = (
-            _symmetric(part, len(names)) for part in (means, errors, lower, upper, of_little_use)
+            symmetric_table(part, pairs, len(names))
+            for part in (means, errors, lower, upper, of_little_use)
         )
         result = cls(values, spread, lower, upper, tuple(names), count, seed)
         result._warn(wide)
@@ -579,14 +581,6 @@ def heavy(draws: Tensor) -> Tensor:
     """Return whether the largest draws carry most of the sum, (P,) bool of draws (P, L)."""
     largest = draws.topk(math.ceil(HEAVY_DRAWS * draws.shape[1]), 1).values.sum(1)
     return largest > HEAVY_SHARE * draws.sum(1)
-
-
-def _symmetric(values: Tensor, count: int) -> Tensor:
-    """Fill a symmetric (K, K) table with values of the pairs and a diagonal of 0."""
-    table = torch.zeros(count, count, dtype=torch.float64)
-    rows, columns = torch.triu_indices(count, count, 1)
-    table[rows, columns] = table[columns, rows] = values
-    return table
 
 
 # Lighter tails do no harm; the squared lengths of Gaussian vectors reach this index.

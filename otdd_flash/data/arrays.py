@@ -130,16 +130,12 @@ def read_arrays(
     found["inputs"], modality = as_inputs(found["inputs"], str(file))
     if found.get("weights") is None:
         found["weights"] = request.masses()
-    targets = found.pop("targets", None)
-    dataset = LabeledDataset.from_raw(
+    return LabeledDataset.from_raw(
         **{"labels": None, **found},
         modality=modality,
         name=file.stem,
         drop_unlabelled=drop_unlabelled,
     )
-    if targets is None:
-        return dataset
-    return dataset.with_targets(targets, drop_unlabelled=drop_unlabelled)
 
 
 def read_npy(path: Path) -> NDArray[Any]:

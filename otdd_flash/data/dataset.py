@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,27 +32,19 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 
 from otdd_flash import checks
 from otdd_flash.errors import DataNotice, InputError, choose, placed, warn
 from otdd_flash.label_sets import (
     Encoded,
     LabelSets,
+    check_range,
+    encode_rows,
     named_numbers,
-    numbers_of,
-    rows_of_floats,
-    several_of,
 )
 from otdd_flash.offline import RefusedAddress, is_address
-from otdd_flash.raw_labels import (
-    check_one_dimensional,
-    encode_labels,
-    missing_labels,
-    missing_rows,
-    raw_values,
-    without_fractions,
-)
+from otdd_flash.raw_labels import missing_rows
 from otdd_flash.real_numbers import (
     LARGEST_INTEGER,
     check_integers,
@@ -119,7 +110,8 @@ class LabeledDataset:
         if self.labels is not None:
             if self.targets is not None:
                 raise InputError(f"{self.name}: {BOTH_KINDS}")
-            _check_range(self.labels, self.class_names, self.name)
+            with placed(self.name):
+                check_range(self.labels, len(self.class_names))
         if len(self.rows) == 0:
             object.__setattr__(self, "rows", np.arange(n))
 
@@ -129,6 +121,7 @@ class LabeledDataset:
         inputs: Sequence[Any] | NDArray[Any],
         labels: ArrayLike | None,
         *,
+        targets: NDArray[np.float64] | None = None,
         modality: Modality,
         name: str,
         class_names: Sequence[str] | None = None,
@@ -143,7 +136,8 @@ class LabeledDataset:
         With `class_names` the labels are indices into them, and labels that are all negative mean
         an unlabelled split (a common convention for hidden test labels). Without, the classes are
         the distinct integer or string labels in sorted order; whole numbers in floats are integers.
-        Rows with several labels, and numbers, are read as by `label_sets.encode_rows`.
+        Rows with several labels, and numbers, are read as by `label_sets.encode_rows`. `targets`
+        (n, q) are numbers whatever they are, in place of labels.
 
         Rows without a label (None, NaN, a negative index) are left out if `drop_unlabelled` is
         true; it is None for a source without that option.
@@ -158,27 +152,19 @@ class LabeledDataset:
         known_rows = np.arange(len(inputs)) if rows is None else rows
         about: dict[str, Any] = {"choices": choices, "feature_names": feature_names}
         dataset = cls(inputs, None, (), masses, modality, name, rows=known_rows, **about)
-        if labels is None:
+        if targets is not None:
+            missing = np.asarray(np.isnan(targets).any(1))
+            found = Encoded(None, (), targets=targets[~missing])
+        elif labels is not None:
+            with placed(name):
+                found, missing = encode_rows(labels, class_names)
+        else:
             return dataset
-        if (several := several_of(labels, class_names)) is not None:
-            indicator, known = several
-            without = np.asarray(~indicator.any(1))
-            if without.any():
-                kept = _labelled_rows(without, dataset, drop=drop_unlabelled)
-                dataset, indicator = dataset.take(kept), indicator[kept]
-            found = Encoded.of_indicator(indicator, known)
-            return dataset.labelled(found)
-        values = raw_values(rows_of_floats(labels))
-        floats = values.ndim == 2 and values.dtype.kind == "f"
-        if not floats or numbers_of(np.nan_to_num(values)) is None:
-            check_one_dimensional(labels, values)
-        if (missing := _missing(values, class_names)).any():
-            kept = _labelled_rows(missing, dataset, drop=drop_unlabelled)
-            dataset, values = dataset.take(kept), raw_values(values[kept])
-        if class_names is None and (targets := numbers_of(values)) is not None:
-            return dataset.labelled(Encoded(None, (), targets=targets))
-        indices, names = _number(values, class_names, name)
-        return replace(dataset, labels=indices, class_names=names)
+        if missing.any():
+            dataset = dataset.take(_labelled_rows(missing, dataset, drop=drop_unlabelled))
+        if found.labels is None and found.targets is None:
+            warn(f"{name}: all its labels are negative, and it is taken as unlabelled", DataNotice)
+        return dataset.labelled(found)
 
     def numbered(self) -> LabeledDataset:
         """Return the dataset with numbers in place of classes that are named by them."""
@@ -187,19 +173,15 @@ class LabeledDataset:
             return self
         return self.labelled(Encoded(None, (), targets=values[self.labels]))
 
-    def with_targets(
-        self, targets: NDArray[np.float64], *, drop_unlabelled: bool | None
-    ) -> LabeledDataset:
-        """Return the dataset with numbers (n, q) for its labels; rows with NaN count as unlabelled.
+    @property
+    def encoded(self) -> Encoded:
+        """The labels of all rows."""
+        return Encoded(self.labels, self.class_names, self.label_sets, self.targets)
 
-        Raises:
-            InputError: some are missing and may not be dropped, see `from_raw`.
-        """
-        dataset, missing = self, np.asarray(np.isnan(targets).any(1))
-        if missing.any():
-            kept = _labelled_rows(missing, self, drop=drop_unlabelled)
-            dataset, targets = self.take(kept), targets[kept]
-        return dataset.labelled(Encoded(None, (), targets=targets))
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Names of the labels, of which a row may have several."""
+        return self.class_names if self.label_sets is None else self.label_sets.names
 
     def labelled(self, found: Encoded) -> LabeledDataset:
         """Return the dataset with labels of n rows of any kind.
@@ -252,20 +234,13 @@ class LabeledDataset:
         self, features: Tensor, feature_names: tuple[str, ...] | None = None
     ) -> LabeledSamples:
         """Return samples of these features (n, d), with everything else of the dataset."""
-        labels, weights, targets = (
-            None if part is None else torch.from_numpy(part)
-            for part in (self.labels, self.weights, self.targets)
-        )
         return LabeledSamples(
             features,
-            labels,
-            self.class_names,
-            weights,
+            weights=None if self.weights is None else torch.from_numpy(self.weights),
             name=self.name,
             subset_hash=self.subset_hash,
             feature_names=feature_names,
-            label_sets=self.label_sets,
-            targets=targets,
+            **self.encoded.of_samples(),
         )
 
 
@@ -294,30 +269,6 @@ def concatenate(parts: Sequence[LabeledDataset], name: str) -> LabeledDataset:
     )
 
 
-def _number(
-    values: NDArray[Any], class_names: Sequence[str] | None, name: str
-) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
-    if class_names is None:
-        return encode_labels(values)
-    values = without_fractions(values)
-    if values.dtype.kind not in "iub":
-        raise InputError(f"{name}: labels must be class indices, got {values.dtype}")
-    if values.size and int(values.max()) < 0:
-        warn(f"{name}: all its labels are negative, and it is taken as unlabelled", DataNotice)
-        return None, ()
-    # The range is checked first, as the conversion could wrap the largest labels.
-    _check_range(values, class_names, name)
-    return values.astype(np.int64), tuple(str(class_name) for class_name in class_names)
-
-
-def _missing(values: NDArray[Any], class_names: Sequence[str] | None) -> NDArray[np.bool_]:
-    """Return which labels are missing: None, NaN, or a negative class index."""
-    if class_names is None or values.dtype.kind != "i" or not (values >= 0).any():
-        missing = missing_labels(values)
-        return np.asarray(missing.reshape(len(values), -1).any(1)) if len(values) else missing
-    return values < 0
-
-
 def _labelled_rows(
     missing: NDArray[np.bool_], dataset: LabeledDataset, *, drop: bool | None
 ) -> NDArray[np.int64]:
@@ -340,15 +291,6 @@ def _labelled_rows(
     return np.flatnonzero(~missing)
 
 
-def _check_range(labels: NDArray[Any], class_names: Sequence[str], name: str) -> None:
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= len(class_names):
-        raise InputError(
-            f"{name}: labels must lie in [0, {len(class_names)}), one per class name, "
-            f"got {low} to {high}"
-        )
-
-
 def _as_masses(values: ArrayLike, name: str) -> NDArray[np.float64]:
     with placed(name):
         given = in_double("weights", real_tensor("weights", values)).detach().cpu()
@@ -367,19 +309,12 @@ def take_inputs(inputs: Sequence[Any] | NDArray[Any], rows: NDArray[np.int64]) -
     return [inputs[row] for row in rows.tolist()]
 
 
-def join_inputs(parts: Sequence[Sequence[Any] | NDArray[Any]]) -> Any:
+def join_inputs(parts: Sequence[Any]) -> Any:
     """Join several sequences of inputs; unread ones stay unread."""
-    arrays = [part for part in parts if isinstance(part, np.ndarray)]
-    if len(arrays) == len(parts):
-        return np.concatenate(arrays)
-    *starts, count = np.cumsum([0, *map(len, parts)]).tolist()
-    return LazyItems(partial(_of_parts, parts, starts), np.arange(count))
-
-
-def _of_parts(parts: Sequence[Any], starts: Sequence[int], row: int) -> Any:
-    """Read one row of several sequences in turn, of which `starts` are the first rows."""
-    part = bisect_right(starts, row) - 1
-    return parts[part][row - starts[part]]
+    if all(isinstance(part, np.ndarray) for part in parts):
+        return np.concatenate(parts)
+    joined = ConcatDataset[Any](parts)
+    return LazyItems(joined.__getitem__, np.arange(len(joined)))
 
 
 class LazyItems(Sequence[Any]):

@@ -72,10 +72,10 @@ from otdd_flash.data.image_datasets import known_labels, stored_images
 from otdd_flash.data.images import plain_item
 from otdd_flash.data.subset import subset
 from otdd_flash.errors import DataNotice, InputError, UserCodeError, placed, prefixed, warn
-from otdd_flash.memory import ASSUMED_FREE
+from otdd_flash.memory import ASSUMED_FREE, check_room
 from otdd_flash.plugins import user_code
 from otdd_flash.raw_labels import names_of_columns, raw_values, without_fractions
-from otdd_flash.real_numbers import check_room, dense, exact_array, real_tensor
+from otdd_flash.real_numbers import dense, exact_array, real_tensor
 from otdd_flash.samples import LabeledSamples, SamplesOrArrays
 from otdd_flash.shown import listing
 

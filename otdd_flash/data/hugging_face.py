@@ -179,9 +179,10 @@ def labeled_table(
         stored = table.select_columns(columns).with_format("arrow")
         fetch = partial(_item, stored, table.features[columns[0]], request.download, path)
         inputs = LazyItems(fetch, np.arange(len(table)))
-    found = LabeledDataset.from_raw(
+    return LabeledDataset.from_raw(
         inputs,
         labels,
+        targets=targets,
         class_names=class_names,
         weights=request.masses() if weights is None else _values(table, weights),
         modality=modality,
@@ -190,9 +191,6 @@ def labeled_table(
         choices=choices,
         feature_names=feature_names,
     )
-    if targets is None:
-        return found
-    return found.with_targets(targets, drop_unlabelled=drop_unlabelled)
 
 
 def _open(request: Request, path: str, config: str | None) -> tuple[Any, list[str]]:

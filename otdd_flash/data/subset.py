@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.errors import DataNotice, InputError, warn
-from otdd_flash.label_sets import Encoded
 from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples
 from otdd_flash.shown import display, listing
 
@@ -53,8 +52,10 @@ def subset(
             left, or `max_samples` is below the number of classes.
     """
     if classes is not None:
-        dataset = _keep_classes(dataset, classes)
-    return _draw(_without_empty_classes(dataset), max_samples, seed)
+        dataset = _keep_labels(dataset, _chosen(dataset, classes))
+    elif dataset.labels is not None:
+        dataset = _keep_labels(dataset, range(len(dataset.label_names)))
+    return _draw(dataset, max_samples, seed)
 
 
 def stratified_rows(
@@ -113,9 +114,8 @@ def _draw(dataset: LabeledDataset, max_samples: int | None, seed: int) -> Labele
     return dataset.take(stratified_rows(dataset.labels, max_samples, generator))
 
 
-def _keep_classes(
-    dataset: LabeledDataset, classes: Sequence[str | int] | str | int
-) -> LabeledDataset:
+def _chosen(dataset: LabeledDataset, classes: Sequence[str | int] | str | int) -> list[int]:
+    """Return the numbers of the classes, or labels, that a user chooses."""
     if dataset.targets is not None:
         raise InputError(
             f"classes={classes}: {dataset.name} has numbers and no classes; leave classes out, or "
@@ -130,21 +130,11 @@ def _keep_classes(
     keep = [_class_index(entry, dataset) for entry in wanted]
     if len(set(keep)) < len(keep):
         raise InputError(f"classes={wanted} names a class twice")
-    if dataset.label_sets is not None:
-        return _keep_labels(dataset, keep)
-    renumber = np.full(len(dataset.class_names), -1, dtype=np.int64)
-    renumber[keep] = np.arange(len(keep))
-    labels = renumber[dataset.labels]
-    names = tuple(dataset.class_names[index] for index in keep)
-    rows = np.flatnonzero(labels >= 0)
-    if rows.size == 0:
-        raise InputError(f"{dataset.name} is empty: no rows are of the classes {listing(names)}")
-    return replace(dataset.take(rows), labels=labels[rows], class_names=names)
+    return keep
 
 
 def _class_index(entry: Any, dataset: LabeledDataset) -> int:
-    sets = dataset.label_sets
-    names = dataset.class_names if sets is None else sets.names
+    names = dataset.label_names
     if str(entry) in names:
         return names.index(str(entry))
     if isinstance(entry, int | np.integer) and 0 <= entry < len(names):
@@ -156,41 +146,29 @@ def _class_index(entry: Any, dataset: LabeledDataset) -> int:
 
 
 def _keep_labels(dataset: LabeledDataset, keep: Sequence[int]) -> LabeledDataset:
-    """Keep some labels, and the rows that have one; labels without rows are left out."""
-    sets, labels = dataset.label_sets, dataset.labels
-    assert sets is not None
-    assert labels is not None
-    there = sets.members[np.unique(labels)].any(0).numpy()[list(keep)]
-    names = [sets.names[label] for label in keep]
-    if not there.any():
-        raise InputError(f"{dataset.name} is empty: no rows are of the classes {listing(names)}")
-    if absent := [name for name, kept in zip(names, there, strict=True) if not kept]:
+    """Keep some labels, and the rows that have one; labels without rows are left out.
+
+    Warns:
+        DataNotice: some labels have no rows.
+    """
+    assert dataset.labels is not None
+    sets, names = dataset.label_sets, dataset.label_names
+    present = set(np.unique(dataset.labels).tolist())
+    if sets is not None:
+        present = set(sets.members[list(present)].any(0).nonzero().squeeze(1).tolist())
+    there = [label for label in keep if label in present]
+    if not there:
+        chosen = listing([names[label] for label in keep])
+        raise InputError(f"{dataset.name} is empty: no rows are of the classes {chosen}")
+    if absent := [names[label] for label in keep if label not in present]:
+        what = "classes" if sets is None else "labels"
         warn(
-            f"{dataset.name}: {len(absent)} of {len(names)} labels have no rows and are left out: "
+            f"{dataset.name}: {len(absent)} of {len(keep)} {what} have no rows and are left out: "
             f"{listing(absent, 10)}",
             DataNotice,
         )
-    rows, found = Encoded(labels, dataset.class_names, sets).kept(np.array(keep)[there])
-    return (dataset if len(rows) == len(labels) else dataset.take(rows)).labelled(found)
-
-
-def _without_empty_classes(dataset: LabeledDataset) -> LabeledDataset:
-    """Drop classes without rows, with a notice, and renumber the labels of the others."""
-    if dataset.label_sets is not None:
-        return _keep_labels(dataset, range(len(dataset.label_sets.names)))
-    if dataset.labels is None:
-        return dataset
-    present, labels = np.unique(dataset.labels, return_inverse=True)
-    if len(present) == len(dataset.class_names):
-        return dataset
-    absent = [name for c, name in enumerate(dataset.class_names) if c not in set(present.tolist())]
-    warn(
-        f"{dataset.name}: {len(absent)} of {len(dataset.class_names)} classes have no rows and are "
-        f"left out: {listing(absent, 10)}",
-        DataNotice,
-    )
-    names = tuple(dataset.class_names[c] for c in present.tolist())
-    return replace(dataset, labels=labels.astype(np.int64), class_names=names)
+    rows, found = dataset.encoded.kept(there)
+    return (dataset if len(rows) == len(dataset) else dataset.take(rows)).labelled(found)
 
 
 def with_pseudo_labels(samples: LabeledSamples, k: int, seed: int = 0) -> LabeledSamples:

@@ -58,8 +58,8 @@ from otdd_flash.extractors.plain import (
     require_same_shape,
 )
 from otdd_flash.files.cache import TensorCache
+from otdd_flash.memory import check_room
 from otdd_flash.plugins import user_code
-from otdd_flash.real_numbers import check_room
 from otdd_flash.samples import Array, LabeledSamples
 
 logger = logging.getLogger(__name__)

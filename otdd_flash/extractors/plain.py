@@ -33,7 +33,7 @@ from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.data.images import any_colour, image_array, unit_images
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.memory import ASSUMED_FREE, free_memory, readable_bytes
+from otdd_flash.memory import check_room
 from otdd_flash.plugins import FORM, import_callable, user_code
 from otdd_flash.real_numbers import check_integers, dense, exact_array, real_tensor
 from otdd_flash.samples import LabeledSamples, check_same_dimension, check_squares
@@ -90,13 +90,12 @@ class PixelValues:
         if self.size is None or images.shape[2:] == (self.size, self.size):
             return images
         count, channels = images.shape[:2]
-        needed = count * channels * self.size**2 * images.element_size()
-        # Small requests need no question to the device.
-        if needed > ASSUMED_FREE and needed > (free := free_memory(images.device)):
-            raise InputError(
-                f"extractor.size={self.size} makes {count} images of {readable_bytes(needed)} in "
-                f"all, and {readable_bytes(free)} are free; lower extractor.size"
-            )
+        check_room(
+            f"{count} images of extractor.size={self.size}",
+            count * channels * self.size**2 * images.element_size(),
+            "lower extractor.size",
+            images.device,
+        )
         return functional.interpolate(
             images, size=(self.size, self.size), mode="bilinear", antialias=True
         )

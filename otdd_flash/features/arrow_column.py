@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from otdd_flash.errors import InputError
-from otdd_flash.features.file_features import Matrix, Piece, Stamp, named, stamp_of
+from otdd_flash.features.file_features import FeatureFile, Piece, Stamp, named, stamp_of
 
 TYPES = {pa.float16(): torch.float16, pa.float32(): torch.float32, pa.float64(): torch.float64}
 
@@ -36,7 +36,7 @@ NOT_AS_IT_IS = (
 FILE_MAGIC, STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 
 
-def matrix_of_dataset(dataset: Any, key: str | None) -> Matrix:
+def file_of_dataset(dataset: Any, key: str | None) -> FeatureFile:
     """Locate a column of a `datasets.Dataset` whose files hold it unchanged.
 
     Raises:
@@ -70,7 +70,7 @@ def _is_as_in_its_file(part: Any) -> bool:
     return hasattr(part, "path") and all(name in HARMLESS for name, *_ in part.replays)
 
 
-def matrix_of_arrow(path: Path, key: str | None) -> Matrix:
+def file_of_arrow(path: Path, key: str | None) -> FeatureFile:
     """Locate a column of an .arrow file, or of a folder that `Dataset.save_to_disk` wrote.
 
     Raises:
@@ -98,7 +98,7 @@ def _files_of(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _of_files(files: list[Path], key: str | None) -> Matrix:
+def _of_files(files: list[Path], key: str | None) -> FeatureFile:
     pieces: list[Piece] = []
     stamps: dict[Path, Stamp] = {}
     kind: tuple[int, torch.dtype] | None = None
@@ -124,7 +124,7 @@ def _of_files(files: list[Path], key: str | None) -> Matrix:
             raise InputError(f"{path} is no Arrow file, or a damaged one ({says})") from None
     if kind is None or kind[0] == 0:
         raise InputError(f"{files[0]} holds no rows of features")
-    return Matrix(*kind, tuple(pieces), stamps)
+    return FeatureFile(*kind, pieces, stamps)
 
 
 def _pieces(path: Path, key: str | None) -> Iterator[tuple[int, tuple[int, torch.dtype], Piece]]:

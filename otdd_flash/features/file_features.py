@@ -1,13 +1,13 @@
 """Features that stay in files: where their rows are, how they are read, and tensors of them.
 
 `features_file` is public and opens a .npy array, a matrix of a .safetensors file or a column of
-Arrow files. `matrix_of` locates it (Arrow files by `features.arrow_column`) as a `Matrix` of
-`Piece`s: rows that are contiguous in a file. `FeatureFile` reads them: passes over all rows read
-blocks of rows (`read`), a few rows in any order come from memory-mapped files (`take`). A matrix in
-one piece is memory-mapped, so that any operation reads what it touches (`FileFeatures`). A column
-in record batches is not contiguous, so it cannot be one mapped tensor (`ScatteredFeatures`): an
-operation that takes rows reads only those rows, the largest entry is found block by block, and any
-other operation reads the whole matrix.
+Arrow files. `file_of` locates it (Arrow files by `features.arrow_column`) as a `FeatureFile` of
+`Piece`s: rows that are contiguous in a file. Passes over all rows read blocks of rows (`read`), a
+few rows in any order come from memory-mapped files (`take`). A matrix in one piece is
+memory-mapped, so that any operation reads what it touches (`FileFeatures`). A column in record
+batches is not contiguous, so it cannot be one mapped tensor (`ScatteredFeatures`): an operation
+that takes rows reads only those rows, the largest entry is found block by block, and any other
+operation reads the whole matrix.
 
 `samples`, `fingerprint`, `cost.points`, `operators`, `solver.tensors`, `flows.run` and
 `extractors.feature_store` recognise or open such tensors; `operators.sharing` sends their files to
@@ -96,7 +96,7 @@ class ScatteredFeatures(FileFeatures):
         """Make a tensor without memory of its own."""
         make: Any = Tensor._make_wrapper_subclass
         found: ScatteredFeatures = make(
-            ScatteredFeatures, file.matrix.shape, dtype=file.matrix.dtype, device="cpu"
+            ScatteredFeatures, file.shape, dtype=file.dtype, device="cpu"
         )
         found.file = file
         return found
@@ -110,7 +110,7 @@ class ScatteredFeatures(FileFeatures):
         return self.numpy().tolist()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"ScatteredFeatures({self.file.matrix.shape}, {self.file.matrix.dtype})"
+        return f"ScatteredFeatures({self.file.shape}, {self.file.dtype})"
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.file.rows(slice(0, self.shape[0])).numpy(force=force)
@@ -127,7 +127,7 @@ class ScatteredFeatures(FileFeatures):
         one = args[0]
         aten = torch.ops.aten
         if isinstance(one, ScatteredFeatures):
-            file, count = one.file, one.file.matrix.shape[0]
+            file, count = one.file, one.file.shape[0]
             match function, args[1:]:
                 case aten.detach.default | aten.alias.default, _:
                     return ScatteredFeatures.of(file)
@@ -141,7 +141,7 @@ class ScatteredFeatures(FileFeatures):
                     return file.take(rows, torch.empty(len(rows), one.shape[1], dtype=one.dtype))
                 # `samples.largest_entry`.
                 case aten.linalg_vector_norm.default, (math.inf,):
-                    blocks = row_blocks(count, file.matrix.row_bytes)
+                    blocks = row_blocks(count, file.row_bytes)
                     norms = [function(file.rows(rows), math.inf) for rows in blocks]
                     return torch.stack(norms).amax()
 
@@ -179,12 +179,12 @@ def features_file(path: str | os.PathLike[str] | Dataset, *, key: Word | None = 
             type.
     """
     given = Path(path) if isinstance(path, str | os.PathLike) else path
-    return features_of(FeatureFile(given, key))
+    return features_of(file_of(given, key))
 
 
 def features_of(file: FeatureFile) -> FileFeatures:
     """Return the matrix (n, d) of files, mapped into memory if it is in one piece."""
-    if len(file.matrix.pieces) > 1:
+    if len(file.pieces) > 1:
         return ScatteredFeatures.of(file)
     features = file.mapped().as_subclass(FileFeatures)
     features.file = file
@@ -223,22 +223,40 @@ def stamp_of(path: Path) -> Stamp:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
+class Piece(NamedTuple):
+    """Rows that are contiguous in a file, from a byte offset on."""
+
+    path: Path
+    offset: int
+    rows: int
+
+
 class FeatureFile:
     """A matrix (n, d) in files.
 
     Args:
-        given: a file, a folder or a `datasets.Dataset`.
-        key: the matrix, if there are several.
-
-    Raises:
-        InputError: there is no such file or matrix, or it is truncated or damaged.
+        columns: d.
+        dtype: type of its numbers.
+        pieces: its rows in order.
+        stamps: the identity of each file's content, taken before the file was read for the first
+            time.
     """
 
-    def __init__(self, given: Any, key: str | None) -> None:
-        self.matrix: Matrix = matrix_of(given, key)
+    def __init__(
+        self, columns: int, dtype: torch.dtype, pieces: Sequence[Piece], stamps: dict[Path, Stamp]
+    ) -> None:
+        self.columns, self.dtype, self.pieces, self.stamps = columns, dtype, pieces, stamps
         self._maps: dict[Path, Any] = {}
         # The first row of each piece, and the number of rows.
-        self._firsts = [0, *accumulate(piece.rows for piece in self.matrix.pieces)]
+        self._firsts = [0, *accumulate(piece.rows for piece in pieces)]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._firsts[-1], self.columns
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * self.dtype.itemsize
 
     def __getstate__(self) -> dict[str, Any]:
         # Memory maps belong to this process.
@@ -250,7 +268,7 @@ class FeatureFile:
         Raises:
             InputError: a file is missing, or is another one.
         """
-        for path, stamp in self.matrix.stamps.items():
+        for path, stamp in self.stamps.items():
             try:
                 found = stamp_of(path)
             except OSError as error:
@@ -264,7 +282,7 @@ class FeatureFile:
                     f"{path} is another file for another process of compute.group; give all of "
                     "them the same"
                 )
-            self.matrix.stamps[path] = found
+            self.stamps[path] = found
         return self
 
     def check(self) -> None:
@@ -273,7 +291,7 @@ class FeatureFile:
         Raises:
             InputError: a file has changed or is missing.
         """
-        for path, stamp in self.matrix.stamps.items():
+        for path, stamp in self.stamps.items():
             try:
                 same = stamp_of(path) == stamp
             except OSError:
@@ -296,7 +314,7 @@ class FeatureFile:
         while at < rows.stop:
             stop = min(rows.stop, self._firsts[first + 1])
             part = out[at - rows.start : stop - rows.start]
-            self._read(self.matrix.pieces[first], at - self._firsts[first], part)
+            self._read(self.pieces[first], at - self._firsts[first], part)
             first, at = first + 1, stop
         self.check()
 
@@ -304,7 +322,7 @@ class FeatureFile:
         buffer = memoryview(out.view(torch.uint8).numpy().data).cast("B")
         try:
             with piece.path.open("rb") as stream:
-                stream.seek(piece.offset + row * self.matrix.row_bytes)
+                stream.seek(piece.offset + row * self.row_bytes)
                 # A file that ends early leaves rows unread; `check` then finds another size.
                 stream.readinto(buffer)
         except OSError as error:
@@ -327,14 +345,14 @@ class FeatureFile:
         count = self._firsts[-1]
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < count):
             raise IndexError(f"row {int(rows.max())} of {count}")
-        if len(self.matrix.pieces) == 1:
+        if len(self.pieces) == 1:
             torch.index_select(self.mapped(), 0, rows, out=out)
             return
         order = torch.argsort(rows)
         wanted = rows[order]
         cuts = torch.searchsorted(wanted, torch.tensor(self._firsts)).tolist()
         # `_firsts` has one entry more, the number of rows.
-        for place, (piece, first) in enumerate(zip(self.matrix.pieces, self._firsts, strict=False)):
+        for place, (piece, first) in enumerate(zip(self.pieces, self._firsts, strict=False)):
             # Of the sorted rows, cuts[k] to cuts[k + 1] are in piece k.
             here = slice(cuts[place], cuts[place + 1])
             if here.start < here.stop:
@@ -342,20 +360,20 @@ class FeatureFile:
 
     def mapped(self) -> Tensor:
         """Map a matrix of one piece into memory; writing to it changes no file."""
-        (piece,) = self.matrix.pieces
+        (piece,) = self.pieces
         return self._mapped(piece)
 
     def _mapped(self, piece: Piece) -> Tensor:
         if piece.path not in self._maps:
             # Copy on write.
             self._maps[piece.path] = np.memmap(piece.path, np.uint8, "c")
-        content = self._maps[piece.path][piece.offset :][: piece.rows * self.matrix.row_bytes]
-        return torch.from_numpy(content).view(self.matrix.dtype).view(piece.rows, -1)
+        content = self._maps[piece.path][piece.offset :][: piece.rows * self.row_bytes]
+        return torch.from_numpy(content).view(self.dtype).view(piece.rows, -1)
 
     def rows(self, rows: slice) -> Tensor:
         """Read some rows (k, d)."""
-        shape = max(0, rows.stop - rows.start), self.matrix.columns
-        out = torch.empty(shape, dtype=self.matrix.dtype)
+        shape = max(0, rows.stop - rows.start), self.columns
+        out = torch.empty(shape, dtype=self.dtype)
         self.read(rows, out)
         return out
 
@@ -374,7 +392,7 @@ NUMPY_TYPES = {"<f8": torch.float64, "<f4": torch.float32, "<f2": torch.float16}
 MOST_HEADER = 100 << 20
 
 
-def matrix_of(given: Any, key: str | None) -> Matrix:
+def file_of(given: Any, key: str | None) -> FeatureFile:
     """Locate the matrix of a file, a folder or a `datasets.Dataset`.
 
     Args:
@@ -387,14 +405,14 @@ def matrix_of(given: Any, key: str | None) -> Matrix:
     """
     if not isinstance(given, Path):
         # Imported here, as it imports pyarrow.
-        from otdd_flash.features.arrow_column import matrix_of_dataset
+        from otdd_flash.features.arrow_column import file_of_dataset
 
-        return matrix_of_dataset(given, key)
+        return file_of_dataset(given, key)
     try:
         if given.is_dir() or given.suffix.lower() == ".arrow":
-            from otdd_flash.features.arrow_column import matrix_of_arrow
+            from otdd_flash.features.arrow_column import file_of_arrow
 
-            return matrix_of_arrow(given, key)
+            return file_of_arrow(given, key)
         # Before the header is read, so that a file which takes this one's place has another stamp.
         stamp = stamp_of(given)
         with given.open("rb") as stream:
@@ -416,7 +434,7 @@ def matrix_of(given: Any, key: str | None) -> Matrix:
         raise InputError(
             f"the numbers of {given} are not aligned; write it with a newer safetensors"
         )
-    found = Matrix(shape[1], dtype, (Piece(given, offset, shape[0]),), {given: stamp})
+    found = FeatureFile(shape[1], dtype, [Piece(given, offset, shape[0])], {given: stamp})
     end, size = offset + shape[0] * found.row_bytes, given.stat().st_size
     if size < end:
         raise InputError(
@@ -492,36 +510,3 @@ def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"the numbers {numbers}")
     return str(entry["dtype"]), shape, first, end
-
-
-class Piece(NamedTuple):
-    """Rows that are contiguous in a file, from a byte offset on."""
-
-    path: Path
-    offset: int
-    rows: int
-
-
-class Matrix(NamedTuple):
-    """The location of a matrix (n, d) in files.
-
-    Attributes:
-        columns: d.
-        dtype: type of its numbers.
-        pieces: its rows in order.
-        stamps: the identity of each file's content, taken before the file was read for the first
-            time.
-    """
-
-    columns: int
-    dtype: torch.dtype
-    pieces: tuple[Piece, ...]
-    stamps: dict[Path, Stamp]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return sum(piece.rows for piece in self.pieces), self.columns
-
-    @property
-    def row_bytes(self) -> int:
-        return self.columns * self.dtype.itemsize

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 import otdd_flash as otdd
-from otdd_flash import real_numbers
+from otdd_flash import memory
 from otdd_flash.data import given as given_module
 from otdd_flash.errors import DataNotice, InputError
 
@@ -200,8 +200,8 @@ def test_sparse_features_are_made_dense(monkeypatch):
         assert otdd.embed((sparse, Y)).fingerprint == EXPECTED.fingerprint, type(sparse)
     counts = otdd.extractors.from_callable(lambda batch: scipy.sparse.csr_array(np.stack(batch)))
     assert otdd.embed(WHOLE, counts).fingerprint == EXPECTED.fingerprint
-    monkeypatch.setattr(real_numbers, "ASSUMED_FREE", 0)
-    monkeypatch.setattr(real_numbers, "free_memory", lambda device: 900)
+    monkeypatch.setattr(memory, "ASSUMED_FREE", 0)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 900)
     said = r"features as a dense matrix of shape \(30, 4\) need 960 bytes, and 900 bytes are free"
     for sparse in given:
         with pytest.raises(InputError, match=said):
@@ -332,9 +332,9 @@ def test_max_samples_takes_the_first_of_a_stream():
 @pytest.mark.slow
 def test_a_stream_that_may_have_no_end(monkeypatch):
     """A notice after many items; before memory is full, a sentence."""
-    for module in (given_module, real_numbers):
+    for module in (given_module, memory):
         monkeypatch.setattr(module, "ASSUMED_FREE", 20_000)
-    monkeypatch.setattr(real_numbers, "free_memory", lambda device: 100_000)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 100_000)
     monkeypatch.setattr(given_module, "MANY", 1000)
     end = r"its first (\d+) items take 0 MiB, and \1 more need .* such as max_samples=\1$"
     with (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 
+import datasets
 import numpy as np
 import pandas as pd
 import pytest
@@ -96,7 +97,6 @@ def test_some_labels_are_kept(tmp_path):
 
 
 def test_sequences_of_class_labels():
-    datasets = pytest.importorskip("datasets")
     names = ["bird", "cat", "dog"]
     features = datasets.Features(
         {
@@ -121,7 +121,6 @@ def test_sequences_of_class_labels():
 
 
 def test_a_folder_of_tagged_images(tmp_path):
-    pytest.importorskip("datasets")
     folder = tmp_path / "photos"
     folder.mkdir()
     lines = []
@@ -222,7 +221,6 @@ def test_what_was_written_is_read_back(form, tmp_path):
             write_npz(samples, path.with_suffix(".npz"))
             read = embed(load("arrays", path=path.with_suffix(".npz")))
         else:
-            pytest.importorskip("datasets")
             write_hugging_face(samples, path)
             label = "label" if samples.targets is None else "targets"
             read = embed(load("huggingface", path=str(path), input="features", label=label))
@@ -287,8 +285,6 @@ def test_lists_of_0_and_1_with_names():
 
 
 def test_items_and_columns_of_0_and_1():
-    datasets = pytest.importorskip("datasets")
-
     class Pairs(torch.utils.data.Dataset):
         def __len__(self):
             return len(HOT)
@@ -340,7 +336,6 @@ def test_numbers_of_npz_files_stay_numbers(targets, tmp_path):
         read = embed(load("arrays", path=tmp_path / "a.npz", **options))
         assert read.labels is None
         assert torch.equal(read.targets, samples.targets)
-    pytest.importorskip("datasets")
     write_hugging_face(samples, tmp_path / "folder")
     for options in ({}, {"label": "targets"}):
         read = embed(load("huggingface", path=str(tmp_path / "folder"), **options))
@@ -350,7 +345,6 @@ def test_numbers_of_npz_files_stay_numbers(targets, tmp_path):
 
 
 def test_numbers_of_a_folder_are_chosen_by_their_name(tmp_path):
-    datasets = pytest.importorskip("datasets")
     table = {"x": X, "targets": PRICES}
     with pytest.warns(DataNotice, match=r"numbers are its column 'targets', by its name; .* x;"):
         found = otdd.embed(datasets.Dataset.from_dict(table))
@@ -380,7 +374,6 @@ def test_numbers_of_a_folder_are_chosen_by_their_name(tmp_path):
 
 
 def test_one_label_in_all_is_read_back(tmp_path):
-    pytest.importorskip("datasets")
     alone = LabelSets(("cat",), torch.ones(1, 1, dtype=torch.bool))
     samples = LabeledSamples(X, torch.zeros(5), alone.set_names, label_sets=alone)
     write_npz(samples, tmp_path / "a.npz")
@@ -458,7 +451,6 @@ def test_datasets_say_what_their_labels_are(tmp_path):
 
 @pytest.mark.parametrize("ragged", [True, False])
 def test_columns_of_class_labels_in_lists_are_named(ragged):
-    datasets = pytest.importorskip("datasets")
     kind = datasets.Sequence(datasets.ClassLabel(names=["bird", "cat", "dog"]))
     tags = [[1], [2, 1], [0], [2], [0, 2]] if ragged else [[1, 0], [0, 1], [0, 1], [1, 2], [0, 1]]
     column = datasets.Dataset.from_dict({"tags": tags}, features=datasets.Features({"tags": kind}))
@@ -471,7 +463,7 @@ def test_columns_of_class_labels_in_lists_are_named(ragged):
         LabeledSamples.from_arrays(X, column["tags"])
     tags[3] = None
     column = datasets.Dataset.from_dict({"tags": tags}, features=datasets.Features({"tags": kind}))
-    with pytest.raises(InputError, match="1 row has no label, at row 3; leave those rows"):
+    with pytest.raises(InputError, match="1 label is missing, at row 3; leave those rows"):
         LabeledSamples.from_arrays(X, column["tags"])
 
 
@@ -509,7 +501,6 @@ def test_a_column_of_labels_is_named_once(tmp_path):
 
 def test_lists_of_floats_are_numbers_whatever_they_are():
     rows = [[0.0, 1.0], [2.0, 3.0], [1.0, 1.0], [0.0, 0.0], [4.0, 2.0]]
-    datasets = pytest.importorskip("datasets")
     columns = datasets.Dataset.from_dict({"x": X, "score": rows})
     frame = pd.DataFrame(rows)
     for found in (
@@ -531,7 +522,6 @@ def test_numbers_that_fill_lists_up_are_no_labels():
 
 
 def test_which_lists_of_class_labels_are_chosen():
-    datasets = pytest.importorskip("datasets")
     kind = datasets.ClassLabel(names=["bird", "cat", "dog"])
     features = {
         "x": datasets.Sequence(datasets.Value("float32"), length=2),

@@ -130,7 +130,7 @@ def test_datasets_are_opened_as_they_were_saved_and_others_are_refused(tmp_path)
     folder = saved(tmp_path / "saved")
     given = datasets.load_from_disk(str(folder))
     for found in (otdd.features_file(folder), otdd.features_file(given, key="features")):
-        assert len(found.file.matrix.pieces) == 3
+        assert len(found.file.pieces) == 3
         assert torch.equal(found, torch.from_numpy(points()))
     with pytest.raises(InputError, match="the dataset lies in memory"):
         otdd.features_file(datasets.Dataset.from_dict({"x": [[1.0]]}))
@@ -250,20 +250,20 @@ def test_no_damage_leads_beyond_a_file(kind, tmp_path):
     """A bit flipped in what says where the numbers are: their length, type, place or end."""
     good = written(tmp_path / "good.arrow", [column(points()[:5], kind), column(points(), kind)])
     content = good.read_bytes()
-    (first, _), refused = otdd.features_file(good).file.matrix.pieces, 0
+    (first, _), refused = otdd.features_file(good).file.pieces, 0
     for place in range(first.offset):
         for bit in (0x01, 0x80):
             # Mapped files are not written over.
             path = tmp_path / f"{place}.{bit}.arrow"
             path.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
             try:
-                matrix = otdd.features_file(path, key="features").file.matrix
+                found = otdd.features_file(path, key="features").file
             except InputError:
                 refused += 1
                 continue
             finally:
                 path.unlink()
-            assert matrix.shape[0] == N + 5
-            for piece in matrix.pieces:
-                assert piece.offset + piece.rows * matrix.row_bytes <= len(content)
+            assert found.shape[0] == N + 5
+            for piece in found.pieces:
+                assert piece.offset + piece.rows * found.row_bytes <= len(content)
     assert refused > first.offset // 2

@@ -102,8 +102,8 @@ def without_file(folder: str) -> Any:
     reopened = FeatureFile.reopened
 
     def missing(file: FeatureFile) -> FeatureFile:
-        ((path, stamp),) = file.matrix.stamps.items()
-        file.matrix = file.matrix._replace(stamps={path.with_suffix(".gone"): stamp})
+        ((path, stamp),) = file.stamps.items()
+        file.stamps = {path.with_suffix(".gone"): stamp}
         return reopened(file)
 
     with pytest.MonkeyPatch.context() as patched:
