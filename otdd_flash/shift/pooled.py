@@ -178,10 +178,12 @@ class PooledCost:
         """Return value and bounds (3, B) of T, or without `debias` of OT(a, b), on the CPU."""
         found = []
         for one, other in zip(*(side.split(self.batch, 1) for side in (a, b)), strict=True):
-            nothing = one.new_zeros(2 * one.shape[1])
-            own = Term(nothing, nothing, nothing, nothing)
             if debias:
                 own = self._self_terms(one, other)
+            else:
+                # No self terms are taken off.
+                nothing = one.new_zeros(2 * one.shape[1])
+                own = Term(nothing, nothing, nothing, nothing)
             numbers = self._cross_terms(one, other, own, until)[0].cpu()
             for k in (~numbers.isfinite().all(0)).nonzero()[:, 0].tolist():
                 x, y = one[:, k], other[:, k]
