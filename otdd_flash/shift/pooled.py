@@ -176,8 +176,8 @@ class PooledCost:
 
     def _solved(self, a: Tensor, b: Tensor, until: Until, *, debias: bool) -> Tensor:
         """Return value and bounds (3, B) of T, or without `debias` of OT(a, b), on the CPU."""
-        found = []
-        for one, other in zip(*(side.split(self.batch, 1) for side in (a, b)), strict=True):
+        found, parts = [], (torch.split(side, self.batch, 1) for side in (a, b))
+        for one, other in zip(*parts, strict=True):
             if debias:
                 own = self._self_terms(one, other)
             else:
