@@ -222,28 +222,13 @@ class Mixture:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of mixture.json, in JSON's own types."""
-        intervals = self.intervals
         content = {
-            "target": self.target,
-            "weights": dict(self.weights),
-            "value": self.value,
-            "bounds": list(self.bounds),
-            "transport": self.transport,
-            "marginal_costs": dict(self.marginal_costs),
-            "undetermined": [dict(moves) for moves in self.undetermined],
+            **vars(self),
             "others": [other._asdict() for other in self.others],
-            "intervals": None
-            if intervals is None
-            else {name: list(ends) for name, ends in intervals.items()},
-            "limits": dict(self.limits),
-            "sizes": dict(self.sizes),
-            "converged": self.converged,
-            "stopped_by": self.stopped_by,
-            "debias": self.debias,
-            "solves": self.solves,
             "sentences": self.sentences(),
             **self.details,
         }
+        del content["details"], content["sources"]
         return json_content(content)
 
     def plot(self) -> Figure:

@@ -19,10 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from otdd_flash.mixing.sources import MixtureOracle, Solved
 
 Vector = NDArray[np.float64]
 
@@ -160,47 +163,6 @@ def without_small(w: Vector, least: float, most: Vector) -> Vector:
     return w
 
 
-class Answer(Protocol):
-    """What an oracle knows of V at weights w."""
-
-    @property
-    def upper(self) -> float:
-        """An upper bound of V(w)."""
-        ...
-
-    @property
-    def cut(self) -> Vector:
-        """A cut (K,)."""
-        ...
-
-    @property
-    def slope(self) -> Vector:
-        """The gradient of V (K,), up to a constant."""
-        ...
-
-
-class Oracle(Protocol):
-    """A convex function of weights that is known by solves."""
-
-    def at(self, w: Vector, width: float) -> Answer:
-        """Solve at weights w (K,), to bounds so wide over their value."""
-        ...
-
-    def curvature(self, answer: Any) -> NDArray[np.float64]:
-        """Return a positive semidefinite matrix (K, K), about the Hessian."""
-        ...
-
-    @property
-    def convex(self) -> bool:
-        """Whether cuts hold everywhere."""
-        ...
-
-    @property
-    def scale(self) -> float:
-        """The number to which widths are relative."""
-        ...
-
-
 class Found(NamedTuple):
     """The best weights, and bounds of the least value.
 
@@ -216,7 +178,7 @@ class Found(NamedTuple):
     """
 
     w: Vector
-    answer: Any
+    answer: Solved
     upper: float
     lower: float
     cut: Vector
@@ -226,7 +188,7 @@ class Found(NamedTuple):
 
 
 def minimise(
-    oracle: Oracle,
+    oracle: MixtureOracle,
     allowed: Allowed,
     start: Vector,
     width: float,
@@ -236,7 +198,7 @@ def minimise(
     """Minimise V(w) + penalty KL(w | towards) over the allowed weights.
 
     Args:
-        oracle: V.
+        oracle: V, of which `at`, `curvature`, `convex` and `scale` are read.
         allowed: the weights.
         start: (K,) allowed weights to begin with.
         width: (upper - lower) / scale to reach.

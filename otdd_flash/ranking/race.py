@@ -182,15 +182,14 @@ class Ranking:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of result.json, in JSON's own types; infinite numbers are None."""
         content = {
-            "query": self.query,
+            **vars(self),
             "rows": [row._asdict() for row in self.rows],
             "others": [row._asdict() for row in self.others],
-            "certified": self.certified,
-            "stopped_by": self.stopped_by,
             "cost": self.cost._asdict(),
             "sentences": self.sentences(),
             **self.details,
         }
+        del content["details"]
         return json_content(content)
 
     def to_frame(self) -> DataFrame:

@@ -143,11 +143,7 @@ def shift_test(
         found = shift_parts(pooled, rows, cost, *tested, permutations, seed, stop_after=stop_after)
     ours = int(rows.in_reference.sum())
     return ShiftReport(
-        test.p_value,
-        test.statistic,
-        test.bounds,
-        test.null,
-        test.hits,
+        *test,
         permutations,
         alpha,
         effect,

@@ -162,19 +162,7 @@ class PooledCost:
             b: (N, B) masses of the other side, on other rows.
             until: when a problem is done.
         """
-        if a.shape[1] > self.batch:
-            parts = zip(torch.split(a, self.batch, 1), torch.split(b, self.batch, 1), strict=True)
-            found = [self.statistics(one, other, until) for one, other in parts]
-            return Statistics(*map(torch.cat, zip(*found, strict=True)))
-        numbers, _ = self._cross_terms(a, b, self._self_terms(a, b), until)
-        numbers = numbers.cpu()
-        for k in (~numbers.isfinite().all(0)).nonzero()[:, 0].tolist():
-            one, other = a[:, k], b[:, k]
-            cross, *own = starmap(self._alone, ((one, other), (one, one), (other, other)))
-            ends = ((cross.value, *cross.bounds), *((e.value, *e.bounds[::-1]) for e in own))
-            factors = torch.tensor((1.0, -0.5, -0.5), dtype=numbers.dtype)
-            numbers[:, k] = factors @ torch.tensor(ends, dtype=numbers.dtype)
-        return Statistics(*numbers)
+        return Statistics(*self._solved(a, b, until, debias=True))
 
     def transport(self, a: Tensor, b: Tensor, width: float) -> Tensor:
         """Return OT(a, b) of B problems (N, B) on different rows, (B,) float64 on the CPU.
@@ -184,17 +172,29 @@ class PooledCost:
             b: (N, B) masses of the other side, on other rows.
             width: of bounds at which a problem is done, over the value.
         """
-        found = []
-        parts = (torch.split(side, self.batch, 1) for side in (a, b))
+        return self._solved(a, b, Until(width=width), debias=False)[0]
+
+    def _solved(self, a: Tensor, b: Tensor, until: Until, *, debias: bool) -> Tensor:
+        """Return value and bounds (3, B) of T, or without `debias` of OT(a, b), on the CPU."""
+        found, parts = [], (torch.split(side, self.batch, 1) for side in (a, b))
         for one, other in zip(*parts, strict=True):
-            # No self terms are taken off.
-            nothing = one.new_zeros(2 * one.shape[1])
-            own = Term(nothing, nothing, nothing, nothing)
-            values = self._cross_terms(one, other, own, Until(width=width))[0].cpu()
-            for k in (~values.isfinite().all(0)).nonzero()[:, 0].tolist():
-                values[0, k] = self._alone(one[:, k], other[:, k]).value
-            found.append(values[0])
-        return torch.cat(found)
+            if debias:
+                own = self._self_terms(one, other)
+            else:
+                # No self terms are taken off.
+                nothing = one.new_zeros(2 * one.shape[1])
+                own = Term(nothing, nothing, nothing, nothing)
+            numbers = self._cross_terms(one, other, own, until)[0].cpu()
+            for k in (~numbers.isfinite().all(0)).nonzero()[:, 0].tolist():
+                x, y = one[:, k], other[:, k]
+                pairs = ((x, y), (x, x), (y, y)) if debias else ((x, y),)
+                cross, *selfs = starmap(self._alone, pairs)
+                # Each end takes the opposite ends of the self terms.
+                ends = (cross.value, *cross.bounds), *((s.value, *s.bounds[::-1]) for s in selfs)
+                factors = numbers.new_tensor((1.0, -0.5, -0.5))[: len(ends)]
+                numbers[:, k] = factors @ numbers.new_tensor(ends)
+            found.append(numbers)
+        return torch.cat(found, 1)
 
     def potentials(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the potentials (N,) of one problem (N, 1): f and g, and those of self terms."""

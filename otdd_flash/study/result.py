@@ -24,15 +24,15 @@ from otdd_flash.solver.schedules import Schedule
 from otdd_flash.study.findings import Choice, Finding, choices, findings
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
 from otdd_flash.study.measures.base import Pair
-from otdd_flash.study.measures.distances import Epsilon
+from otdd_flash.study.measures.distances import epsilon_unit
 from otdd_flash.study.setup import Setup
 from otdd_flash.study.statistics import Numbers, PairTable, levelled
 from otdd_flash.study.training import (
     FEWEST_ERRORS,
-    TargetRun,
     gain_errors,
     gains,
     halved_gains,
+    run_unit,
 )
 from otdd_flash.study.units import Store, Unit
 
@@ -399,14 +399,14 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
     errors, alone = np.full((count, count, seeds), np.nan), np.full((count, seeds), np.nan)
     for seed in range(seeds):
         for j in range(count):
-            alone[j, seed] = _errors(store, TargetRun(setup, None, j, seed))
+            alone[j, seed] = _errors(store, run_unit(setup, None, j, seed))
         for i, j in setup.transferred():
-            errors[i, j, seed] = _errors(store, TargetRun(setup, i, j, seed))
+            errors[i, j, seed] = _errors(store, run_unit(setup, i, j, seed))
     # Counted last, because reading may recompute damaged units.
     failures = [failure for unit in units if (failure := store.failure(unit)) is not None]
     done = sum(store.done(unit) for unit in units)
     # Its facts are `epsilon` and `mean_cost`.
-    epsilon = store.known(Epsilon(setup))
+    epsilon = store.known(epsilon_unit(setup))
     result = StudyResult(
         setup,
         readings,
@@ -422,7 +422,7 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
     return result
 
 
-def _errors(store: Store, unit: TargetRun) -> float:
+def _errors(store: Store, unit: Unit) -> float:
     content = store.known(unit)
     return np.nan if content is None else float(content.facts["errors"])
 

@@ -8,9 +8,8 @@ and the modules of `study.measures` read them. `Transfer` says how networks are 
 
 The dictionaries of `Settings` are parts of unit keys and of study.json. A new entry changes all
 digests, so that stored units are not found any more; a setting that decides no result, such as
-`cache_dir`, must stay out of them. `Transfer.to_dict` is part of the keys of `TrainedSource` and
-`TargetRun`, the stored units of training: if a field is added, renamed or gets another default,
-finished units are computed again.
+`cache_dir`, must stay out of them. `Transfer.to_dict` is part of the keys of the stored units of
+training: if a field is added, renamed or gets another default, finished units are computed again.
 """
 
 from __future__ import annotations
@@ -456,10 +455,18 @@ class Setup:
     def names(self) -> tuple[str, ...]:
         return tuple(task.name for task in self.tasks)
 
-    @property
-    def fingerprints(self) -> list[str]:
-        """Fingerprints of the training rows of all tasks."""
-        return [task.train.fingerprint for task in self.tasks]
+    def sides(self, i: int, j: int) -> tuple[LabeledSamples, LabeledSamples]:
+        """Return the training rows of two tasks."""
+        return self.tasks[i].train, self.tasks[j].train
+
+    def fingerprints(self, *places: int) -> list[str]:
+        """Return fingerprints of the training rows of some tasks, of all where none are named."""
+        chosen = places or range(len(self.tasks))
+        return [self.tasks[place].train.fingerprint for place in chosen]
+
+    def both(self, i: int, j: int) -> str:
+        """Return the names of two tasks, for titles of units."""
+        return f"{self.names[i]} and {self.names[j]}"
 
     def pairs(self) -> Iterator[tuple[int, int]]:
         """Return the index pairs (i, j), i < j, of different tasks."""

@@ -258,8 +258,7 @@ class Study:
             InputError: the folder holds something else, or a study with other settings.
         """
         part, folder = Shard.parse(shard), Path(folder)
-        (tasks, metric), cost = self._numbered(self._tasks()), self.cost or GroundCost()
-        metric = self._metric(tasks, metric, cost)
+        tasks, metric = self._compared(self._tasks())
         with _alone(folder):
             known = _read(folder)
             if known is not None and not resume and shard is None:
@@ -267,7 +266,7 @@ class Study:
                     f"{folder} holds a study already; give study.resume=true (resume=True) to go "
                     "on with it, or another folder"
                 )
-            settings = self._settings(known or {}, metric, cost, workers, threads)
+            settings = self._settings(known or {}, metric, workers, threads)
             setup = Setup(tasks, settings, self.cache_dir)
             _note(folder, known, setup)
         started = time.perf_counter()
@@ -306,8 +305,10 @@ class Study:
             build_head(build_body(transfer, dim, 0), dim, 2, 0)
         return tasks
 
-    def _numbered(self, tasks: tuple[Task, ...]) -> tuple[tuple[Task, ...], LabelMetric]:
-        """Return tasks and metric, of numbers with one scale.
+    def _compared(self, tasks: tuple[Task, ...]) -> tuple[tuple[Task, ...], LabelMetric]:
+        """Return tasks and the metric between classes, of numbers with one scale.
+
+        A function of class pairs includes its value for one pair.
 
         Raises:
             InputError: a measure has no meaning for several labels a row, or numbers, or the metric
@@ -329,15 +330,12 @@ class Study:
                     raise needs_classes(one)
             # For its errors.
             metric.by_names([*dict.fromkeys(name for one in found for name in one.label_names)])
-        pairs = zip(tasks, found, strict=True)
-        return tuple(replace(task, train=one) for task, one in pairs), metric
-
-    def _metric(self, tasks: Sequence[Task], metric: LabelMetric, cost: GroundCost) -> LabelMetric:
-        """Return the metric between classes; a function includes its value for one pair."""
-        transformed = [cost.transform(task.train) for task in tasks]
+        tasks = tuple(replace(task, train=one) for task, one in zip(tasks, found, strict=True))
+        cost = self.cost or GroundCost()
+        transformed = [cost.transform(one) for one in found]
         if isinstance(metric, PairFunction):
-            return metric.probed(pool(transformed)[0])
-        return settled_metric(metric, self._schedule()[1], transformed)
+            return tasks, metric.probed(pool(transformed)[0])
+        return tasks, settled_metric(metric, self._schedule()[1], transformed)
 
     def _schedule(self) -> tuple[Schedule, float | None, float | None]:
         """Return the schedule of every term, epsilon, and its multiple of the mean cost.
@@ -361,7 +359,6 @@ class Study:
         self,
         known: Mapping[str, Any],
         metric: LabelMetric,
-        cost: GroundCost,
         workers: int,
         threads: int | None,
     ) -> Settings:
@@ -378,7 +375,7 @@ class Study:
             unbalanced=self.unbalanced,
             unbalanced_relative=self.unbalanced_relative,
             labels=metric,
-            cost=cost,
+            cost=self.cost or GroundCost(),
             solver=solver,
             compute=_resolved(ComputeOptions.of(self.compute), known.get("compute") or {}),
             projections=self.projections,

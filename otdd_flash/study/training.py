@@ -3,7 +3,7 @@
 A network is a body that gives features, and a linear head. `build_body` and `build_head` make one
 whose weights depend only on a seed; a user's function can replace the built-in bodies.
 
-`TrainedSource` and `TargetRun` are the units; `gains`, `halved_gains` and `gain_errors` turn test
+`source_unit` and `run_unit` make the units; `gains`, `halved_gains` and `gain_errors` turn test
 errors into percentages. `study.measures.network` uses trained sources and the rows of targets,
 `study.study` lists the units (`transfer_units`), and `study.result` computes the gains.
 
@@ -20,8 +20,9 @@ change the key too; between releases the version in `Settings.machine` does so.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -240,123 +241,108 @@ def transfer_of(setup: Setup) -> Transfer:
     return setup.settings.transfer
 
 
-class TrainingUnit(Unit):
-    """One training run of a repetition, on one thread so that it is the same to the last bit."""
-
-    one_thread = True
-
-    def __init__(self, setup: Setup, repetition: int) -> None:
-        self.setup, self.repetition = setup, repetition
-
-    def _key(self, fingerprints: list[str | None], *left_out: str) -> dict[str, Any]:
-        """Return what a run depends on, without the settings of transfer that it does not read."""
-        summary = transfer_of(self.setup).to_dict()
-        # No repetition depends on how many there are.
-        for name in ("seeds", *left_out):
-            del summary[name]
-        return {
-            "fingerprints": fingerprints,
-            "transfer": summary,
-            "seed": self.setup.settings.seed,
-            "repetition": self.repetition,
-            **self.setup.settings.machine,
-        }
-
-    def _seed(self, purpose: Purpose) -> int:
-        return seed_for(self.setup, self.repetition, purpose)
-
-    def _network(self, rows: LabeledSamples, head: Purpose) -> Network:
-        """Return the network of the rows' classes before any training."""
-        body = build_body(transfer_of(self.setup), rows.dim, self._seed(Purpose.WEIGHTS))
-        return Network(body, build_head(body, rows.dim, rows.class_total, self._seed(head)))
+def _training_key(
+    setup: Setup, repetition: int, fingerprints: list[str | None], *left_out: str
+) -> dict[str, Any]:
+    """Return what a run depends on, without the settings of transfer that it does not read."""
+    summary = transfer_of(setup).to_dict()
+    # No repetition depends on how many there are.
+    for name in ("seeds", *left_out):
+        del summary[name]
+    return {
+        "fingerprints": fingerprints,
+        "transfer": summary,
+        "seed": setup.settings.seed,
+        "repetition": repetition,
+        **setup.settings.machine,
+    }
 
 
-class TrainedSource(TrainingUnit):
-    """The network trained on a source."""
-
-    kind = "trained source"
-
-    def __init__(self, setup: Setup, i: int, repetition: int) -> None:
-        super().__init__(setup, repetition)
-        self.i, self.rows = i, setup.tasks[i].train
-
-    @property
-    def key(self) -> Mapping[str, Any]:
-        """Return what the network depends on.
-
-        The protocol and all settings of targets are left out, so that changing them does not train
-        the network again.
-        """
-        of_targets = ("target_samples", "target_epochs", "min_target_steps")
-        return self._key([self.rows.fingerprint], "protocol", *of_targets)
-
-    @property
-    def title(self) -> str:
-        return f"the network of {self.setup.names[self.i]}, repetition {self.repetition}"
-
-    def compute(self, store: Store) -> Content:
-        transfer = transfer_of(self.setup)
-        network = self._network(self.rows, Purpose.SOURCE_HEAD)
-        steps = train(
-            network,
-            self.rows,
-            transfer,
-            epochs=transfer.source_epochs,
-            min_steps=0,
-            seed=self._seed(Purpose.SOURCE_ORDER),
-        )
-        return Content({"steps": steps}, network.state_dict())
-
-    def network(self, store: Store) -> Network:
-        network = self._network(self.rows, Purpose.SOURCE_HEAD)
-        network.load_state_dict(dict(store.found(self).tensors))
-        return network.eval()
+def initial_network(setup: Setup, repetition: int, rows: LabeledSamples, head: Purpose) -> Network:
+    """Return the network of the rows' classes before any training, with a head of that purpose."""
+    seeds = [seed_for(setup, repetition, purpose) for purpose in (Purpose.WEIGHTS, head)]
+    body = build_body(transfer_of(setup), rows.dim, seeds[0])
+    return Network(body, build_head(body, rows.dim, rows.class_total, seeds[1]))
 
 
-class TargetRun(TrainingUnit):
-    """A training on a few rows of a target, from a source's network or from the initial weights."""
+def source_unit(setup: Setup, i: int, repetition: int) -> Unit:
+    """Return the network trained on a source.
 
-    kind = "target run"
+    The protocol and all settings of targets are left out of its key, so that changing them does not
+    train the network again.
+    """
+    left_out = ("protocol", "target_samples", "target_epochs", "min_target_steps")
+    return Unit(
+        "trained source",
+        _training_key(setup, repetition, [setup.tasks[i].train.fingerprint], *left_out),
+        f"the network of {setup.names[i]}, repetition {repetition}",
+        partial(_train_source, setup, i, repetition),
+        one_thread=True,
+    )
 
-    def __init__(self, setup: Setup, i: int | None, j: int, repetition: int) -> None:
-        super().__init__(setup, repetition)
-        self.i, self.j = i, j
 
-    @property
-    def key(self) -> Mapping[str, Any]:
-        """Return what the run depends on; the source's network enters the digest by `needs`."""
+def _train_source(setup: Setup, i: int, repetition: int, store: Store) -> Content:
+    rows, transfer = setup.tasks[i].train, transfer_of(setup)
+    network = initial_network(setup, repetition, rows, Purpose.SOURCE_HEAD)
+    steps = train(
+        network,
+        rows,
+        transfer,
+        epochs=transfer.source_epochs,
+        min_steps=0,
+        seed=seed_for(setup, repetition, Purpose.SOURCE_ORDER),
+    )
+    return Content({"steps": steps}, network.state_dict())
+
+
+def trained_network(setup: Setup, i: int, repetition: int, store: Store) -> Network:
+    """Return a source's network with the weights that its unit stored."""
+    network = initial_network(setup, repetition, setup.tasks[i].train, Purpose.SOURCE_HEAD)
+    network.load_state_dict(dict(store.found(source_unit(setup, i, repetition)).tensors))
+    return network.eval()
+
+
+def run_unit(setup: Setup, i: int | None, j: int, repetition: int) -> Unit:
+    """Return a training on a few rows of a target, from a source's network.
+
+    With i None it is the baseline, which starts from the initial weights.
+    """
+    if i is None:
         # The baseline trains all layers under every protocol, and trains on no source.
-        left_out = ("protocol", "source_epochs") if self.i is None else ()
-        return self._key(self.setup.tasks[self.j].fingerprints, *left_out)
+        left_out: tuple[str, ...] = ("protocol", "source_epochs")
+        needs, start = tuple[Unit, ...](), "alone"
+    else:
+        # The source's network enters the digest by `needs`.
+        left_out = ()
+        needs, start = (source_unit(setup, i, repetition),), f"from {setup.names[i]}"
+    return Unit(
+        "target run",
+        _training_key(setup, repetition, setup.tasks[j].fingerprints, *left_out),
+        f"the run on {setup.names[j]} {start}, repetition {repetition}",
+        partial(_train_on_target, setup, i, j, repetition),
+        needs,
+        one_thread=True,
+    )
 
-    @property
-    def title(self) -> str:
-        names = self.setup.names
-        way = "alone" if self.i is None else f"from {names[self.i]}"
-        return f"the run on {names[self.j]} {way}, repetition {self.repetition}"
 
-    @property
-    def needs(self) -> tuple[TrainedSource, ...]:
-        return () if self.i is None else (TrainedSource(self.setup, self.i, self.repetition),)
-
-    def compute(self, store: Store) -> Content:
-        test, transfer = self.setup.tasks[self.j].test, transfer_of(self.setup)
-        rows = target_rows(self.setup, self.j, self.repetition)
-        network = self._network(rows, Purpose.TARGET_HEAD)
-        for source in self.needs:
-            network.body = source.network(store).body
-        steps = train(
-            network,
-            rows,
-            transfer,
-            epochs=transfer.target_epochs,
-            min_steps=transfer.min_target_steps,
-            seed=self._seed(Purpose.TARGET_ORDER),
-            frozen_body=self.i is not None and transfer.protocol == "head",
-        )
-        assert test is not None
-        errors = count_errors(network, test)
-        return Content({"errors": errors, "steps": steps, "test_rows": len(test)})
+def _train_on_target(setup: Setup, i: int | None, j: int, repetition: int, store: Store) -> Content:
+    test, transfer = setup.tasks[j].test, transfer_of(setup)
+    rows = target_rows(setup, j, repetition)
+    network = initial_network(setup, repetition, rows, Purpose.TARGET_HEAD)
+    if i is not None:
+        network.body = trained_network(setup, i, repetition, store).body
+    steps = train(
+        network,
+        rows,
+        transfer,
+        epochs=transfer.target_epochs,
+        min_steps=transfer.min_target_steps,
+        seed=seed_for(setup, repetition, Purpose.TARGET_ORDER),
+        frozen_body=i is not None and transfer.protocol == "head",
+    )
+    assert test is not None
+    errors = count_errors(network, test)
+    return Content({"errors": errors, "steps": steps, "test_rows": len(test)})
 
 
 def transfer_units(setup: Setup) -> list[Unit]:
@@ -367,8 +353,8 @@ def transfer_units(setup: Setup) -> list[Unit]:
     pairs = setup.transferred()
     repetitions = range(transfer_of(setup).seeds)
     targets = dict.fromkeys(j for _, j in pairs)
-    units: list[Unit] = [TargetRun(setup, None, j, r) for j in targets for r in repetitions]
-    return units + [TargetRun(setup, i, j, r) for i, j in pairs for r in repetitions]
+    runs = [*((None, j) for j in targets), *pairs]
+    return [run_unit(setup, i, j, repetition) for i, j in runs for repetition in repetitions]
 
 
 Numbers = NDArray[np.float64]

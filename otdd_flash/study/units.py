@@ -1,15 +1,14 @@
 """Units of a study: pieces of work with stored results, and the loop that computes them.
 
 A `Unit` states what its result depends on (`key`, `needs`) and how to compute it; its digest names
-its file. `PairUnit` is the base of units on two tasks. `Store` computes units, and reads and writes
-their files, complete or not at all and with a checksum. `work_through` computes a list of units
-beside other processes that work through the same list: each process computes a unit that is not
-done, whose needs are done and which no living process has locked. With shards, the digest assigns
-each unit to one shard; a shard waits for units of others, and takes over those of a shard whose
-process has died.
+its file. `Store` computes units, and reads and writes their files, complete or not at all and with
+a checksum. `work_through` computes a list of units beside other processes that work through the
+same list: each process computes a unit that is not done, whose needs are done and which no living
+process has locked. With shards, the digest assigns each unit to one shard; a shard waits for units
+of others, and takes over those of a shard whose process has died.
 
-The modules of `study.measures` and `study.training` derive their units from `Unit`; `study.study`
-runs them, `study.result` reads them, and `commands.study` takes `Shard`, `part_of` and FOLDER. A
+The modules of `study.measures` and `study.training` make units; `study.study` runs them,
+`study.result` reads them, and `commands.study` takes `Shard`, `part_of` and FOLDER. A
 stored unit is never computed again, so its key must hold everything that decides the result, and
 nothing else, so that no unit is computed without need. The names of the files and the content of a
 unit are a format on disk.
@@ -23,13 +22,12 @@ import os
 import time
 import traceback
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,8 +36,6 @@ from otdd_flash.arguments import Progress
 from otdd_flash.errors import DEFECT, DataNotice, InputError, exit_code
 from otdd_flash.files.atomic import lock, unlock, write_json
 from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, write_tensors
-from otdd_flash.samples import LabeledSamples
-from otdd_flash.study.setup import Setup
 
 T = TypeVar("T")
 
@@ -59,36 +55,26 @@ class Content:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Unit(ABC):
+@dataclass(frozen=True, eq=False)
+class Unit:
     """A piece of work; two units with equal kind, key and needs are the same.
 
     Attributes:
         kind: the sort of work, part of the digest.
+        key: all that the result depends on, as JSON types: content fingerprints, settings, seeds.
+        title: the unit's name in messages.
+        compute: compute(store) returns the content of the unit.
+        needs: the units whose contents this one reads.
         one_thread: whether one thread computes it, so that the result is the same to the last bit
             on one machine; other units use the study's number of threads.
     """
 
-    kind: ClassVar[str]
-    one_thread: ClassVar[bool] = False
-
-    @property
-    @abstractmethod
-    def key(self) -> Mapping[str, Any]:
-        """All that the result depends on, as JSON types: content fingerprints, settings, seeds."""
-
-    @property
-    @abstractmethod
-    def title(self) -> str:
-        """The unit's name in messages."""
-
-    @property
-    def needs(self) -> tuple[Unit, ...]:
-        """The units whose contents this one reads."""
-        return ()
-
-    @abstractmethod
-    def compute(self, store: Store) -> Content:
-        """Compute the content of the unit."""
+    kind: str
+    key: Mapping[str, Any]
+    title: str
+    compute: Callable[[Store], Content]
+    needs: tuple[Unit, ...] = ()
+    one_thread: bool = False
 
     @cached_property
     def digest(self) -> str:
@@ -96,35 +82,6 @@ class Unit(ABC):
         parts = [self.kind, self.key, [unit.digest for unit in self.needs]]
         text = json.dumps(parts, sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
-
-
-class PairUnit(Unit):
-    """A unit on two tasks of a study, or on one task twice.
-
-    Attributes:
-        about: what is computed, for the title.
-        setup: tasks and settings.
-        i: the place of the first task.
-        j: the place of the second task.
-    """
-
-    about: ClassVar[str]
-
-    def __init__(self, setup: Setup, i: int, j: int) -> None:
-        self.setup, self.i, self.j = setup, i, j
-
-    @property
-    def title(self) -> str:
-        return f"{self.about} of {self.setup.names[self.i]} and {self.setup.names[self.j]}"
-
-    @property
-    def fingerprints(self) -> list[str]:
-        return [side.fingerprint for side in self.sides]
-
-    @property
-    def sides(self) -> tuple[LabeledSamples, LabeledSamples]:
-        """The training rows of both tasks."""
-        return self.setup.tasks[self.i].train, self.setup.tasks[self.j].train
 
 
 FOLDER = "units"

@@ -16,9 +16,9 @@ from otdd_flash.commands.settings import parse
 from otdd_flash.commands.study import OWN, StudySettings, load_tasks
 from otdd_flash.data.registry import known_options
 from otdd_flash.report.study import writing
+from otdd_flash.study import training
 from otdd_flash.study.__main__ import main
 from otdd_flash.study.measures import MEASURES
-from otdd_flash.study.training import TrainedSource
 
 TASKS = ", ".join(
     f"{{name: blobs, samples: 60, num_classes: 3, spread: 1.5, seed: {k}, as: b{k}}}"
@@ -182,10 +182,10 @@ def test_ctrl_c_leaves_a_page_and_130(study, undrawn, monkeypatch) -> None:
 def test_work_that_fails_is_told_and_the_highest_code_wins(
     study, undrawn, monkeypatch, rows
 ) -> None:
-    def fails(self, store):
+    def fails(setup, i, repetition, store):
         raise ArithmeticError("a defect")
 
-    monkeypatch.setattr(TrainedSource, "compute", fails)
+    monkeypatch.setattr(training, "_train_source", fails)
     ended = study(FEW)
     assert ended.code == 1
     assert "a defect" in ended.err

@@ -28,10 +28,9 @@ from otdd_flash.study.setup import as_tasks
 from otdd_flash.study.training import (
     Network,
     Purpose,
-    TargetRun,
-    TrainedSource,
     build_body,
     build_head,
+    initial_network,
     target_rows,
     train,
 )
@@ -281,8 +280,13 @@ def test_targets_see_the_rows_of_their_seed_and_start_from_the_same_weights(resu
         assert len(rows) == QUICK.target_samples
         assert int(rows.class_counts.min()) >= 1
     assert not torch.equal(drawn[0].features, drawn[1].features)
-    runs = *(TrainedSource(result.setup, k, 0) for k in (0, 1)), TargetRun(result.setup, None, 2, 0)
-    bodies = [run._network(drawn[0], Purpose.TARGET_HEAD).body for run in runs]
+    heads = Purpose.SOURCE_HEAD, Purpose.SOURCE_HEAD, Purpose.TARGET_HEAD
+    trained = [task.train for task in result.setup.tasks]
+    networks = [
+        initial_network(result.setup, 0, rows, head)
+        for rows, head in zip(trained, heads, strict=False)
+    ]
+    bodies = [network.body for network in networks]
     for weights in zip(*(body.parameters() for body in bodies), strict=True):
         assert torch.equal(weights[0], weights[1])
         assert torch.equal(weights[0], weights[2])

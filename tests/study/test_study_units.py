@@ -11,46 +11,19 @@ from otdd_flash.errors import ConvergenceError, DataNotice, InputError
 from otdd_flash.study.units import Content, Shard, Store, Unit, in_order, work_through
 
 
-class Sum(Unit):
+def sum_of(number, *needs, kind="sum", log="log", seconds=0, error=None, one_thread=False):
     """A number, and those of the units that it needs; writes a line whenever it is computed."""
 
-    kind = "sum"
-
-    def __init__(self, number, *needs, log="log", seconds=0):
-        self.number, self._needs, self.log, self.seconds = number, needs, log, seconds
-
-    @property
-    def key(self):
-        return {"number": self.number}
-
-    @property
-    def title(self):
-        return f"sum {self.number}"
-
-    @property
-    def needs(self):
-        return self._needs
-
-    def compute(self, store):
-        time.sleep(self.seconds)
-        with open(self.log, "a") as log:
-            log.write(f"{self.number}\n")
-        total = self.number + sum(store.found(unit).facts["total"] for unit in self.needs)
+    def compute(store):
+        time.sleep(seconds)
+        with open(log, "a") as file:
+            file.write(f"{number}\n")
+        if error is not None:
+            raise error
+        total = number + sum(store.found(unit).facts["total"] for unit in needs)
         return Content({"total": total}, {"threads": torch.tensor(torch.get_num_threads())})
 
-
-class Failing(Sum):
-    kind = "failing"
-    error = InputError("no")
-
-    def compute(self, store):
-        super().compute(store)
-        raise self.error
-
-
-class Alone(Sum):
-    kind = "alone"
-    one_thread = True
+    return Unit(kind, {"number": number}, f"sum {number}", compute, needs, one_thread)
 
 
 def run(units, folder, **more):
@@ -69,46 +42,46 @@ def computed():
 
 
 def test_units_come_after_what_they_need_and_are_computed_once(tmp_path):
-    one, two = Sum(1), Sum(2)
-    last = Sum(10, one, two, Sum(2))
+    one, two = sum_of(1), sum_of(2)
+    last = sum_of(10, one, two, sum_of(2))
     store = run([last, one], tmp_path)
     assert store.found(last).facts["total"] == 15
     assert computed() == [1, 2, 10]
-    run([last, one, Sum(3)], tmp_path)
+    run([last, one, sum_of(3)], tmp_path)
     assert computed() == [1, 2, 10, 3]
     # A digest is of kind, key and needs.
-    units = [Sum(1), Sum(2), Alone(1), Sum(1, Sum(2)), Sum(1, Sum(3))]
+    alone = sum_of(1, kind="alone", one_thread=True)
+    units = [sum_of(1), sum_of(2), alone, sum_of(1, sum_of(2)), sum_of(1, sum_of(3))]
     assert len({unit.digest for unit in units}) == 5
-    assert Sum(1, Sum(2)).digest == Sum(1, Sum(2)).digest
+    assert sum_of(1, sum_of(2)).digest == sum_of(1, sum_of(2)).digest
     # Threads are those of the study, or one.
     before = torch.get_num_threads()
-    store = run([one, Alone(1)], tmp_path)
+    store = run([one, alone], tmp_path)
     assert int(store.found(one).tensors["threads"]) == 2
-    assert int(store.found(Alone(1)).tensors["threads"]) == 1
+    assert int(store.found(alone).tensors["threads"]) == 1
     assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("damage", [b"", b"nonsense", None])
 def test_a_damaged_unit_is_computed_again_with_a_notice(tmp_path, damage):
-    run([Sum(1)], tmp_path)
-    path = tmp_path / "units" / f"{Sum(1).digest}.safetensors"
+    run([sum_of(1)], tmp_path)
+    path = tmp_path / "units" / f"{sum_of(1).digest}.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(bytes(content) if damage is None else damage)
     with pytest.warns(DataNotice, match=r"the file of sum 1, .* is damaged .* computed again"):
-        assert run([Sum(5, Sum(1))], tmp_path).found(Sum(5, Sum(1))).facts["total"] == 6
+        assert run([sum_of(5, sum_of(1))], tmp_path).found(sum_of(5, sum_of(1))).facts["total"] == 6
     assert sorted(computed()) == [1, 1, 5]
     # The file of another unit is none of this.
-    path.rename(path.with_name(f"{Sum(2).digest}.safetensors"))
+    path.rename(path.with_name(f"{sum_of(2).digest}.safetensors"))
     with pytest.warns(DataNotice, match="not what its name says"):
-        assert run([Sum(2)], tmp_path).found(Sum(2)).facts["total"] == 2
+        assert run([sum_of(2)], tmp_path).found(sum_of(2)).facts["total"] == 2
 
 
 def test_a_failed_unit_leaves_why_and_the_others_go_on(tmp_path):
     for code, error in ((2, InputError("no")), (3, ConvergenceError("no")), (1, ValueError("no"))):
-        failing = Failing(code)
-        failing.error = error
-        run([Sum(7, failing), Sum(8, Sum(7, failing)), Sum(10 * code)], tmp_path)
+        failing = sum_of(code, kind="failing", error=error)
+        run([sum_of(7, failing), sum_of(8, sum_of(7, failing)), sum_of(10 * code)], tmp_path)
         assert computed()[-2:] == [code, 10 * code]
         record = Store(tmp_path, 1).failure(failing)
         said = record["unit"], record["error"], record["exit_code"]
@@ -119,7 +92,7 @@ def test_a_failed_unit_leaves_why_and_the_others_go_on(tmp_path):
 
 
 def test_every_unit_belongs_to_one_shard():
-    units = [Sum(number) for number in range(200)]
+    units = [sum_of(number) for number in range(200)]
     owners = [Shard.parse("1/4").owner(unit) for unit in units]
     assert {*owners} == {1, 2, 3, 4}
     assert owners == [Shard.parse("3/4").owner(unit) for unit in units]
@@ -131,7 +104,7 @@ def test_every_unit_belongs_to_one_shard():
 def test_units_of_a_shard_are_others_once_it_is_dead():
     store = Store(Path.cwd(), 2)
     one, two = Shard(1, 2), Shard(2, 2)
-    units = [Sum(number) for number in range(20)]
+    units = [sum_of(number) for number in range(20)]
     theirs = [unit for unit in units if one.owner(unit) == 2]
     assert theirs
     assert all(one.mine(unit, store) == (unit not in theirs) for unit in units)
@@ -148,8 +121,8 @@ def test_units_of_a_shard_are_others_once_it_is_dead():
 def worker(folder, text=None):
     """What a process of the next tests does in its folder."""
     os.chdir(folder)
-    units = [Sum(k, seconds=0.05) for k in range(12)]
-    units += [Sum(100, *units[:6])]
+    units = [sum_of(k, seconds=0.05) for k in range(12)]
+    units += [sum_of(100, *units[:6])]
     shard = Shard.parse(text)
     with shard.alive(Store(Path.cwd(), 2)):
         run(units, Path.cwd(), shard=shard)
@@ -167,8 +140,8 @@ def test_processes_share_the_units_of_a_folder(begin, tmp_path):
 @pytest.mark.slow
 def test_a_shard_waits_for_others_and_takes_over_from_a_dead_one(begin, tmp_path):
     first = begin(worker, tmp_path, "1/2")
-    units = [Sum(k) for k in range(12)]
-    mine = {unit.number for unit in units if Shard(1, 2).owner(unit) == 1}
+    units = [sum_of(k) for k in range(12)]
+    mine = {unit.key["number"] for unit in units if Shard(1, 2).owner(unit) == 1}
     deadline = time.monotonic() + 60
     while {*computed()} < mine and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -188,4 +161,4 @@ def test_a_shard_waits_for_others_and_takes_over_from_a_dead_one(begin, tmp_path
 
 def test_a_key_of_what_is_no_number_of_json_is_a_defect():
     with pytest.raises(ValueError, match="JSON"):
-        _ = Sum(float("nan")).digest
+        _ = sum_of(float("nan")).digest

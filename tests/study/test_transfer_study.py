@@ -6,7 +6,6 @@ import pytest
 
 from experiments.environment import RESULTS
 from experiments.transfer_study import AIM, NAME, markdown, study
-from otdd_flash.cost.ground import GroundCost
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.setup import Setup
 
@@ -46,9 +45,8 @@ def test_everything_is_reported_of_every_measure(kind):
 @pytest.mark.slow
 def test_the_tasks_and_the_protocol_are_those_of_this_code(real_data):
     whole = study(str(real_data), 2000, features=False)
-    tasks = whole._tasks()
-    (tasks, metric), cost = whole._numbered(tasks), whole.cost or GroundCost()
-    setup = Setup(tasks, whole._settings({}, whole._metric(tasks, metric, cost), cost, 1, 1))
+    tasks, metric = whole._compared(whole._tasks())
+    setup = Setup(tasks, whole._settings({}, metric, 1, 1))
     now = json.loads(json.dumps(setup.to_dict()))
     then = committed("")["settings"]
     # It was run before the measure that chooses was a setting.

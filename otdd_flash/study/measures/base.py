@@ -17,9 +17,9 @@ must stay too, and a new field needs a default.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from otdd_flash.plugins import blamed_on, parts
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling.subsampling import deviation_interval, sampling_rate
 from otdd_flash.study.setup import Settings, Setup
-from otdd_flash.study.units import Content, PairUnit, Store, Unit
+from otdd_flash.study.units import Content, Store, Unit
 
 Pair = tuple[int, int]
 
@@ -117,6 +117,10 @@ class PairwiseMeasure(Measure):
     def pair_unit(self, setup: Setup, i: int, j: int) -> Unit:
         """Return the unit of a source and a target."""
 
+    def pair_title(self, setup: Setup, i: int, j: int) -> str:
+        """Return the name of that unit in messages."""
+        return f"{self.name} of {setup.names[i]} for {setup.names[j]}"
+
     def pairs(self, setup: Setup) -> Iterable[Pair]:
         """Return the pairs that have a unit: one of both directions if the measure is symmetric."""
         return setup.pairs() if self.symmetric else setup.ordered_pairs()
@@ -135,19 +139,6 @@ class PairwiseMeasure(Measure):
                     yield (j, i), Reading(**found.facts)
 
 
-class MeasureUnit(PairUnit):
-    """The value of a measure for one source and one target."""
-
-    def __init__(self, setup: Setup, measure: PairwiseMeasure, i: int, j: int) -> None:
-        super().__init__(setup, i, j)
-        self.measure = measure
-
-    @property
-    def title(self) -> str:
-        names = self.setup.names
-        return f"{self.measure.name} of {names[self.i]} for {names[self.j]}"
-
-
 class PairMeasure(PairwiseMeasure):
     """A measure that is a function of the training rows of a source and a target."""
 
@@ -157,29 +148,21 @@ class PairMeasure(PairwiseMeasure):
 
     def pair_unit(self, setup: Setup, i: int, j: int) -> Unit:
         """Return the unit that calls `value`."""
-        return PairValue(setup, self, i, j)
-
-
-class PairValue(MeasureUnit):
-    """The value of a `PairMeasure`."""
-
-    kind = "pair"
-    measure: PairMeasure
-
-    @property
-    def key(self) -> Mapping[str, Any]:
-        return {
-            "measure": self.measure.name,
-            "packages": [one.package for one in parts("measures").get(self.measure.name, ())],
-            "fingerprints": self.fingerprints,
+        title, sides = self.pair_title(setup, i, j), setup.sides(i, j)
+        key = {
+            "measure": self.name,
+            "packages": [one.package for one in parts("measures").get(self.name, ())],
+            "fingerprints": setup.fingerprints(i, j),
             # Compute options, threads and versions of software.
-            **self.setup.settings.machine,
+            **setup.settings.machine,
         }
 
-    def compute(self, store: Store) -> Content:
-        with blamed_on(self.measure, self.title):
-            value = self.measure.value(*self.sides)
-        return Content({"value": finite(self.title, value)})
+        def compute(_: Store) -> Content:
+            with blamed_on(self, title):
+                value = self.value(*sides)
+            return Content({"value": finite(title, value)})
+
+        return Unit("pair", key, title, compute)
 
 
 def interval_ends(

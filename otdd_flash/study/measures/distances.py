@@ -4,14 +4,14 @@
 `pairwise_distances`. `otce` is the conditional entropy of the target's classes under the plan.
 `sliced` is the sliced dataset distance over draws that all tasks share. `frechet` is the squared
 Bures-Wasserstein distance between whole datasets, without labels. `study.measures` registers them;
-`study.result` reads `Epsilon`.
+`study.result` reads `epsilon_unit`.
 
     S_epsilon(x, y) = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2
 
 K tasks have K self terms and K (K - 1) / 2 cross terms, each solved as `dataset_distance` does and
-each a unit of its own (`Term`), so that both directions share one. Class distances are computed in
-blocks of two tasks (`ClassBlock`), and the mean cost over all pairs is one unit (`Epsilon`). Units
-on two tasks i and j have i <= j.
+each a unit of its own (`term_unit`), so that both directions share one. Class distances are
+computed in blocks of two tasks (`class_unit`), and the mean cost over all pairs is one unit
+(`epsilon_unit`). Units on two tasks i and j have i <= j.
 
 Stored units are used as long as their keys are equal, so a change that gives other numbers must
 change the key. The datasets are checked and moved to the device once per process (`compared`).
@@ -21,14 +21,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from otdd_flash.arguments import finite
 from otdd_flash.errors import DataNotice, NotConvergedWarning
 from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.labels import ClassDistances
@@ -63,12 +65,11 @@ from otdd_flash.study.measures.base import (
     Measure,
     Pair,
     PairMeasure,
-    PairValue,
     Reading,
     interval_ends,
 )
 from otdd_flash.study.setup import Settings, Setup
-from otdd_flash.study.units import Content, PairUnit, Store, Unit
+from otdd_flash.study.units import Content, Store, Unit
 
 
 class Otdd(Measure):
@@ -81,9 +82,9 @@ class Otdd(Measure):
     reads_plans = True
 
     def units(self, setup: Setup) -> list[Unit]:
-        units: list[Unit] = [Epsilon(setup)]
+        units: list[Unit] = [epsilon_unit(setup)]
         for i, j in setup.pairs():
-            units += [*distance_units(setup, i, j), *_sampling(setup, i, j).values()]
+            units += [*distance_units(setup, i, j), *_sampling_units(setup, i, j).values()]
         return units
 
     def read(self, setup: Setup, store: Store) -> Iterator[tuple[Pair, Reading]]:
@@ -91,7 +92,7 @@ class Otdd(Measure):
             found = distance_of(setup, store, i, j)
             if found is None:
                 continue
-            for part, unit in _sampling(setup, i, j).items():
+            for part, unit in _sampling_units(setup, i, j).items():
                 if (content := store.known(unit)) is not None:
                     facts = {f"{part}_{key}": value for key, value in content.facts.items()}
                     found = replace(found, **facts)
@@ -103,22 +104,22 @@ class Otdd(Measure):
             yield (j, i), replace(found, **floors)
 
 
-def _sampling(setup: Setup, i: int, j: int) -> dict[str, Unit]:
+def _sampling_units(setup: Setup, i: int, j: int) -> dict[str, Unit]:
     """Return the units of the sampling error that the settings ask for.
 
     Before their facts, their names are those of fields of `Reading`.
     """
     units: dict[str, Unit] = {}
     if setup.settings.subsample is not None:
-        units["sample"] = PairInterval(setup, i, j)
+        units["sample"] = _sampling_unit("subsample interval", _interval, setup, i, j)
     if setup.settings.noise_floor:
-        units["floor"] = PairFloor(setup, i, j)
+        units["floor"] = _sampling_unit("noise floor", _floor, setup, i, j)
     return units
 
 
-def distance_units(setup: Setup, i: int, j: int) -> tuple[Term, ...]:
+def distance_units(setup: Setup, i: int, j: int) -> tuple[Unit, ...]:
     """Return the cross term and the two self terms of a distance."""
-    return Term(setup, i, j), Term(setup, i, i), Term(setup, j, j)
+    return term_unit(setup, i, j), term_unit(setup, i, i), term_unit(setup, j, j)
 
 
 def distance_of(setup: Setup, store: Store, i: int, j: int) -> Reading | None:
@@ -138,150 +139,124 @@ def distance_of(setup: Setup, store: Store, i: int, j: int) -> Reading | None:
     return Reading(value, lower, upper, converged=converged)
 
 
-class Term(PairUnit):
-    """The transport term of two tasks, or the self term of one."""
-
-    kind = "transport term"
-
-    @property
-    def key(self) -> Mapping[str, Any]:
-        return {"fingerprints": self.fingerprints, **self.setup.settings.transport}
-
-    @property
-    def title(self) -> str:
-        names = self.setup.names
-        if self.i == self.j:
-            return f"the self term of {names[self.i]}"
-        return f"the cross term of {names[self.i]} and {names[self.j]}"
-
-    @property
-    def needs(self) -> tuple[Unit, ...]:
-        pairs = dict.fromkeys(((self.i, self.i), (self.i, self.j), (self.j, self.j)))
-        blocks = tuple(ClassBlock(self.setup, *pair) for pair in pairs)
-        settings = self.setup.settings
-        # What is relative to the mean cost is read from its unit.
-        relative = settings.epsilon is None or settings.unbalanced_relative is not None
-        return (*blocks, Epsilon(self.setup)) if relative else blocks
-
-    def compute(self, store: Store) -> Content:
-        """Solve the term; a cross term also stores the class coupling of its plan."""
-        settings = self.setup.settings
-        table, epsilon = table_of(self.setup, store, self.i, self.j), epsilon_of(self.setup, store)
-        comparison = compared(self.setup, store).of(self.i, self.j).with_classes(table.full)
-        relative, cost = settings.epsilon_relative, settings.cost
-        given = ("epsilon", epsilon) if relative is None else ("epsilon_relative", relative)
-        scale = cost.standardized(comparison.given[0].dim)
-        with epsilon_of_datasets(*given, epsilon, comparison.mean_cost, scale):
-            constraints = constraints_of(self.setup, store)
-            identical = comparison.identical
-            comparison = replace(comparison.at(epsilon), debias=identical, constraints=constraints)
-            divergence = solve(comparison, settings.solver)
-        term = divergence.xy
-        facts = {
-            "value": term.value,
-            "bounds": list(term.bounds),
-            "marginal_error": term.marginal_error,
-            "iterations": term.iterations,
-            "converged": term.converged,
-            "identical": identical,
-            "epsilon": epsilon,
-        }
-        if self.i == self.j:
-            return Content(facts)
-        source, target = comparison.given
-        result = DistanceResult(
-            source,
-            target,
-            table,
-            divergence,
-            settings.cost,
-            settings.compute,
-            method=settings.labels.name,
-            target_scale=comparison.target_scale,
-            seconds={},
-            comparison=comparison,
-            constraints=constraints,
-        )
-        return Content(facts, {"coupling": result.class_coupling()})
+def term_unit(setup: Setup, i: int, j: int) -> Unit:
+    """Return the transport term of two tasks, or the self term of one."""
+    settings, names = setup.settings, setup.names
+    needs = [class_unit(setup, *pair) for pair in dict.fromkeys(((i, i), (i, j), (j, j)))]
+    # What is relative to the mean cost is read from its unit.
+    if settings.epsilon is None or settings.unbalanced_relative is not None:
+        needs.append(epsilon_unit(setup))
+    title = f"the self term of {names[i]}"
+    if i != j:
+        title = f"the cross term of {setup.both(i, j)}"
+    key = {"fingerprints": setup.fingerprints(i, j), **settings.transport}
+    return Unit("transport term", key, title, partial(_solve_term, setup, i, j), tuple(needs))
 
 
-class ClassBlock(PairUnit):
-    """Squared distances between the classes of two tasks, or within one task."""
+def _solve_term(setup: Setup, i: int, j: int, store: Store) -> Content:
+    """Solve the term; a cross term also stores the class coupling of its plan."""
+    settings = setup.settings
+    table, epsilon = table_of(setup, store, i, j), epsilon_of(setup, store)
+    comparison = compared(setup, store).of(i, j).with_classes(table.full)
+    relative, cost = settings.epsilon_relative, settings.cost
+    given = ("epsilon", epsilon) if relative is None else ("epsilon_relative", relative)
+    scale = cost.standardized(comparison.given[0].dim)
+    with epsilon_of_datasets(*given, epsilon, comparison.mean_cost, scale):
+        constraints = constraints_of(setup, store)
+        identical = comparison.identical
+        comparison = replace(comparison.at(epsilon), debias=identical, constraints=constraints)
+        divergence = solve(comparison, settings.solver)
+    term = divergence.xy
+    facts = {
+        "value": term.value,
+        "bounds": list(term.bounds),
+        "marginal_error": term.marginal_error,
+        "iterations": term.iterations,
+        "converged": term.converged,
+        "identical": identical,
+        "epsilon": epsilon,
+    }
+    if i == j:
+        return Content(facts)
+    source, target = comparison.given
+    result = DistanceResult(
+        source,
+        target,
+        table,
+        divergence,
+        settings.cost,
+        settings.compute,
+        method=settings.labels.name,
+        target_scale=comparison.target_scale,
+        seconds={},
+        comparison=comparison,
+        constraints=constraints,
+    )
+    return Content(facts, {"coupling": result.class_coupling()})
 
-    kind = about = "class distances"
 
-    @property
-    def key(self) -> Mapping[str, Any]:
-        settings = self.setup.settings
-        return {
-            "fingerprints": self.fingerprints,
-            "labels": settings.metric,
-            "ground": settings.cost.ground,
-            **settings.machine,
-        }
+def class_unit(setup: Setup, i: int, j: int) -> Unit:
+    """Return squared distances between the classes of two tasks, or within one task."""
+    settings = setup.settings
+    key = {
+        "fingerprints": setup.fingerprints(i, j),
+        "labels": settings.metric,
+        "ground": settings.cost.ground,
+        **settings.machine,
+    }
 
-    def compute(self, store: Store) -> Content:
-        transformed = compared(self.setup, store).transformed
-        found = class_block(
-            transformed[self.i],
-            transformed[self.j],
-            self.setup.settings.labels,
-            cache_dir=self.setup.cache_dir,
-        )
+    def compute(store: Store) -> Content:
+        x, y = (compared(setup, store).transformed[place] for place in (i, j))
+        found = class_block(x, y, settings.labels, cache_dir=setup.cache_dir)
         return Content(tensors=found._asdict())
 
+    kind = "class distances"
+    return Unit(kind, key, f"{kind} of {setup.both(i, j)}", compute)
 
-class Epsilon(Unit):
-    """The mean cost over all pairs, and the regularisation, which may be relative to it."""
 
-    kind = "epsilon"
+def epsilon_unit(setup: Setup) -> Unit:
+    """Return the mean cost over all pairs, and the regularisation, which may be relative to it."""
+    pairs = list(setup.pairs())
+    if _several(setup):
+        pairs = [*((place, place) for place in range(len(setup.tasks))), *pairs]
+    return Unit(
+        "epsilon",
+        {"fingerprints": setup.fingerprints(), **setup.settings.transport},
+        "the mean cost of all pairs",
+        partial(_settle_epsilon, setup),
+        tuple(class_unit(setup, *pair) for pair in pairs),
+    )
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
 
-    @property
-    def key(self) -> Mapping[str, Any]:
-        return {"fingerprints": self.setup.fingerprints, **self.setup.settings.transport}
+def _several(setup: Setup) -> bool:
+    """Return whether rows have several labels, whose costs depend on W within a task as well."""
+    return any(task.train.label_sets is not None for task in setup.tasks)
 
-    @property
-    def title(self) -> str:
-        return "the mean cost of all pairs"
 
-    @property
-    def needs(self) -> tuple[Unit, ...]:
-        count = len(self.setup.tasks) if self._several else 0
-        own = ((i, i) for i in range(count))
-        return tuple(ClassBlock(self.setup, *pair) for pair in (*own, *self.setup.pairs()))
-
-    @property
-    def _several(self) -> bool:
-        """Whether rows have several labels, whose costs depend on W within a task as well."""
-        return any(task.train.label_sets is not None for task in self.setup.tasks)
-
-    def compute(self, store: Store) -> Content:
-        whole, means = compared(self.setup, store), []
-        for i, j in self.setup.pairs():
-            comparison = whole.of(i, j)
-            if self._several:
-                table = table_of(self.setup, store, i, j).full
-            else:
-                # Of the cross term's cost, to which the other blocks do not belong.
-                block = store.found(ClassBlock(self.setup, i, j)).tensors["values"]
-                table = comparison.classes.around("xy", block)
-            means.append(comparison.with_classes(table).mean_cost())
-        mean, settings = sum(means, 0.0) / len(means), self.setup.settings
-        relative = settings.epsilon_relative
-        # None is the default, for which a constant cost is no error.
-        relative = None if relative == DEFAULT_RELATIVE else relative
-        *_, epsilon = resolve_epsilon(settings.epsilon, relative, lambda: mean)
-        return Content({"epsilon": epsilon, "mean_cost": mean})
+def _settle_epsilon(setup: Setup, store: Store) -> Content:
+    whole, means = compared(setup, store), []
+    for i, j in setup.pairs():
+        comparison = whole.of(i, j)
+        if _several(setup):
+            table = table_of(setup, store, i, j).full
+        else:
+            # Of the cross term's cost, to which the other blocks do not belong.
+            block = store.found(class_unit(setup, i, j)).tensors["values"]
+            table = comparison.classes.around("xy", block)
+        means.append(comparison.with_classes(table).mean_cost())
+    mean, settings = sum(means, 0.0) / len(means), setup.settings
+    relative = settings.epsilon_relative
+    # None is the default, for which a constant cost is no error.
+    relative = None if relative == DEFAULT_RELATIVE else relative
+    *_, epsilon = resolve_epsilon(settings.epsilon, relative, lambda: mean)
+    return Content({"epsilon": epsilon, "mean_cost": mean})
 
 
 def epsilon_of(setup: Setup, store: Store) -> float:
     """Return the regularisation of all pairs, in units of the cost."""
     if setup.settings.epsilon is not None:
         return setup.settings.epsilon
-    return float(store.found(Epsilon(setup)).facts["epsilon"])
+    return float(store.found(epsilon_unit(setup)).facts["epsilon"])
 
 
 def constraints_of(setup: Setup, store: Store) -> Constraints:
@@ -289,14 +264,14 @@ def constraints_of(setup: Setup, store: Store) -> Constraints:
     settings = setup.settings
 
     def mean_cost() -> float:
-        return float(store.found(Epsilon(setup)).facts["mean_cost"])
+        return float(store.found(epsilon_unit(setup)).facts["mean_cost"])
 
     return resolve_constraints(settings.unbalanced, settings.unbalanced_relative, mean_cost)
 
 
 def table_of(setup: Setup, store: Store, i: int, j: int) -> ClassDistances:
     """Return W over the classes of two tasks, i <= j, in the form of `class_distances`."""
-    blocks = [store.found(ClassBlock(setup, *pair)).tensors for pair in ((i, i), (i, j), (j, j))]
+    blocks = [store.found(class_unit(setup, *pair)).tensors for pair in ((i, i), (i, j), (j, j))]
     full = {}
     for part in ("values", "lower", "upper"):
         xx, xy, yy = (block[part] for block in blocks)
@@ -334,66 +309,62 @@ def compared(setup: Setup, store: Store) -> Comparison:
     return store.cached("comparison", prepare)
 
 
-class PairSampling(PairUnit):
-    """A unit on the sampling error of the distance of two tasks, in the order of the study."""
-
-    @property
-    def key(self) -> Mapping[str, Any]:
-        return self.setup.settings.sampling
-
-    @property
-    def needs(self) -> tuple[Unit, ...]:
-        return distance_units(self.setup, self.i, self.j)
-
-    def _arguments(self, store: Store) -> dict[str, Any]:
-        """Return the arguments of `dataset_distance`."""
-        settings = self.setup.settings
-        return {
-            "epsilon": epsilon_of(self.setup, store),
-            "unbalanced": penalties_of(constraints_of(self.setup, store)),
-            "labels": settings.labels,
-            "solver": settings.solver,
-            "compute": settings.compute,
-            **{key: getattr(settings.cost, key) for key in ("lambda_x", "lambda_y", "ground")},
-        }
+def _sampling_unit(
+    kind: str,
+    compute: Callable[[Setup, int, int, Store], Content],
+    setup: Setup,
+    i: int,
+    j: int,
+) -> Unit:
+    """Return a unit on the sampling error of two tasks, in the order of the study."""
+    return Unit(
+        kind,
+        setup.settings.sampling,
+        f"the {kind} of {setup.both(i, j)}",
+        partial(compute, setup, i, j),
+        distance_units(setup, i, j),
+    )
 
 
-class PairInterval(PairSampling):
-    """The sampling interval of a distance, computed from subsamples."""
-
-    kind = "subsample interval"
-    about = "the subsample interval"
-
-    def compute(self, store: Store) -> Content:
-        settings, whole = self.setup.settings, distance_of(self.setup, store, self.i, self.j)
-        assert settings.subsample is not None
-        assert whole is not None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DataNotice)
-            warnings.simplefilter("ignore", NotConvergedWarning)
-            found = subsample_interval(
-                *self.sides,
-                whole.value,
-                count=settings.subsample,
-                size=settings.subsample_size,
-                seed=settings.seed,
-                **self._arguments(store),
-            )
-        return Content({"lower": found.lower, "upper": found.upper})
+def _arguments(setup: Setup, store: Store) -> dict[str, Any]:
+    """Return the arguments of `dataset_distance`."""
+    settings = setup.settings
+    return {
+        "epsilon": epsilon_of(setup, store),
+        "unbalanced": penalties_of(constraints_of(setup, store)),
+        "labels": settings.labels,
+        "solver": settings.solver,
+        "compute": settings.compute,
+        **{key: getattr(settings.cost, key) for key in ("lambda_x", "lambda_y", "ground")},
+    }
 
 
-class PairFloor(PairSampling):
-    """The noise floor of two tasks: distances between two halves of each."""
+def _interval(setup: Setup, i: int, j: int, store: Store) -> Content:
+    """Compute the sampling interval of a distance from subsamples."""
+    settings, whole = setup.settings, distance_of(setup, store, i, j)
+    assert settings.subsample is not None
+    assert whole is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataNotice)
+        warnings.simplefilter("ignore", NotConvergedWarning)
+        found = subsample_interval(
+            *setup.sides(i, j),
+            whole.value,
+            count=settings.subsample,
+            size=settings.subsample_size,
+            seed=settings.seed,
+            **_arguments(setup, store),
+        )
+    return Content({"lower": found.lower, "upper": found.upper})
 
-    kind = "noise floor"
-    about = "the noise floor"
 
-    def compute(self, store: Store) -> Content:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NotConvergedWarning)
-            arguments = self._arguments(store)
-            found = noise_floor(*self.sides, seed=self.setup.settings.seed, **arguments)
-        return Content({"source": found.source.value, "target": found.target.value})
+def _floor(setup: Setup, i: int, j: int, store: Store) -> Content:
+    """Compute the noise floor of two tasks: distances between two halves of each."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotConvergedWarning)
+        arguments = _arguments(setup, store)
+        found = noise_floor(*setup.sides(i, j), seed=setup.settings.seed, **arguments)
+    return Content({"source": found.source.value, "target": found.target.value})
 
 
 def conditional_entropy(coupling: Tensor) -> float:
@@ -417,19 +388,19 @@ class Otce(Measure):
     unit = 1.0
 
     def units(self, setup: Setup) -> list[Unit]:
-        units: list[Unit] = [Epsilon(setup), *(Term(setup, i, j) for i, j in setup.pairs())]
+        units = [epsilon_unit(setup), *(term_unit(setup, i, j) for i, j in setup.pairs())]
         if setup.settings.subsample is not None:
-            units += [CouplingSampling(setup, i, j) for i, j in setup.pairs()]
+            units += [_coupling_unit(setup, i, j) for i, j in setup.pairs()]
         return units
 
     def read(self, setup: Setup, store: Store) -> Iterator[tuple[Pair, Reading]]:
         for i, j in setup.pairs():
-            term = store.known(Term(setup, i, j))
+            term = store.known(term_unit(setup, i, j))
             if term is None:
                 continue
             sampled = None
             if setup.settings.subsample is not None:
-                sampled = store.known(CouplingSampling(setup, i, j))
+                sampled = store.known(_coupling_unit(setup, i, j))
             values, converged = _both_ways(term.tensors["coupling"]), bool(term.facts["converged"])
             for pair, value, side in zip(((i, j), (j, i)), values, ("to", "from"), strict=True):
                 ends = {} if sampled is None else sampled.facts[side]
@@ -440,22 +411,21 @@ def _both_ways(coupling: Tensor) -> list[float]:
     return [conditional_entropy(coupling), conditional_entropy(coupling.T)]
 
 
-class CouplingSampling(PairSampling):
-    """Sampling intervals of the conditional entropies of two tasks, in both directions."""
+def _coupling_unit(setup: Setup, i: int, j: int) -> Unit:
+    return _sampling_unit("sampling of the coupling", _coupling_intervals, setup, i, j)
 
-    kind = "sampling of the coupling"
-    about = "the sampling of the coupling"
 
-    def compute(self, store: Store) -> Content:
-        whole = store.found(Term(self.setup, self.i, self.j)).tensors["coupling"]
-        comparison = SubsetComparison(*self.sides, self._arguments(store))
-        ends = _subsampled(
-            self.setup.settings,
-            (comparison.source, comparison.target),
-            _both_ways(whole),
-            lambda x, y: _both_ways(comparison.distance(x, y).class_coupling()),
-        )
-        return Content(dict(zip(("to", "from"), ends, strict=True)))
+def _coupling_intervals(setup: Setup, i: int, j: int, store: Store) -> Content:
+    """Compute sampling intervals of the conditional entropies of two tasks, in both directions."""
+    whole = store.found(term_unit(setup, i, j)).tensors["coupling"]
+    comparison = SubsetComparison(*setup.sides(i, j), _arguments(setup, store))
+    ends = _subsampled(
+        setup.settings,
+        (comparison.source, comparison.target),
+        _both_ways(whole),
+        lambda x, y: _both_ways(comparison.distance(x, y).class_coupling()),
+    )
+    return Content(dict(zip(("to", "from"), ends, strict=True)))
 
 
 def _subsampled(
@@ -486,8 +456,7 @@ class Sliced(Measure):
     nearer = -1
 
     def units(self, setup: Setup) -> list[Unit]:
-        chunks = chunks_of(setup.settings.projections)
-        return [DrawChunk(setup, chunk) for chunk in chunks]
+        return [draws_unit(setup, chunk) for chunk in chunks_of(setup.settings.projections)]
 
     def read(self, setup: Setup, store: Store) -> Iterator[tuple[Pair, Reading]]:
         """Yield the readings of all pairs once all draws are done, and none before."""
@@ -507,41 +476,26 @@ class Sliced(Measure):
             yield pair, Reading(**numbers)
 
 
-class DrawChunk(Unit):
-    """W_2^2 of all pairs of tasks along some of the draws."""
+def draws_unit(setup: Setup, chunk: int) -> Unit:
+    """Return W_2^2 of all pairs of tasks along some of the draws."""
+    settings = setup.settings
+    key = {
+        "fingerprints": setup.fingerprints(),
+        "chunk": chunk,
+        "draws": draws_in(chunk, settings.projections),
+        "seed": settings.seed,
+        "device": settings.compute.device,
+        "threads": settings.threads,
+        "versions": settings.machine["versions"],
+    }
 
-    kind = "draws"
-
-    def __init__(self, setup: Setup, chunk: int) -> None:
-        self.setup, self.chunk = setup, chunk
-
-    @property
-    def key(self) -> Mapping[str, Any]:
-        settings = self.setup.settings
-        return {
-            "fingerprints": self.setup.fingerprints,
-            "chunk": self.chunk,
-            "draws": draws_in(self.chunk, settings.projections),
-            "seed": settings.seed,
-            "device": settings.compute.device,
-            "threads": settings.threads,
-            "versions": settings.machine["versions"],
-        }
-
-    @property
-    def title(self) -> str:
-        return f"chunk {self.chunk} of the draws"
-
-    def compute(self, store: Store) -> Content:
-        datasets = store.cached(
-            "sliced",
-            lambda: prepare(
-                [task.train for task in self.setup.tasks], self.setup.settings.compute.device
-            ),
-        )
-        settings, dim = self.setup.settings, self.setup.tasks[0].train.dim
-        draws = draw_chunk(self.chunk, settings.projections, dim, settings.seed)
+    def compute(store: Store) -> Content:
+        trained = [task.train for task in setup.tasks]
+        datasets = store.cached("sliced", lambda: prepare(trained, settings.compute.device))
+        draws = draw_chunk(chunk, settings.projections, trained[0].dim, settings.seed)
         return Content(tensors={"squared": chunk_distances(datasets, draws)})
+
+    return Unit("draws", key, f"chunk {chunk} of the draws", compute)
 
 
 def frechet_distance(source: LabeledSamples, target: LabeledSamples) -> float:
@@ -578,31 +532,22 @@ class Frechet(PairMeasure):
         return frechet_distance(source, target)
 
     def pair_unit(self, setup: Setup, i: int, j: int) -> Unit:
-        return WholeClouds(setup, self, i, j)
+        """Return the unit of the distance and, if the settings ask for one, its interval."""
+        title, settings = f"the Fréchet distance of {setup.both(i, j)}", setup.settings
+        sides, fingerprints = setup.sides(i, j), setup.fingerprints(i, j)
+        key = {"fingerprints": fingerprints, **settings.sampling, **settings.machine}
 
+        def compute(_: Store) -> Content:
+            facts = {"value": finite(title, self.value(*sides))}
+            if settings.subsample is not None:
+                (ends,) = _subsampled(
+                    settings,
+                    sides,
+                    [facts["value"]],
+                    lambda x, y: [self.value(x, y)],
+                    min(rows_excess(*sides), MOST_EXCESS),
+                )
+                facts |= ends
+            return Content(facts)
 
-class WholeClouds(PairValue):
-    """The Fréchet distance of two tasks, and its sampling interval."""
-
-    kind = "frechet"
-    about = "the Fréchet distance"
-    title = PairUnit.title
-
-    @property
-    def key(self) -> Mapping[str, Any]:
-        settings = self.setup.settings
-        return {"fingerprints": self.fingerprints, **settings.sampling, **settings.machine}
-
-    def compute(self, store: Store) -> Content:
-        """Compute the distance; subsamples give its interval if the settings ask for one."""
-        facts, settings = dict(super().compute(store).facts), self.setup.settings
-        if settings.subsample is not None:
-            (ends,) = _subsampled(
-                settings,
-                self.sides,
-                [facts["value"]],
-                lambda x, y: [frechet_distance(x, y)],
-                min(rows_excess(*self.sides), MOST_EXCESS),
-            )
-            facts |= ends
-        return Content(facts)
+        return Unit("frechet", key, title, compute)

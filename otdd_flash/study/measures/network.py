@@ -1,8 +1,9 @@
 """Measures of a study on trained sources: h_score, knn, leep and logme.
 
 Each is a score of a trained source's features or outputs on the target's training rows; the
-larger, the better. `Score` is a unit of work of a study (`study.units.Unit`) for one source and one
-target: it evaluates every repetition of the source's network on that repetition's target rows.
+larger, the better. A score of one source and one target is a unit of work of a study
+(`study.units.Unit`): it evaluates every repetition of the source's network on that repetition's
+target rows.
 `study.measures` lists the measures in its registry `MEASURES`; the study reaches them only through
 `Measure` and `Unit`.
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +27,13 @@ from torch import Tensor
 
 from otdd_flash.sampling.comparison import subsample_rows
 from otdd_flash.sampling.subsampling import subsample_sizes
-from otdd_flash.study.measures.base import MeasureUnit, Pair, PairwiseMeasure, interval_ends
+from otdd_flash.study.measures.base import Pair, PairwiseMeasure, interval_ends
 from otdd_flash.study.setup import Setup
 from otdd_flash.study.training import (
-    TrainedSource,
     body_features,
+    source_unit,
     target_rows,
+    trained_network,
     transfer_of,
 )
 from otdd_flash.study.units import Content, Store, Unit
@@ -67,69 +69,60 @@ class NetworkMeasure(PairwiseMeasure):
         """Return the score of all rows of a view; the larger, the better."""
 
     def pair_unit(self, setup: Setup, i: int, j: int) -> Unit:
-        return Score(setup, self, i, j)
+        """Return the unit of one source and one target: mean and deviation over repetitions."""
+        transfer, target = transfer_of(setup), setup.tasks[j].train
+        # What the score depends on except the networks: these are among its needs, and their keys
+        # hold the versions of packages.
+        key = {
+            "measure": self.name,
+            "fingerprints": [target.fingerprint],
+            "target_samples": transfer.target_rows(target),
+            **setup.settings.sampling,
+        }
+        return Unit(
+            "score",
+            key,
+            self.pair_title(setup, i, j),
+            partial(_score, self, setup, i, j),
+            tuple(source_unit(setup, i, repetition) for repetition in range(transfer.seeds)),
+            one_thread=True,
+        )
 
     def pairs(self, setup: Setup) -> list[Pair]:
         """Return the ordered pairs of tasks without shared rows."""
         return setup.transferred()
 
 
-class Score(MeasureUnit):
-    """The score of one source and one target: mean and deviation over repetitions."""
+def _score(measure: NetworkMeasure, setup: Setup, i: int, j: int, store: Store) -> Content:
+    """Score every repetition of a source's network on that repetition's target rows."""
+    views, drawn = [], []
+    for repetition in range(transfer_of(setup).seeds):
+        rows = target_rows(setup, j, repetition)
+        network = trained_network(setup, i, repetition, store)
+        # Networks have float32 weights.
+        features = body_features(network.body, rows.features.float())
+        assert rows.labels is not None
+        with torch.no_grad():
+            views.append(NetworkView(features, network.head(features), rows.labels))
+        drawn.append(rows)
+    scores = np.array([measure.score(view) for view in views])
+    deviation = float(scores.std(ddof=1)) if len(scores) > 1 else None
+    facts: dict[str, Any] = {"value": float(scores.mean()), "deviation": deviation}
+    if setup.settings.subsample is not None:
+        # The target stands on both sides, as only its rows are drawn.
+        (size, _) = subsample_sizes(drawn[0], drawn[0], None)
 
-    kind = "score"
-    one_thread = True
-    measure: NetworkMeasure
+        def mean_score(generator: np.random.Generator) -> list[float]:
+            taken = (subsample_rows(rows, size, generator) for rows in drawn)
+            found = [
+                measure.score(view.take(some)) for view, some in zip(views, taken, strict=True)
+            ]
+            return [float(np.mean(found))]
 
-    @property
-    def key(self) -> Mapping[str, Any]:
-        """Return what the score depends on except the networks.
-
-        These are among `needs`, and their keys hold the versions of packages.
-        """
-        target = self.setup.tasks[self.j].train
-        return {
-            "measure": self.measure.name,
-            "fingerprints": [target.fingerprint],
-            "target_samples": transfer_of(self.setup).target_rows(target),
-            **self.setup.settings.sampling,
-        }
-
-    @property
-    def needs(self) -> tuple[TrainedSource, ...]:
-        repetitions = range(transfer_of(self.setup).seeds)
-        return tuple(TrainedSource(self.setup, self.i, repetition) for repetition in repetitions)
-
-    def compute(self, store: Store) -> Content:
-        views, drawn = [], []
-        for source in self.needs:
-            rows = target_rows(self.setup, self.j, source.repetition)
-            network = source.network(store)
-            # Networks have float32 weights.
-            features = body_features(network.body, rows.features.float())
-            assert rows.labels is not None
-            with torch.no_grad():
-                views.append(NetworkView(features, network.head(features), rows.labels))
-            drawn.append(rows)
-        scores = np.array([self.measure.score(view) for view in views])
-        deviation = float(scores.std(ddof=1)) if len(scores) > 1 else None
-        facts: dict[str, Any] = {"value": float(scores.mean()), "deviation": deviation}
-        if self.setup.settings.subsample is not None:
-            # The target stands on both sides, as only its rows are drawn.
-            (size, _) = subsample_sizes(drawn[0], drawn[0], None)
-
-            def mean_score(generator: np.random.Generator) -> list[float]:
-                taken = (subsample_rows(rows, size, generator) for rows in drawn)
-                found = [
-                    self.measure.score(view.take(some))
-                    for view, some in zip(views, taken, strict=True)
-                ]
-                return [float(np.mean(found))]
-
-            fraction = size / len(drawn[0])
-            (ends,) = interval_ends(self.setup.settings, [facts["value"]], mean_score, fraction)
-            facts |= ends
-        return Content(facts)
+        fraction = size / len(drawn[0])
+        (ends,) = interval_ends(setup.settings, [facts["value"]], mean_score, fraction)
+        facts |= ends
+    return Content(facts)
 
 
 class HScore(NetworkMeasure):
