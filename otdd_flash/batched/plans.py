@@ -45,7 +45,7 @@ from otdd_flash.arguments import BatchedGradient, Count, MarginalError, Positive
 from otdd_flash.batched import checking
 from otdd_flash.batched.balance import differentiable_balance
 from otdd_flash.batched.chunks import parts
-from otdd_flash.batched.relaxed import RelaxedProblems, bounds_of_relaxed, relaxed_plans
+from otdd_flash.batched.relaxed import bounds_of_relaxed, relaxed_plans
 from otdd_flash.checks import optional, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import computes
@@ -159,16 +159,15 @@ def sinkhorn_plans(
     if gradient == "none":
         matrices, eps = matrices.detach(), eps.detach()
         rows, columns = rows.detach(), columns.detach()
+    problems = Problems(
+        matrices, 1 / eps, rows, columns, sizes, max_iterations, tolerance, negated=True
+    )
     if constraints.exact:
-        problems = Problems(
-            matrices, 1 / eps, rows, columns, sizes, max_iterations, tolerance, negated=True
-        )
         found = differentiable_balance(
             problems, potentials=True, gradient=gradient, in_triton=in_triton
         )
     else:
-        relaxed = RelaxedProblems(sizes, constraints, tolerance, max_iterations)
-        found = relaxed_plans(matrices, rows, columns, eps, relaxed)
+        found = relaxed_plans(problems, eps, constraints)
     contents = matrices.detach(), rows.detach(), columns.detach()
     flaws = _flaws(*contents, sizes, eps.detach(), constraints)
     home = costs.device, costs.dtype
@@ -177,10 +176,8 @@ def sinkhorn_plans(
     # Not so in `no_grad`.
     by_masses = by_masses and gradient == "implicit" and found.rows.requires_grad
     result = SmallPlans(
-        matrices,
+        problems,
         (rows, columns),
-        sizes,
-        tolerance,
         given,
         found,
         flaws,
@@ -286,10 +283,9 @@ class SmallPlans:
     first result that is read raises the `InputError`.
     """
 
-    _costs: Tensor = field(repr=False)
+    _problems: Problems = field(repr=False)
+    # As in the problems.
     _masses: tuple[Tensor, Tensor] = field(repr=False)
-    _sizes: Tensor | None = field(repr=False)
-    _tolerance: float = field(repr=False)
     # Masses before they were rounded to the type that is computed in, detached, and epsilon, all
     # float64.
     _given: tuple[Tensor, Tensor, Tensor] = field(repr=False)
@@ -349,7 +345,7 @@ class SmallPlans:
         these marginals, infinite if that needs a forbidden pair. Both are evaluated in float64 and
         include rounding errors.
         """
-        solved, matrices = self._checked, self._costs
+        solved, matrices = self._checked, self._problems.matrices
         count, n, m = matrices.shape
         found = torch.empty((count, 2), dtype=torch.float64, device=matrices.device)
         a, b, epsilon = (
@@ -394,7 +390,7 @@ class SmallPlans:
     @property
     def converged(self) -> Tensor:
         """Whether the marginal error is within the tolerance (B,)."""
-        return self._at_home(self._checked.errors <= self._tolerance)
+        return self._at_home(self._checked.errors <= self._problems.tolerance)
 
     @cached_property
     def _checked(self) -> Balanced:
@@ -418,11 +414,11 @@ class SmallPlans:
     @computes
     def _report(self, what: str) -> None:
         """Report what undetermined offsets between groups of a problem leave undetermined."""
-        found, (a, b) = self._found, self._masses
-        tensors = (self._costs, found.matrices, a, b, found.rows, found.columns)
+        found, (a, b), problems = self._found, self._masses, self._problems
+        tensors = (problems.matrices, found.matrices, a, b, found.rows, found.columns)
         costs, plans, a, b, rows, columns = (each.detach() for each in tensors)
         epsilon = self._given[2].detach()
-        report_open(what, costs, plans, (a, b), (rows, columns), epsilon, self._sizes)
+        report_open(what, costs, plans, (a, b), (rows, columns), epsilon, problems.sizes)
 
     @cached_property
     def _value(self) -> Tensor:
@@ -436,14 +432,14 @@ class SmallPlans:
 
     @cached_property
     def _shifted(self) -> tuple[Tensor, Tensor]:
-        found = self._checked
+        found, sizes = self._checked, self._problems.sizes
         dtype, f, g = found.rows.dtype, found.rows, found.columns
         if self._constraints.exact:
             mean = (self._masses[1] * found.columns.double()).sum(1, keepdim=True)
             f, g = (found.rows + mean).to(dtype), (found.columns - mean).to(dtype)
-        if self._sizes is None:
+        if sizes is None:
             return f, g
-        rows, columns = (within(self._sizes, side, of.shape[1]) for side, of in enumerate((f, g)))
+        rows, columns = (within(sizes, side, of.shape[1]) for side, of in enumerate((f, g)))
         return torch.where(rows, f, 0), torch.where(columns, g, 0)
 
     def _at_home(self, values: Tensor) -> Tensor:
