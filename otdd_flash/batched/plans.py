@@ -168,8 +168,7 @@ def sinkhorn_plans(
         )
     else:
         found = relaxed_plans(problems, eps, constraints)
-    contents = matrices.detach(), rows.detach(), columns.detach()
-    flaws = _flaws(*contents, sizes, eps.detach(), constraints)
+    flaws = _flaws(matrices, (rows, columns), sizes, eps, constraints)
     home = costs.device, costs.dtype
     given = masses[0].detach().double(), masses[1].detach().double(), eps
     by_masses = rows.requires_grad or columns.requires_grad
@@ -229,10 +228,10 @@ def _masses(
     return masses if sizes is None else torch.where(within(sizes, side, size), masses, 0)
 
 
+@torch.no_grad()
 def _flaws(
     costs: Tensor,
-    a: Tensor,
-    b: Tensor,
+    masses: tuple[Tensor, Tensor],
     sizes: Tensor | None,
     epsilon: Tensor,
     constraints: Constraints,
@@ -242,21 +241,21 @@ def _flaws(
     A sixth is that relaxed marginals have a penalty `beyond_digits`.
     """
     closed, bad = costs == torch.inf, ~(costs > -torch.inf)
-    rows, columns = (given.expand(len(costs), -1) for given in (a, b))
+    rows, columns = (given.expand(len(costs), -1) for given in masses)
     # Partners are those with mass; all that are there need one.
     alone = (closed | (columns == 0)[:, None]).all(2), (closed | (rows == 0)[:, :, None]).all(1)
     if sizes is not None:
         there = [within(sizes, side, size) for side, size in enumerate(costs.shape[1:])]
         bad &= there[0][:, :, None] & there[1][:, None]
         alone = alone[0] & there[0], alone[1] & there[1]
-    masses = [
+    wrong_masses = [
         ~((given >= 0).all() & ((given.sum(-1, dtype=torch.float64) - 1).abs() <= SUM_SLACK).all())
-        for given in (a, b)
+        for given in masses
     ]
     # Logits are multiplied by 1 / epsilon in their type; neither may overflow or be subnormal.
     least = torch.finfo(computed_in(costs)).tiny
     wrong_epsilon = ~((epsilon >= least) & (epsilon <= 1 / least)).all()
-    found = [bad.any(), alone[0].any() | alone[1].any(), wrong_epsilon, *masses]
+    found = [bad.any(), alone[0].any() | alone[1].any(), wrong_epsilon, *wrong_masses]
     if not constraints.exact:
         read = costs.isfinite() & (rows > 0)[:, :, None] & (columns > 0)[:, None]
         largest = torch.where(read, costs.double(), 0).abs().flatten(1).amax(1)
@@ -414,11 +413,7 @@ class SmallPlans:
     @computes
     def _report(self, what: str) -> None:
         """Report what undetermined offsets between groups of a problem leave undetermined."""
-        found, (a, b), problems = self._found, self._masses, self._problems
-        tensors = (problems.matrices, found.matrices, a, b, found.rows, found.columns)
-        costs, plans, a, b, rows, columns = (each.detach() for each in tensors)
-        epsilon = self._given[2].detach()
-        report_open(what, costs, plans, (a, b), (rows, columns), epsilon, problems.sizes)
+        report_open(what, self._problems, self._masses, self._found, self._given[2])
 
     @cached_property
     def _value(self) -> Tensor:
@@ -498,30 +493,28 @@ def bounds_of(costs: Tensor, a: Tensor, b: Tensor, f: Tensor, g: Tensor, epsilon
 UNITS = 2
 
 
+@torch.no_grad()
 def report_open(
     what: str,
-    costs: Tensor,
-    plans: Tensor,
+    problems: Problems,
     masses: tuple[Tensor, Tensor],
-    potentials: tuple[Tensor, Tensor],
+    found: Balanced,
     epsilon: Tensor,
-    sizes: Tensor | None,
 ) -> None:
     """Warn if groups of a problem exchange too little mass for their potentials to be determined.
 
     Args:
         what: the name of the numbers that depend on the offsets, in the plural.
-        costs: C (B, n, m).
-        plans: P (B, n, m).
+        problems: costs and sizes; nothing else of them is read.
         masses: a (n,) or (B, n), and b (m,) or (B, m), of the type that was computed in.
-        potentials: f (B, n) and g (B, m), in units of the cost.
+        found: plans, and potentials in units of the cost.
         epsilon: () or (B,) float64, in units of the cost.
-        sizes: (B, 2), rows and columns of each problem; None for all.
     """
     # Not at the top: they import solvers, which most calls do not need.
     from otdd_flash.derivatives.group_flows import OPEN
     from otdd_flash.derivatives.groups import groups_of_matrix, report_groups
 
+    costs, sizes, plans = problems.matrices, problems.sizes, found.matrices
     count, dtype = len(plans), masses[0].dtype
     a, b = (given.expand(count, -1) for given in masses)
     rounding = UNITS * torch.finfo(dtype).eps
@@ -537,7 +530,7 @@ def report_open(
             groups = groups_of_matrix(
                 costs[k, :n, :m].double().cpu(),
                 (a[k, :n].double().cpu(), b[k, :m].double().cpu()),
-                (potentials[0][k, :n].double().cpu(), potentials[1][k, :m].double().cpu()),
+                (found.rows[k, :n].double().cpu(), found.columns[k, :m].double().cpu()),
                 float(epsilon.expand(count)[k]),
                 rounding,
             )
