@@ -389,7 +389,9 @@ class SmallPlans:
     @property
     def converged(self) -> Tensor:
         """Whether the marginal error is within the tolerance (B,)."""
-        return self._at_home(self._checked.errors <= self._problems.tolerance)
+        tolerance = self._problems.tolerance
+        assert tolerance is not None
+        return self._at_home(self._checked.errors <= tolerance)
 
     @cached_property
     def _checked(self) -> Balanced:
