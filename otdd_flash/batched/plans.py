@@ -45,7 +45,7 @@ from otdd_flash.arguments import BatchedGradient, Count, MarginalError, Positive
 from otdd_flash.batched import checking
 from otdd_flash.batched.balance import differentiable_balance
 from otdd_flash.batched.chunks import parts
-from otdd_flash.batched.relaxed import RelaxedProblems, bounds_of_relaxed, relaxed_plans
+from otdd_flash.batched.relaxed import bounds_of_relaxed, relaxed_plans
 from otdd_flash.checks import optional, tensor
 from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import computes
@@ -159,28 +159,24 @@ def sinkhorn_plans(
     if gradient == "none":
         matrices, eps = matrices.detach(), eps.detach()
         rows, columns = rows.detach(), columns.detach()
+    problems = Problems(
+        matrices, 1 / eps, rows, columns, sizes, max_iterations, tolerance, negated=True
+    )
     if constraints.exact:
-        problems = Problems(
-            matrices, 1 / eps, rows, columns, sizes, max_iterations, tolerance, negated=True
-        )
         found = differentiable_balance(
             problems, potentials=True, gradient=gradient, in_triton=in_triton
         )
     else:
-        relaxed = RelaxedProblems(sizes, constraints, tolerance, max_iterations)
-        found = relaxed_plans(matrices, rows, columns, eps, relaxed)
-    contents = matrices.detach(), rows.detach(), columns.detach()
-    flaws = _flaws(*contents, sizes, eps.detach(), constraints)
+        found = relaxed_plans(problems, eps, constraints)
+    flaws = _flaws(matrices, (rows, columns), sizes, eps, constraints)
     home = costs.device, costs.dtype
     given = masses[0].detach().double(), masses[1].detach().double(), eps
     by_masses = rows.requires_grad or columns.requires_grad
     # Not so in `no_grad`.
     by_masses = by_masses and gradient == "implicit" and found.rows.requires_grad
     result = SmallPlans(
-        matrices,
+        problems,
         (rows, columns),
-        sizes,
-        tolerance,
         given,
         found,
         flaws,
@@ -232,10 +228,10 @@ def _masses(
     return masses if sizes is None else torch.where(within(sizes, side, size), masses, 0)
 
 
+@torch.no_grad()
 def _flaws(
     costs: Tensor,
-    a: Tensor,
-    b: Tensor,
+    masses: tuple[Tensor, Tensor],
     sizes: Tensor | None,
     epsilon: Tensor,
     constraints: Constraints,
@@ -245,21 +241,21 @@ def _flaws(
     A sixth is that relaxed marginals have a penalty `beyond_digits`.
     """
     closed, bad = costs == torch.inf, ~(costs > -torch.inf)
-    rows, columns = (given.expand(len(costs), -1) for given in (a, b))
+    rows, columns = (given.expand(len(costs), -1) for given in masses)
     # Partners are those with mass; all that are there need one.
     alone = (closed | (columns == 0)[:, None]).all(2), (closed | (rows == 0)[:, :, None]).all(1)
     if sizes is not None:
         there = [within(sizes, side, size) for side, size in enumerate(costs.shape[1:])]
         bad &= there[0][:, :, None] & there[1][:, None]
         alone = alone[0] & there[0], alone[1] & there[1]
-    masses = [
+    wrong_masses = [
         ~((given >= 0).all() & ((given.sum(-1, dtype=torch.float64) - 1).abs() <= SUM_SLACK).all())
-        for given in (a, b)
+        for given in masses
     ]
     # Logits are multiplied by 1 / epsilon in their type; neither may overflow or be subnormal.
     least = torch.finfo(computed_in(costs)).tiny
     wrong_epsilon = ~((epsilon >= least) & (epsilon <= 1 / least)).all()
-    found = [bad.any(), alone[0].any() | alone[1].any(), wrong_epsilon, *masses]
+    found = [bad.any(), alone[0].any() | alone[1].any(), wrong_epsilon, *wrong_masses]
     if not constraints.exact:
         read = costs.isfinite() & (rows > 0)[:, :, None] & (columns > 0)[:, None]
         largest = torch.where(read, costs.double(), 0).abs().flatten(1).amax(1)
@@ -286,10 +282,9 @@ class SmallPlans:
     first result that is read raises the `InputError`.
     """
 
-    _costs: Tensor = field(repr=False)
+    _problems: Problems = field(repr=False)
+    # As in the problems.
     _masses: tuple[Tensor, Tensor] = field(repr=False)
-    _sizes: Tensor | None = field(repr=False)
-    _tolerance: float = field(repr=False)
     # Masses before they were rounded to the type that is computed in, detached, and epsilon, all
     # float64.
     _given: tuple[Tensor, Tensor, Tensor] = field(repr=False)
@@ -349,7 +344,7 @@ class SmallPlans:
         these marginals, infinite if that needs a forbidden pair. Both are evaluated in float64 and
         include rounding errors.
         """
-        solved, matrices = self._checked, self._costs
+        solved, matrices = self._checked, self._problems.matrices
         count, n, m = matrices.shape
         found = torch.empty((count, 2), dtype=torch.float64, device=matrices.device)
         a, b, epsilon = (
@@ -394,7 +389,9 @@ class SmallPlans:
     @property
     def converged(self) -> Tensor:
         """Whether the marginal error is within the tolerance (B,)."""
-        return self._at_home(self._checked.errors <= self._tolerance)
+        tolerance = self._problems.tolerance
+        assert tolerance is not None
+        return self._at_home(self._checked.errors <= tolerance)
 
     @cached_property
     def _checked(self) -> Balanced:
@@ -418,11 +415,7 @@ class SmallPlans:
     @computes
     def _report(self, what: str) -> None:
         """Report what undetermined offsets between groups of a problem leave undetermined."""
-        found, (a, b) = self._found, self._masses
-        tensors = (self._costs, found.matrices, a, b, found.rows, found.columns)
-        costs, plans, a, b, rows, columns = (each.detach() for each in tensors)
-        epsilon = self._given[2].detach()
-        report_open(what, costs, plans, (a, b), (rows, columns), epsilon, self._sizes)
+        report_open(what, self._problems, self._masses, self._found, self._given[2])
 
     @cached_property
     def _value(self) -> Tensor:
@@ -436,14 +429,14 @@ class SmallPlans:
 
     @cached_property
     def _shifted(self) -> tuple[Tensor, Tensor]:
-        found = self._checked
+        found, sizes = self._checked, self._problems.sizes
         dtype, f, g = found.rows.dtype, found.rows, found.columns
         if self._constraints.exact:
             mean = (self._masses[1] * found.columns.double()).sum(1, keepdim=True)
             f, g = (found.rows + mean).to(dtype), (found.columns - mean).to(dtype)
-        if self._sizes is None:
+        if sizes is None:
             return f, g
-        rows, columns = (within(self._sizes, side, of.shape[1]) for side, of in enumerate((f, g)))
+        rows, columns = (within(sizes, side, of.shape[1]) for side, of in enumerate((f, g)))
         return torch.where(rows, f, 0), torch.where(columns, g, 0)
 
     def _at_home(self, values: Tensor) -> Tensor:
@@ -502,30 +495,28 @@ def bounds_of(costs: Tensor, a: Tensor, b: Tensor, f: Tensor, g: Tensor, epsilon
 UNITS = 2
 
 
+@torch.no_grad()
 def report_open(
     what: str,
-    costs: Tensor,
-    plans: Tensor,
+    problems: Problems,
     masses: tuple[Tensor, Tensor],
-    potentials: tuple[Tensor, Tensor],
+    found: Balanced,
     epsilon: Tensor,
-    sizes: Tensor | None,
 ) -> None:
     """Warn if groups of a problem exchange too little mass for their potentials to be determined.
 
     Args:
         what: the name of the numbers that depend on the offsets, in the plural.
-        costs: C (B, n, m).
-        plans: P (B, n, m).
+        problems: costs and sizes; nothing else of them is read.
         masses: a (n,) or (B, n), and b (m,) or (B, m), of the type that was computed in.
-        potentials: f (B, n) and g (B, m), in units of the cost.
+        found: plans, and potentials in units of the cost.
         epsilon: () or (B,) float64, in units of the cost.
-        sizes: (B, 2), rows and columns of each problem; None for all.
     """
     # Not at the top: they import solvers, which most calls do not need.
     from otdd_flash.derivatives.group_flows import OPEN
     from otdd_flash.derivatives.groups import groups_of_matrix, report_groups
 
+    costs, sizes, plans = problems.matrices, problems.sizes, found.matrices
     count, dtype = len(plans), masses[0].dtype
     a, b = (given.expand(count, -1) for given in masses)
     rounding = UNITS * torch.finfo(dtype).eps
@@ -541,7 +532,7 @@ def report_open(
             groups = groups_of_matrix(
                 costs[k, :n, :m].double().cpu(),
                 (a[k, :n].double().cpu(), b[k, :m].double().cpu()),
-                (potentials[0][k, :n].double().cpu(), potentials[1][k, :m].double().cpu()),
+                (found.rows[k, :n].double().cpu(), found.columns[k, :m].double().cpu()),
                 float(epsilon.expand(count)[k]),
                 rounding,
             )

@@ -20,9 +20,8 @@ keep that a GPU is waited for but once in CHECKED iterations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from torch import Tensor
 from otdd_flash.batched.chunks import parts
 from otdd_flash.derivatives.autograd import Inputs, Solved
 from otdd_flash.formulas.marginals import Constraints
-from otdd_flash.kernels.batched.problems import Balanced, computed_in, within
+from otdd_flash.kernels.batched.problems import Balanced, Problems, computed_in, within
 
 # Exponents of float64, at the most.
 MOST_EXPONENT = 700.0
@@ -42,82 +41,62 @@ CHECKED = 8
 LEAST_SCALED, UNITS = 1e-12, 8
 UNIT = torch.finfo(torch.float64).eps / 2
 
-
-class Masses(NamedTuple):
-    """Masses a (B, n) and b (B, m), float64."""
-
-    a: Tensor
-    b: Tensor
+# Masses a (B, n) and b (B, m), float64.
+Masses = tuple[Tensor, Tensor]
 
 
-class RelaxedProblems(NamedTuple):
-    """Problems as given, and how they are solved.
-
-    Attributes:
-        sizes: (B, 2), rows and columns that there are; None for all.
-        constraints: what marginals owe.
-        tolerance: of the marginal error over the mass that moves.
-        most: iterations.
-    """
-
-    sizes: Tensor | None
-    constraints: Constraints
-    tolerance: float
-    most: int
-
-    def read(
-        self, costs: Tensor, a: Tensor, b: Tensor, epsilon: Tensor
-    ) -> tuple[Tensor, Masses, Tensor]:
-        """Return C (B, n, m), masses and epsilon (B, 1), float64; C is 0 where there is no pair."""
-        count, n, m = costs.shape
-        cost = costs.double()
-        if self.sizes is not None:
-            rows, columns = within(self.sizes, 0, n), within(self.sizes, 1, m)
-            cost = torch.where(rows[:, :, None] & columns[:, None], cost, 0)
-        masses = Masses(a.double().expand(count, n), b.double().expand(count, m))
-        return cost, masses, epsilon.double().expand(count)[:, None]
-
-
-def relaxed_plans(
-    costs: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, problems: RelaxedProblems
-) -> Balanced:
+def relaxed_plans(problems: Problems, epsilon: Tensor, constraints: Constraints) -> Balanced:
     """Solve for plans (B, n, m), potentials in units of the cost, errors and iterations.
 
-    Args:
-        costs: C (B, n, m), +inf for forbidden pairs.
-        a: (n,) or (B, n) masses.
-        b: (m,) or (B, m), likewise.
-        epsilon: () or (B,).
-        problems: how they are solved.
+    Results are for autograd, by those of costs, masses and epsilon that require a gradient.
 
-    Results are for autograd, by those of these tensors that require a gradient.
+    Args:
+        problems: costs, +inf for forbidden pairs, with masses; the scale is not read, and the
+            tolerance is that of the marginal error over the mass that moves.
+        epsilon: () or (B,).
+        constraints: what marginals owe.
     """
-    inputs = Inputs({"costs": costs, "a": a, "b": b, "epsilon": epsilon})
-    given = costs, a, b, epsilon
+    costs, a, b = problems.matrices, problems.a, problems.b
+    assert a is not None
+    assert b is not None
+    given = {"costs": costs, "a": a, "b": b, "epsilon": epsilon}
+    inputs = Inputs(given)
     with torch.no_grad():
-        cost, masses, eps = problems.read(*given)
+        cost, (a, b), eps = _in_double(given, problems.sizes)
         # An empty batch as well.
         found = [
-            _solved(cost[part], Masses(masses.a[part], masses.b[part]), eps[part], problems)
+            _solved(cost[part], (a[part], b[part]), eps[part], problems, constraints)
             for part in parts(costs) or [slice(0, 0)]
         ]
         f, g, errors, counts = (torch.cat(each) for each in zip(*found, strict=True))
-        plan = _plan(cost, masses, f, g, eps).to(costs.dtype)
+        plan = _plan(cost, (a, b), f, g, eps).to(costs.dtype)
     dtype = computed_in(costs)
     results = plan, f.to(dtype), g.to(dtype)
     if inputs.tensors:
-        backward = partial(_gradients, given, (f, g), problems)
+        backward = partial(_gradients, given, (f, g), problems.sizes, constraints)
         tensors = inputs.tensors.values()
         results = Solved.apply("sinkhorn_plans", backward, inputs, results, *tensors)
     return Balanced(*results, errors.to(dtype), counts)
 
 
+def _in_double(given: Mapping[str, Tensor], sizes: Tensor | None) -> tuple[Tensor, Masses, Tensor]:
+    """Return C (B, n, m), masses and epsilon (B, 1), float64; C is 0 where there is no pair."""
+    cost, epsilon = given["costs"].double(), given["epsilon"].double()
+    count, n, m = cost.shape
+    if sizes is not None:
+        rows, columns = within(sizes, 0, n), within(sizes, 1, m)
+        cost = torch.where(rows[:, :, None] & columns[:, None], cost, 0)
+    masses = given["a"].double().expand(count, n), given["b"].double().expand(count, m)
+    return cost, masses, epsilon.expand(count)[:, None]
+
+
 def _solved(
-    cost: Tensor, masses: Masses, eps: Tensor, problems: RelaxedProblems
+    cost: Tensor, masses: Masses, eps: Tensor, problems: Problems, constraints: Constraints
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return f (B, n), g (B, m), marginal errors (B,) and iterations (B,)."""
     (a, b), every = masses, CHECKED if cost.is_cuda else 1
-    rows, columns = problems.constraints.rows, problems.constraints.columns
+    rows, columns, tolerance = constraints.rows, constraints.columns, problems.tolerance
+    assert tolerance is not None
     logits, log_a, log_b = cost / -eps[:, :, None], a.log(), b.log()
 
     def softmin_rows(g: Tensor) -> Tensor:
@@ -131,15 +110,15 @@ def _solved(
     softmin = softmin_rows(g)
     errors = torch.full_like(a[:, 0], torch.inf)
     counts = torch.zeros_like(errors, dtype=torch.int32)
-    active = errors > problems.tolerance
-    for count in range(problems.most):
+    active = errors > tolerance
+    for count in range(problems.iterations):
         if count % every == 0 and not bool(active.any()):
             break
         new_f = rows.updated(softmin, eps)
         new_g = columns.updated(softmin_columns(new_f), eps)
         # The sums of columns are what they owe before the translation.
         kept = columns.owed(b, new_g)
-        t = problems.constraints.translation(a, new_f, b, new_g)
+        t = constraints.translation(a, new_f, b, new_g)
         assert t is not None
         new_f, new_g = new_f + t, new_g - t
         found = softmin_rows(new_g)
@@ -152,13 +131,14 @@ def _solved(
         softmin = torch.where(going, found, softmin)
         errors, counts = torch.where(active, error, errors), counts + active.to(torch.int32)
         # One that is no number stops, and has not converged.
-        active = active & (errors > problems.tolerance)
+        active = active & (errors > tolerance)
     return f, g, errors, counts
 
 
 def _plan(cost: Tensor, masses: Masses, f: Tensor, g: Tensor, eps: Tensor) -> Tensor:
     """Return P (B, n, m)."""
-    product = masses.a[:, :, None] * masses.b[:, None]
+    a, b = masses
+    product = a[:, :, None] * b[:, None]
     # Of two points without mass the exponential may overflow.
     return product * torch.exp(_exponents(cost, f, g, eps).clamp_max(MOST_EXPONENT))
 
@@ -171,29 +151,29 @@ def _exponents(cost: Tensor, f: Tensor, g: Tensor, eps: Tensor) -> Tensor:
 
 
 def _gradients(
-    given: tuple[Tensor, Tensor, Tensor, Tensor],
+    given: Mapping[str, Tensor],
     potentials: tuple[Tensor, Tensor],
-    problems: RelaxedProblems,
+    sizes: Tensor | None,
+    constraints: Constraints,
     cotangents: Sequence[Tensor],
 ) -> dict[str, Tensor]:
     """Return gradients by key, from the potentials.
 
     Args:
-        given: costs, a, b and epsilon.
+        given: `costs`, `a`, `b` and `epsilon`.
         potentials: f (B, n) and g (B, m), float64.
-        problems: how they were solved.
+        sizes: (B, 2), rows and columns that there are; None for all.
+        constraints: what marginals owe.
         cotangents: of plans and of both potentials.
     """
-    keys = "costs", "a", "b", "epsilon"
     with torch.enable_grad():
-        leaves = [one.detach().requires_grad_(one.requires_grad) for one in given]
-        cost, masses, eps = problems.read(*leaves)
-        f, g = _moved(potentials, problems.constraints, cost, masses, eps)
+        leaves = {key: one.detach().requires_grad_(one.requires_grad) for key, one in given.items()}
+        cost, masses, eps = _in_double(leaves, sizes)
+        f, g = _moved(potentials, constraints, cost, masses, eps)
         solved = _plan(cost, masses, f, g, eps), f, g
         pairs = zip(solved, cotangents, strict=True)
         total = sum((one * along.double()).sum() for one, along in pairs)
-        every = zip(keys, leaves, strict=True)
-        wanted = {key: leaf for key, leaf in every if leaf.requires_grad}
+        wanted = {key: leaf for key, leaf in leaves.items() if leaf.requires_grad}
         found = torch.autograd.grad(torch.as_tensor(total), list(wanted.values()))
     return dict(zip(wanted, found, strict=True))
 
@@ -206,10 +186,10 @@ def _moved(
     eps: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return f (B, n) and g (B, m) as they are, with derivatives of the solution."""
-    f, g = potentials
+    (f, g), (a, b) = potentials, masses
     exponents = _exponents(cost, f, g, eps)
-    by_rows, log_q = _weighted(exponents, masses.b[:, None], 2)
-    by_columns, log_p = _weighted(exponents, masses.a[:, :, None], 1)
+    by_rows, log_q = _weighted(exponents, b[:, None], 2)
+    by_columns, log_p = _weighted(exponents, a[:, :, None], 1)
     left, right = f * sides.rows.softness + log_q, g * sides.columns.softness + log_p
     held = eps.detach()
     # Times epsilon: alpha df + Q dg = left, R^T df + beta dg = right, Q and R of sums 1.
@@ -234,7 +214,7 @@ def _weighted(exponents: Tensor, masses: Tensor, dim: int) -> tuple[Tensor, Tens
 
 def bounds_of_relaxed(
     costs: Tensor,
-    masses: tuple[Tensor, Tensor],
+    masses: Masses,
     potentials: tuple[Tensor, Tensor],
     epsilon: Tensor,
     constraints: Constraints,
@@ -258,7 +238,7 @@ def bounds_of_relaxed(
     rows, columns = constraints.rows, constraints.columns
     constraints = Constraints(rows.at(rows.rho / eps), columns.at(columns.rho / eps))
     f, g = (torch.where(m > 0, p / eps, 0) for m, p in zip((a, b), potentials, strict=True))
-    plan = _plan(costs, Masses(a, b), f, g, torch.ones_like(eps))
+    plan = _plan(costs, (a, b), f, g, torch.ones_like(eps))
     sums = plan.sum(2), plan.sum(1)
     mass = sums[0].sum(1)
     sides = (constraints.rows, a, f), (constraints.columns, b, g)

@@ -185,14 +185,14 @@ class Exchange:
     def deal(self, whole: Tensor) -> None:
         """Send every other rank its share of a tensor (count, ...): rank 0 alone.
 
-        All get something, if only padding, because NCCL begins with all ranks of a group.
+        All get as many rows as the last, who has most, and so at least one, because NCCL begins
+        with all ranks of a group.
         """
         dist, moves = torch.distributed, []
         width = -(-len(whole) // self.size)
         for rank in range(1, self.size):
-            sent = self._movable(whole[self.share(len(whole), rank)])
-            if len(sent) < width:
-                sent = torch.cat((sent, sent.new_zeros((1, *sent.shape[1:]))))
+            first = self.share(len(whole), rank).start
+            sent = self._movable(whole[first : first + width])
             moves.append(dist.P2POp(dist.isend, sent, self._members[rank], self._group))
             self._moved += sent.nbytes
         self._wait_for(moves)

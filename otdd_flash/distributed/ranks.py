@@ -24,7 +24,7 @@ import io
 import math
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -56,18 +56,6 @@ class Dealt(NamedTuple):
     """An argument of an order of which every rank is given its own share of the rows alone."""
 
     tensor: Tensor
-
-
-class _Sent(NamedTuple):
-    """In place of a tensor in an order, which follows it: its place among those that follow."""
-
-    place: int
-
-
-class _DealtTo(NamedTuple):
-    """In place of a `Dealt` tensor in an order, of which each rank is given its own share."""
-
-    of: Described
 
 
 class Ranks(Exchange):
@@ -172,8 +160,8 @@ class Ranks(Exchange):
 
         Args:
             function: of a module, which others find by its name.
-            *arguments: tensors, moved to where each rank keeps what is there; tensors that are
-                `Dealt`, likewise; or what is pickled.
+            *arguments: what is pickled, but for tensors in it, which are moved to where each rank
+                keeps what is there; and tensors that are `Dealt`, likewise.
 
         Raises:
             InputError: the others have been dismissed.
@@ -217,11 +205,14 @@ class Ranks(Exchange):
         self._dropped.append(number)
 
     def _send(self, function: Callable[..., Any] | None, arguments: tuple[Any, ...]) -> None:
-        sent, carried = _taken_out(arguments)
-        described = [*map(Described.of, carried)]
+        order = io.BytesIO()
+        pickler = _WithoutTensors(order, self._backends)
+        pickler.dump((function, arguments))
+        carried, dealt = pickler.carried, pickler.dealt
+        described, of_dealt = ([*map(Described.of, tensors)] for tensors in (carried, dealt))
         # Taken first: what ends meanwhile is for the next order.
         dropped, self._dropped = self._dropped, []
-        content = pickle.dumps((dropped, function, sent, described))
+        content = pickle.dumps((dropped, described, of_dealt, order.getvalue()))
         with self.moving():
             for part in _pages(content):
                 torch.distributed.broadcast(part, self._leader, group=self._orders)
@@ -229,9 +220,8 @@ class Ranks(Exchange):
                 message = packed([self._movable(carried[place]) for place in places])
                 torch.distributed.broadcast(message, self._leader, group=self._group)
                 self._moved += message.nbytes
-            for each in arguments:
-                if isinstance(each, Dealt):
-                    self.deal(each.tensor)
+            for each in dealt:
+                self.deal(each)
         self._moved += len(content)
         self._forget(dropped)
 
@@ -245,20 +235,14 @@ class Ranks(Exchange):
                 rest = torch.empty(length - len(content), dtype=torch.uint8)
                 torch.distributed.broadcast(rest, self._leader, group=self._orders)
                 content += rest.numpy().tobytes()
-        dropped, function, arguments, described = pickle.loads(content[:length])
+        dropped, described, of_dealt, order = pickle.loads(content[:length])
         self._forget(dropped)
-        carried = self._received(described)
-
-        def received(argument: Any) -> Any:
-            match argument:
-                case _Sent(place):
-                    return carried[place]
-                case _DealtTo(of):
-                    like = torch.empty(0, dtype=of.dtype, device=self.device_of(of.device))
-                    return self.own_of_dealt(like, of.shape)
-            return argument
-
-        return function, tuple(map(received, arguments))
+        carried, shares = self._received(described), []
+        for of in of_dealt:
+            like = torch.empty(0, dtype=of.dtype, device=self.device_of(of.device))
+            shares.append(self.own_of_dealt(like, of.shape))
+        function, arguments = _WithTensors(io.BytesIO(order), carried, shares).load()
+        return function, arguments
 
     def _received(self, described: Sequence[Described]) -> list[Tensor]:
         """Receive the tensors that follow an order."""
@@ -291,22 +275,48 @@ def _pages(content: bytes) -> list[Tensor]:
     return [torch.frombuffer(bytearray(page), dtype=torch.uint8) for page in pages]
 
 
-def _taken_out(arguments: Sequence[Any]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Return what of an order's arguments is pickled, and the tensors that follow, each once."""
-    carried: list[Tensor] = []
-    places: dict[int, int] = {}
+class _WithoutTensors(pickle.Pickler):
+    """Pickles an order without its tensors, which follow it.
 
-    def pickled(argument: Any) -> Any:
-        if isinstance(argument, Dealt):
-            return _DealtTo(Described.of(argument.tensor))
-        if not isinstance(argument, Tensor):
-            return argument
-        if id(argument) not in places:
-            places[id(argument)] = len(carried)
-            carried.append(argument)
-        return _Sent(places[id(argument)])
+    Args:
+        file: where to.
+        kinds: of devices from which the group moves tensors; others are pickled.
 
-    return tuple(map(pickled, arguments)), carried
+    Attributes:
+        carried: the tensors that every rank is given whole, each once.
+        dealt: those of which every rank is given its own share.
+    """
+
+    def __init__(self, file: io.BytesIO, kinds: Container[str]) -> None:
+        super().__init__(file)
+        self._kinds = kinds
+        self._places: dict[int, int] = {}
+        self.carried: list[Tensor] = []
+        self.dealt: list[Tensor] = []
+
+    def persistent_id(self, part: Any) -> tuple[bool, int] | None:
+        """Return what stands for a tensor: whether it is dealt, and its place among such."""
+        if isinstance(part, Dealt):
+            self.dealt.append(part.tensor)
+            return True, len(self.dealt) - 1
+        if not isinstance(part, Tensor) or part.device.type not in self._kinds:
+            return None
+        if id(part) not in self._places:
+            self._places[id(part)] = len(self.carried)
+            self.carried.append(part)
+        return False, self._places[id(part)]
+
+
+class _WithTensors(pickle.Unpickler):
+    """Reads an order that `_WithoutTensors` has pickled, with the tensors as they have come."""
+
+    def __init__(self, file: io.BytesIO, carried: list[Tensor], shares: list[Tensor]) -> None:
+        super().__init__(file)
+        self._carried, self._shares = carried, shares
+
+    def persistent_load(self, pid: tuple[bool, int]) -> Tensor:
+        dealt, place = pid
+        return (self._shares if dealt else self._carried)[place]
 
 
 def check_versions(ranks: Ranks) -> None:
@@ -338,32 +348,6 @@ def restored(content: bytes) -> Any:
         return storage.cuda() if device.startswith("cuda") else storage
 
     return torch.load(io.BytesIO(content), map_location=placed, weights_only=False)
-
-
-def taken_apart(something: Any, device: torch.device) -> tuple[bytes, list[Tensor]]:
-    """An object for an order: what is pickled of it, and its tensors on a device, each once."""
-    tensors: dict[int, Tensor] = {}
-    content = io.BytesIO()
-
-    class Apart(pickle.Pickler):
-        def persistent_id(self, part: Any) -> int | None:
-            if not isinstance(part, Tensor) or part.device != device:
-                return None
-            tensors.setdefault(id(part), part)
-            return list(tensors).index(id(part))
-
-    Apart(content).dump(something)
-    return content.getvalue(), list(tensors.values())
-
-
-def put_together(content: bytes, tensors: Sequence[Tensor]) -> Any:
-    """A copy of it, of the tensors as they have come."""
-
-    class Together(pickle.Unpickler):
-        def persistent_load(self, place: int) -> Tensor:
-            return tensors[place]
-
-    return Together(io.BytesIO(content)).load()
 
 
 def ranks_of(group: ProcessGroup | Ranks | str) -> Ranks:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import Progress, check_fields, functional, seed
+from otdd_flash.arguments import Count, Progress, check_fields, functional, seed
 from otdd_flash.checks import called, sequence
 from otdd_flash.errors import InputError, choose
 from otdd_flash.files.tensor_file import content_hash
@@ -78,7 +78,7 @@ class Flow:
         InputError: an unknown mode, or a number out of its range.
     """
 
-    steps: int = 20
+    steps: Count = 20
     mode: str = "features"
     stepping: Stepping = field(default_factory=Stepping)
     functionals: Sequence[Mapping[str, Any] | WeightedFunctional] = ()
@@ -97,8 +97,6 @@ class Flow:
             seed=called("seed", seed),
         )
         choose("flow.mode", self.mode, tuple(MODES))
-        if self.steps < 1:
-            raise InputError(f"flow.steps must be positive, got {self.steps}")
         if self.refresh < 1:
             raise InputError(
                 f"flow.refresh must be positive, got {self.refresh}; 1 measures at every step"

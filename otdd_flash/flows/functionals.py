@@ -24,7 +24,6 @@ resumed.
 from __future__ import annotations
 
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash.arguments import Finite, NotNegative, Positive, finite, takes
 from otdd_flash.checks import path
 from otdd_flash.data.arrays import read_npy
 from otdd_flash.data.dataset import reading
@@ -164,7 +164,7 @@ class WeightedFunctional:
     function: Functional | Entropy
 
     def __post_init__(self) -> None:
-        weight = as_number(f"the weight of functional {self.name}", self.weight)
+        weight = finite(f"the weight of functional {self.name}", self.weight)
         if isinstance(self.function, Entropy) and weight < 0:
             raise InputError(
                 f"the weight of {self.name} must not be negative, got {self.weight}: noise can "
@@ -320,8 +320,9 @@ class CoordinateCollapse(Potential):
         InputError: an index is not an integer, is outside [0, d) or is repeated; or there is none.
     """
 
+    @takes()
     def __init__(
-        self, start: LabeledSamples, coordinates: Sequence[int], value: float = 0.0
+        self, start: LabeledSamples, coordinates: Sequence[int], value: Finite = 0.0
     ) -> None:
         given, dim = coordinates, start.dim
         whole = isinstance(given, list | tuple | range) and all(type(k) is int for k in given)
@@ -329,7 +330,7 @@ class CoordinateCollapse(Potential):
             raise InputError(f"coordinates must be a list of indices in [0, {dim}), got {given!r}")
         if len(set(given)) < len(given):
             raise InputError(f"coordinates must be distinct, got {given!r}")
-        self.coordinates, self.value = torch.tensor(list(given)), as_number("value", value)
+        self.coordinates, self.value = torch.tensor(list(given)), value
 
     def energies(self, points: Tensor, labels: Tensor | None) -> Tensor:
         chosen = points.index_select(1, self.coordinates.to(points.device))
@@ -353,18 +354,18 @@ class HyperplaneMargin(Potential):
             that do not fit.
     """
 
+    @takes()
     def __init__(
         self,
         start: LabeledSamples,
         normal: Any,
         signs: Mapping[str, int],
-        offset: float = 0.0,
-        margin: float = 1.0,
+        offset: Finite = 0.0,
+        margin: NotNegative = 1.0,
     ) -> None:
         self.normal = as_tensor("normal", normal, (start.dim,))
         self.signs = _signs(signs, start)
-        self.offset = as_number("offset", offset)
-        self.margin = as_number("margin", margin, least=0.0)
+        self.offset, self.margin = offset, margin
 
     def energies(self, points: Tensor, labels: Tensor | None) -> Tensor:
         sides = self.signs.to(points)[labels]
@@ -416,12 +417,11 @@ class ClassRepulsion:
         InputError: unlabelled particles, a radius that is not positive, or no automatic radius.
     """
 
-    def __init__(self, start: LabeledSamples, radius: float | None = None) -> None:
+    @takes()
+    def __init__(self, start: LabeledSamples, radius: Positive | None = None) -> None:
         if start.labels is None:
             raise InputError("needs labelled particles: only different classes repel each other")
-        self.radius = median_radius(start) if radius is None else as_number("radius", radius)
-        if self.radius <= 0:
-            raise InputError(f"radius must be positive, got {radius}")
+        self.radius = median_radius(start) if radius is None else radius
 
     def __call__(self, points: Tensor, labels: Tensor | None, masses: Tensor) -> Tensor:
         """Return the energy, 0-dim float64."""
@@ -491,19 +491,6 @@ def _value_and_gradient(
         differences = felt[:, None] * z[tile] - kernel @ z
         gradient[tile] = (-2 / radius) * weights[tile, None] * differences
     return value, gradient
-
-
-def as_number(name: str, value: Any, *, least: float = -math.inf) -> float:
-    """Return a finite number that is at least `least`.
-
-    Raises:
-        InputError: the value is not such a number; the message names the parameter.
-    """
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < least:
-        bound = "" if least == -math.inf else f" and at least {least:g}"
-        raise InputError(f"{name} must be a finite number{bound}, got {value!r}")
-    return float(value)
 
 
 def as_tensor(name: str, value: Any, shape: tuple[int | None, ...]) -> Tensor:

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import check_fields
+from otdd_flash.arguments import NotNegative, check_fields
 from otdd_flash.cost.points import less_origin, per_mass_
 from otdd_flash.derivatives.centred import origin_near
 from otdd_flash.derivatives.gradient import DivergenceGradient, pulled
@@ -100,7 +100,7 @@ class Stepping:
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     schedule: str = "constant"
     box: tuple[float, float] | None = None
-    noise: float = 0.0
+    noise: NotNegative = 0.0
     minibatch: int | None = None
 
     def __post_init__(self) -> None:
@@ -119,8 +119,6 @@ class Stepping:
                 )
             # A list and a tuple must be the same setting.
             object.__setattr__(self, "box", tuple(self.box))
-        if not 0 <= self.noise < math.inf:
-            raise InputError(f"flow.noise must not be negative, got {self.noise}")
         if self.minibatch is not None and self.minibatch < 1:
             raise InputError(f"flow.minibatch must be positive or null, got {self.minibatch}")
         # Built once, so that errors of its options are raised here.

@@ -34,7 +34,7 @@ from otdd_flash.cost.points import (
     squared_distances,
 )
 from otdd_flash.cost.rounding import float16_rounding, lattice_of
-from otdd_flash.distributed.ranks import Numbers, Ranks, put_together, taken_apart
+from otdd_flash.distributed.ranks import Numbers, Ranks
 from otdd_flash.features.file_features import FeatureFile, FileFeatures, features_of
 from otdd_flash.fingerprint import mark_of
 from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory, stated_budget
@@ -138,8 +138,7 @@ def _share_in_ring(
     numbers = [_shards(ranks, cloud) for cloud in sides]
     first = cost.points[0][:1], cost.points[1][:1]
     ranks.layout, number = "ring", ranks.number()
-    content, tensors = taken_apart(cost.without_points(), cost.a.device)
-    found = ranks.order(_hold_ring, number, *numbers, *first, compute, content, *tensors)
+    found = ranks.order(_hold_ring, number, *numbers, *first, compute, cost.without_points())
     return number, found
 
 
@@ -167,10 +166,8 @@ def _hold_ring(
     first_x: Tensor,
     first_y: Tensor,
     compute: ComputeOptions,
-    content: bytes,
-    *tensors: Tensor,
+    bare: LabelledCost,
 ) -> float:
-    bare: LabelledCost = put_together(content, tensors)
     build = cast(BlockBuild, partial(build_operator, compute=compute, keep_scores=False))
     points = ranks.held[source], ranks.held[target]
     ranks.held[number] = ring_parts(ranks, bare, points, (first_x, first_y), build)

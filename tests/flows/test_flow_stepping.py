@@ -136,7 +136,7 @@ BAD_STEPPINGS = [
     ({"box": (1.0, 0.0)}, r"flow.box .*got \[1.0, 0.0\]"),
     ({"box": (0.0, math.nan)}, r"flow.box .*got \[0.0, nan\]"),
     ({"box": (0.0,)}, r"flow.box .*got \[0.0\]"),
-    ({"noise": -0.1}, "flow.noise must not be negative.*-0.1"),
+    ({"noise": -0.1}, "flow.noise must be finite and not negative.*-0.1"),
     ({"minibatch": 0}, "flow.minibatch must be positive.*got 0"),
     ({"minibatch": 1.5}, "flow.minibatch must be an integer, got 1.5"),
 ]
@@ -149,7 +149,7 @@ def test_bad_steppings_are_refused_with_their_value():
 
 
 BAD_FLOWS = [
-    ({"steps": 0}, "flow.steps must be positive, got 0"),
+    ({"steps": 0}, "flow.steps must be at least 1, got 0"),
     ({"steps": 1.5}, "steps must be an integer, got 1.5"),
     ({"refresh": 0}, "flow.refresh must be positive, got 0"),
     ({"tolerance": 0.0}, "flow.tolerance.*got 0.0"),

@@ -262,12 +262,12 @@ BAD = [
     ({**MARGIN, "signs": {"cow": 1}}, "unknown class 'cow'; the classes are: cat, dog, 3"),
     ({**MARGIN, "signs": {"cat": 0}}, "sign of class cat must be 1 or -1, got 0"),
     ({**MARGIN, "signs": {}}, "signs must give 1 or -1 by class name"),
-    ({**MARGIN, "margin": -1}, "margin must be a finite number and at least 0, got -1"),
+    ({**MARGIN, "margin": -1}, "margin must be finite and not negative, got -1"),
     ({**COLLAPSE, "coordinates": [0, 5]}, r"indices in \[0, 5\), got \[0, 5\]"),
     ({**COLLAPSE, "coordinates": [-1]}, "indices in"),
     ({**COLLAPSE, "coordinates": [1.0]}, "indices in"),
     ({**COLLAPSE, "coordinates": [1, 1]}, "distinct"),
-    ({**REPULSION, "radius": 0}, "radius must be positive, got 0"),
+    ({**REPULSION, "radius": 0}, "radius must be positive and finite, got 0"),
     ({"path": 3, **ONE}, "path must be package.module:function, got 3"),
     ({"path": "user_energies:gone", **ONE}, "functional gone: .* has no gone"),
     ({"path": "user_energies:spread", **ONE, "by": 2}, "spread: got an unexpected keyword .*'by'"),
@@ -303,9 +303,9 @@ def test_what_is_no_functional_or_no_weight_is_refused():
     with pytest.raises(InputError, match="distinct names"):
         evaluated((WeightedFunctional("norm", 1.0, Norm(CLOUD)),) * 2, CLOUD)
     for weight, function, message in (
-        (math.nan, Norm(CLOUD), "finite number, got nan"),
-        ("1", Norm(CLOUD), "finite number, got '1'"),
-        (True, Norm(CLOUD), "finite number, got True"),
+        (math.nan, Norm(CLOUD), "must be finite, got nan"),
+        ("1", Norm(CLOUD), "must be a number, got '1'"),
+        (True, Norm(CLOUD), "must be a number, got True"),
         (-0.1, Entropy(), "must not be negative, got -0.1"),
     ):
         with naming(message), pytest.raises(InputError, match=message):

@@ -49,8 +49,8 @@ def test_large_tensors_are_sent_as_they_are() -> None:
     assert packed([SOME[0]]) is SOME[0]
 
 
-def kept(ranks: Ranks, *arguments: Any) -> None:
-    ranks.held[0] = arguments
+def kept(ranks: Ranks, nested: dict[str, Tensor], *arguments: Any) -> None:
+    ranks.held[0] = *arguments, nested["there"]
 
 
 def what_is_kept(ranks: Ranks, folder: str) -> None:
@@ -71,7 +71,8 @@ def sent(ranks: Ranks, folder: str) -> tuple[int, int]:
     twice, before = SOME[0], ranks.shared.bytes_moved
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.distributed, "broadcast", counted)
-        ranks.order(kept, *SOME, "text", twice, None, Dealt(torch.arange(7.0)))
+        nested = {"there": SOME[4]}
+        ranks.order(kept, nested, *SOME, "text", twice, None, Dealt(torch.arange(7.0)))
         moved = ranks.shared.bytes_moved - before
     ranks.order(what_is_kept, folder)
     return count, moved
@@ -82,9 +83,10 @@ def test_an_order_takes_one_broadcast_beside_its_own(tmp_path: Any) -> None:
     assert count == 2
     assert moved > sum(each.nbytes for each in SOME)
     for rank in range(3):
-        *found, text, again, nothing, dealt = torch.load(tmp_path / f"{rank}.pt")
+        *found, text, again, nothing, dealt, nested = torch.load(tmp_path / f"{rank}.pt")
         assert all(torch.equal(a, b) for a, b in zip(found, SOME, strict=True))
         assert [each.shape for each in found] == [each.shape for each in SOME]
         assert (text, nothing) == ("text", None)
         assert torch.equal(again, SOME[0])
+        assert torch.equal(nested, SOME[4])
         assert torch.equal(dealt, torch.arange(7.0)[rank * 7 // 3 : (rank + 1) * 7 // 3])
