@@ -44,12 +44,12 @@ from otdd_flash.report.page import (
     SOURCE_COLOR,
     TARGET_COLOR,
     TITLE_POINTS,
+    Pictures,
     Report,
     Writers,
     figure_of,
     fit_title,
     new_figure,
-    save_picture,
     write_each,
 )
 from otdd_flash.report.planes import (
@@ -119,24 +119,24 @@ def write_report(
     measured = result.method not in WITHOUT_CLASSES
     chosen = order if measured else "given"
     orders = class_orders(table.full, [len(side) for side in names], chosen)
-    writers: Writers = {
-        directory / "projection.png": lambda path: projection(
-            _in_target_space(result), result.target, coupling, path, seed
+    writers: Writers = {}
+    pictures: Pictures = {
+        directory / "projection.png": lambda: projection(
+            _in_target_space(result), result.target, coupling, seed
         )
     }
     if measured:
+        pictures[directory / "class_distances.png"] = lambda: draw_class_distances(
+            table.full,
+            names,
+            _roles(sides),
+            title=f"Distances between the classes of {sides[0]} and {sides[1]}",
+            orders=orders,
+            ground=result.ground,
+        )
         writers |= {
             directory / "class_distances.csv": lambda path: write_matrix_csv(
                 path, table.full, both, both, corner="class"
-            ),
-            directory / "class_distances.png": lambda path: draw_class_distances(
-                table.full,
-                names,
-                _roles(sides),
-                path,
-                title=f"Distances between the classes of {sides[0]} and {sides[1]}",
-                orders=orders,
-                ground=result.ground,
             ),
             directory / NEAREST_FILE: lambda path: write_table_csv(
                 path,
@@ -145,35 +145,39 @@ def write_report(
             ),
         }
     if result.target_scale is not None:
-        writers |= _target_writers(result, directory, sides)
+        _add_target_histograms(result, directory, sides, writers, pictures)
     if coupling.numel() > 1:
-        writers |= {
-            directory / "class_coupling.csv": lambda path: write_matrix_csv(
-                path, coupling, *names, corner="source\\target"
-            ),
-            directory / "class_coupling.png": lambda path: draw_class_coupling(
-                coupling, names, sides, path, orders=orders
-            ),
-        }
+        writers[directory / "class_coupling.csv"] = lambda path: write_matrix_csv(
+            path, coupling, *names, corner="source\\target"
+        )
+        pictures[directory / "class_coupling.png"] = lambda: draw_class_coupling(
+            coupling, names, sides, orders=orders
+        )
     if not result.constraints.exact:
         unmatched = result.unmatched()
-        writers |= {
-            directory / UNMATCHED_FILE: lambda path: write_table_csv(
-                path, UnmatchedClass._fields, unmatched.classes
-            ),
-            directory / "unmatched.png": lambda path: draw_unmatched(unmatched, sides, path),
-        }
-    shown = [*sides, *names[0], *names[1]]
-    return write_each({} if content == "none" else writers, shown, pictures=content == "full")
+        writers[directory / UNMATCHED_FILE] = lambda path: write_table_csv(
+            path, UnmatchedClass._fields, unmatched.classes
+        )
+        pictures[directory / "unmatched.png"] = lambda: draw_unmatched(unmatched, sides)
+    return write_each(
+        {} if content == "none" else writers,
+        pictures if content == "full" else {},
+        [*sides, *names[0], *names[1]],
+    )
 
 
 # Methods of `labels` that compare no classes.
 WITHOUT_CLASSES = ("none", "continuous")
 
 
-def _target_writers(result: DistanceResult, directory: Path, sides: tuple[str, str]) -> Writers:
-    """Return what writes the histograms of numbers, a table and a picture for each column."""
-    writers: Writers = {}
+def _add_target_histograms(
+    result: DistanceResult,
+    directory: Path,
+    sides: tuple[str, str],
+    writers: Writers,
+    pictures: Pictures,
+) -> None:
+    """Add what writes the histograms of numbers, a table and a picture for each column."""
     changes = result.target_changes().tolist()
     for column, change in enumerate(changes):
         masses, edges = result.target_histogram(column)
@@ -187,8 +191,7 @@ def _target_writers(result: DistanceResult, directory: Path, sides: tuple[str, s
         title = f"Mass moved from {which} of {sides[0]} to those of {sides[1]}"
         notes = [f"the mean change of a number is {change:.4g}"]
         draw = partial(_draw_masses, masses, [names, names], sides, title=title, notes=notes)
-        writers[path.with_suffix(".png")] = draw
-    return writers
+        pictures[path.with_suffix(".png")] = draw
 
 
 def plot_distance(result: DistanceResult) -> Figure:
@@ -197,7 +200,7 @@ def plot_distance(result: DistanceResult) -> Figure:
     names = result.class_names
 
     def draw() -> Figure:
-        return projection(_in_target_space(result), result.target, coupling, None, 0)
+        return projection(_in_target_space(result), result.target, coupling, 0)
 
     return figure_of(draw, [result.source.name, result.target.name, *names[0], *names[1]])
 
@@ -225,35 +228,28 @@ def draw_class_coupling(
     coupling: Tensor,
     names: Sequence[Sequence[str]],
     sides: tuple[str, str],
-    path: str | Path | None,
     *,
     orders: Sequence[Sequence[int]],
-) -> None:
+) -> Figure:
     """Draw how much of the mass of each source class moves to each target class.
 
     Args:
         coupling: (Vx, Vy) masses that sum to 1; drawn in percent.
         names: the Vx source and the Vy target class names.
         sides: the names of source and target.
-        path: the PNG file.
         orders: the order in which to show the classes of each side.
     """
-    _draw_masses(
+    return _draw_masses(
         coupling[list(orders[0])][:, list(orders[1])],
         [[of[index] for index in order] for of, order in zip(names, orders, strict=True)],
         sides,
-        path,
         title=f"Mass moved from the classes of {sides[0]} to those of {sides[1]}",
     )
 
 
 def _draw_masses(
-    masses: Tensor,
-    names: Sequence[Sequence[str]],
-    sides: tuple[str, str],
-    path: str | Path | None,
-    **more: Any,
-) -> None:
+    masses: Tensor, names: Sequence[Sequence[str]], sides: tuple[str, str], **more: Any
+) -> Figure:
     """Draw masses that sum to 1 in percent, between what the names of both sides stand for."""
     rows, columns = (
         [Group(role, list(of), color)]
@@ -261,7 +257,7 @@ def _draw_masses(
     )
     # Cells that round to 0 stay empty.
     label = "mass, % of the total"
-    heat_map(100.0 * masses, rows, columns, path, value_label=label, decimals=1, zero="", **more)
+    return heat_map(100.0 * masses, rows, columns, value_label=label, decimals=1, zero="", **more)
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
@@ -467,13 +463,12 @@ def unmatched_table(unmatched: Unmatched) -> Table:
 BAR, BARS, BAR_NAMES = 0.26, 4.2, 1.6
 
 
-def draw_unmatched(unmatched: Unmatched, sides: tuple[str, str], path: str | Path | None) -> None:
+def draw_unmatched(unmatched: Unmatched, sides: tuple[str, str]) -> Figure:
     """Draw what is left of every class as a bar, with a mark at what its self term leaves.
 
     Args:
         unmatched: of a distance with relaxed marginals.
         sides: the names of source and target.
-        path: the PNG file.
     """
     every = by_excess(unmatched.classes)
     bars = [
@@ -508,7 +503,7 @@ def draw_unmatched(unmatched: Unmatched, sides: tuple[str, str], path: str | Pat
         top = bottom - BAR
     mark = "; the mark is what its self term leaves" if any(each.own for each in every) else ""
     axes.set_xlabel(f"unmatched, % of the class{mark}")
-    save_picture(figure, path)
+    return figure
 
 
 # If a side has more classes, the bars of others are left out.
@@ -526,7 +521,6 @@ def projection(
     source: LabeledSamples,
     target: LabeledSamples,
     coupling: Tensor,
-    path: str | Path | None,
     seed: int,
 ) -> Figure:
     """Draw two datasets in their common principal plane, with class means and the class coupling.
@@ -541,12 +535,10 @@ def projection(
         source: features of any dimension; labels may be None.
         target: features of the same dimension.
         coupling: (Vx, Vy) masses that sum to 1. A side with one row or column counts as one class.
-        path: the PNG file; None writes no file.
         seed: of the subsamples.
 
     Raises:
         ValueError: the coupling's shape does not match the classes.
-        InputError: the file cannot be written.
     """
     coupling = coupling.detach().cpu().double()
     plane = plane_of([source, target], seed)
@@ -575,7 +567,6 @@ def projection(
     _draw_moves(axes, sides, moves, plane.flat)
     _draw_labels(axes, sides, marked, moves, plane.flat)
     _draw_legend(axes, sides, about if moves else None)
-    save_picture(figure, path)
     return figure
 
 
@@ -728,17 +719,17 @@ def write_contributions(
             path, ("row", "class", "mass", "contribution"), rows
         )
     }
-    if image_shape is not None:
+    pictures: Pictures = {}
+    if image_shape is not None and content == "full":
         title = f"What rows of {source.name} contribute to the distance to {target}"
         most = [row for row in order[:SHOWN] if values[row] > 0]
         least = [row for row in reversed(order[-SHOWN:]) if values[row] < 0]
         named = {"carry most of the distance": most, "bring the datasets nearer": least}
         blocks = {heading: rows for heading, rows in named.items() if rows}
-        writers[directory / "contributions.png"] = lambda path: _draw_contributions(
-            source, values, image_shape, title, blocks, path
+        pictures[directory / "contributions.png"] = lambda: _draw_contributions(
+            source, values, image_shape, title, blocks
         )
-    names = (source.name, target, *source.class_names)
-    return write_each(writers, names, pictures=content == "full")
+    return write_each(writers, pictures, (source.name, target, *source.class_names))
 
 
 def _class_of(source: LabeledSamples, row: int) -> str:
@@ -753,8 +744,7 @@ def _draw_contributions(
     shape: tuple[int, int, int],
     title: str,
     blocks: Mapping[str, Sequence[int]],
-    path: Path,
-) -> None:
+) -> Figure:
     """Draw rows as images, in blocks, with class and contribution above each image."""
     width = 2 * MARGIN + ACROSS * (SIDE + GAP) - GAP
     lines = [math.ceil(len(rows) / ACROSS) for rows in blocks.values()]
@@ -783,4 +773,4 @@ def _draw_contributions(
             number = f"{float(values[row]):+#.3g}".rstrip(".").replace("-", "−")
             name = shorten(_class_of(source, row), LONGEST_CLASS)
             axes.set_title(f"{name}\n{number}", loc="center", fontsize=7, pad=2)
-    save_picture(figure, path)
+    return figure

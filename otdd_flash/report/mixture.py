@@ -20,13 +20,12 @@ from otdd_flash.report.page import (
     SOURCE_COLOR,
     TARGET_COLOR,
     TICK_POINTS,
+    Pictures,
     Report,
     Writers,
     figure_of,
     fit_title,
     new_figure,
-    own_style,
-    save_picture,
     write_each,
 )
 from otdd_flash.report.tables import Barred, barred_page, write_table_csv
@@ -77,6 +76,7 @@ def write_mixture_report(
     choose("content", content, CONTENTS)
     directory = Path(directory)
     writers: Writers = {}
+    pictures: Pictures = {}
     if drawn is not None:
         writers |= {
             directory / "mixture.npz": lambda path: write_npz(drawn, path),
@@ -86,9 +86,10 @@ def write_mixture_report(
         writers |= {
             directory / "mixture.csv": lambda path: write_table_csv(path, COLUMNS, _rows(mixture)),
             directory / "mixture.html": lambda path: write_text(path, _page(mixture, other)),
-            directory / "mixture.png": lambda path: _draw(mixture, path),
         }
-    return write_each(writers, list(mixture.weights), pictures=content == "full")
+    if content == "full":
+        pictures[directory / "mixture.png"] = lambda: _draw(mixture)
+    return write_each(writers, pictures, list(mixture.weights))
 
 
 def mixture_table(mixture: Mixture, other: Mixture | None = None) -> Table:
@@ -123,7 +124,7 @@ def _cells(mixture: Mixture, other: Mixture | None) -> tuple[list[str], list[lis
 
 def plot_mixture(mixture: Mixture) -> Figure:
     """Draw weights and marginal costs as bars."""
-    return figure_of(lambda: _draw(mixture, None), list(mixture.weights))
+    return figure_of(lambda: _draw(mixture), list(mixture.weights))
 
 
 def _rows(mixture: Mixture) -> list[tuple[object, ...]]:
@@ -149,29 +150,27 @@ def _page(mixture: Mixture, other: Mixture | None) -> str:
     return barred_page(title, mixture.sentences(), ("source", *heads), "", rows)
 
 
-def _draw(mixture: Mixture, path: Path | None) -> Figure:
+def _draw(mixture: Mixture) -> Figure:
     heaviest = sorted(mixture.weights.items(), key=lambda item: -item[1])[:MOST_BARS]
     names = [name for name, _ in heaviest]
-    with own_style(names):
-        figure = new_figure(WIDTH, 1.2 + HEIGHT * len(names))
-        left, right = figure.subplots(1, 2, sharey=True)
-        places = range(len(names))
-        left.barh(places, [weight for _, weight in heaviest], color=SOURCE_COLOR)
-        if mixture.intervals is not None:
-            for place, name in enumerate(names):
-                left.plot(mixture.intervals[name], [place, place], color="0.2", linewidth=1)
-        right.barh(places, [mixture.marginal_costs[name] for name in names], color=TARGET_COLOR)
-        left.set_yticks(places, [shorten(name, LONGEST) for name in names])
-        left.invert_yaxis()
-        left.set_xlabel("weight")
-        right.set_xlabel("marginal cost a unit of weight")
-        # Small numbers are long.
-        right.locator_params(axis="x", nbins=4)
-        for axes in (left, right):
-            axes.tick_params(labelsize=TICK_POINTS)
-            axes.grid(axis="x")
-        title = f"Mixture for {display(mixture.target)}"
-        figure.suptitle(fit_title(figure, title, WIDTH - 1.0))
-        figure.set_layout_engine("constrained")
-        save_picture(figure, path)
+    figure = new_figure(WIDTH, 1.2 + HEIGHT * len(names))
+    left, right = figure.subplots(1, 2, sharey=True)
+    places = range(len(names))
+    left.barh(places, [weight for _, weight in heaviest], color=SOURCE_COLOR)
+    if mixture.intervals is not None:
+        for place, name in enumerate(names):
+            left.plot(mixture.intervals[name], [place, place], color="0.2", linewidth=1)
+    right.barh(places, [mixture.marginal_costs[name] for name in names], color=TARGET_COLOR)
+    left.set_yticks(places, [shorten(name, LONGEST) for name in names])
+    left.invert_yaxis()
+    left.set_xlabel("weight")
+    right.set_xlabel("marginal cost a unit of weight")
+    # Small numbers are long.
+    right.locator_params(axis="x", nbins=4)
+    for axes in (left, right):
+        axes.tick_params(labelsize=TICK_POINTS)
+        axes.grid(axis="x")
+    title = f"Mixture for {display(mixture.target)}"
+    figure.suptitle(fit_title(figure, title, WIDTH - 1.0))
+    figure.set_layout_engine("constrained")
     return figure

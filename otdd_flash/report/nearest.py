@@ -24,8 +24,6 @@ from otdd_flash.report.page import (
     figure_of,
     fit_title,
     new_figure,
-    own_style,
-    save_picture,
     write_each,
 )
 from otdd_flash.report.tables import Barred, barred_page, write_table_csv
@@ -74,10 +72,9 @@ def write_ranking_report(
         {
             directory / "ranking.csv": lambda path: write_table_csv(path, columns, lines),
             directory / "ranking.html": lambda path: write_text(path, _page(ranking)),
-            directory / "ranking.png": lambda path: _draw(ranking, path),
         },
+        {directory / "ranking.png": lambda: _draw(ranking)} if content == "full" else {},
         [row.name for row in _shown(ranking)],
-        pictures=content == "full",
     )
 
 
@@ -99,7 +96,7 @@ def ranking_table(ranking: Ranking) -> Table:
 
 def plot_ranking(ranking: Ranking) -> Figure:
     """Draw the intervals of the first members as bars."""
-    return figure_of(lambda: _draw(ranking, None), [row.name for row in _shown(ranking)])
+    return figure_of(lambda: _draw(ranking), [row.name for row in _shown(ranking)])
 
 
 def _shown(ranking: Ranking) -> list[Ranked]:
@@ -141,24 +138,22 @@ def _page(ranking: Ranking) -> str:
     return barred_page(title, ranking.sentences(), COLUMNS, "interval", lines)
 
 
-def _draw(ranking: Ranking, path: Path | None) -> Figure:
+def _draw(ranking: Ranking) -> Figure:
     rows = _shown(ranking)
     low, high = _ends(rows)
-    with own_style([row.name for row in rows]):
-        figure = new_figure(WIDTH, 1.2 + HEIGHT * len(rows))
-        axes = figure.subplots()
-        for place, row in enumerate(rows):
-            first = place < len(ranking.rows)
-            color = SOURCE_COLOR if row.proven else TARGET_COLOR if first else "0.7"
-            left, right = max(row.lower, low), min(row.upper, high)
-            axes.barh(place, max(right - left, (high - low) / 400), left=left, color=color)
-        axes.set_yticks(range(len(rows)), [shorten(row.name, LONGEST) for row in rows])
-        axes.tick_params(labelsize=TICK_POINTS)
-        axes.set_xlim(low, high)
-        axes.invert_yaxis()
-        axes.set_xlabel("solver bounds of the distance, in units of the cost")
-        axes.grid(axis="x")
-        axes.set_title(fit_title(figure, f"Nearest to {display(ranking.query)}", WIDTH - 1.0))
-        figure.set_layout_engine("constrained")
-        save_picture(figure, path)
+    figure = new_figure(WIDTH, 1.2 + HEIGHT * len(rows))
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        first = place < len(ranking.rows)
+        color = SOURCE_COLOR if row.proven else TARGET_COLOR if first else "0.7"
+        left, right = max(row.lower, low), min(row.upper, high)
+        axes.barh(place, max(right - left, (high - low) / 400), left=left, color=color)
+    axes.set_yticks(range(len(rows)), [shorten(row.name, LONGEST) for row in rows])
+    axes.tick_params(labelsize=TICK_POINTS)
+    axes.set_xlim(low, high)
+    axes.invert_yaxis()
+    axes.set_xlabel("solver bounds of the distance, in units of the cost")
+    axes.grid(axis="x")
+    axes.set_title(fit_title(figure, f"Nearest to {display(ranking.query)}", WIDTH - 1.0))
+    figure.set_layout_engine("constrained")
     return figure

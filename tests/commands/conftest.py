@@ -76,11 +76,13 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs write their tables but draw no pictures, which would take most of the time."""
     from otdd_flash.report import distance as writing
     from otdd_flash.report import flow as flow_writing
+    from otdd_flash.report import page
 
     for name in ("projection", "draw_class_distances", "draw_class_coupling"):
         monkeypatch.setattr(writing, name, lambda *_, **__: None)
     for name in ("draw_objective", "draw_paths", "draw_images", "write_animation"):
         monkeypatch.setattr(flow_writing, name, lambda *_, **__: None)
+    monkeypatch.setattr(page, "save_picture", lambda *_: None)
 
 
 @pytest.fixture
