@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from otdd_flash.arguments import count
-from otdd_flash.checks import choice, optional
+from otdd_flash.checks import choice, optional, shown
 from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import EmbeddingSettings, RuntimeSettings
@@ -143,6 +143,48 @@ def named(node: dict[str, Any], group: str) -> str:
     if node.get("name") is None:
         raise InputError(f"this choice of {group} has no name; its yaml must hold name: NAME")
     return str(node["name"])
+
+
+def listed(key: str, nodes: Any, otherwise: str = "") -> dict[str, dict[str, Any]]:
+    """Return the keys of each dataset of a list by its name, which `as` gives or else `name`.
+
+    Args:
+        key: the setting that holds the list.
+        nodes: its value.
+        otherwise: what else the setting may be, for messages.
+
+    Raises:
+        InputError: it is no list, an item names no dataset, or two have the same name.
+    """
+    if not isinstance(nodes, list):
+        raise InputError(
+            f"{key} must be a list of datasets such as [{{name: mnist}}]{otherwise}, got "
+            f"{shown(nodes)}"
+        )
+    found: dict[str, dict[str, Any]] = {}
+    for place, given in enumerate(nodes):
+        node = keys_of(f"{key}[{place}]", given)
+        name = hidden(str(node.pop("as", None) or node["name"]))
+        if name in found:
+            raise InputError(f"two datasets of {key} are called {name}; give one of them as: NAME")
+        found[name] = node
+    return found
+
+
+def keys_of(key: str, given: Any) -> dict[str, Any]:
+    """Return the keys of a dataset, of which its name alone may be given.
+
+    Raises:
+        InputError: `given`, under the setting `key`, names no dataset.
+    """
+    if isinstance(given, str):
+        return {"name": given}
+    if not isinstance(given, Mapping) or "name" not in given:
+        raise InputError(
+            f"{key} must be a dataset's name, or its keys such as {{name: mnist}}, got "
+            f"{shown(given)}"
+        )
+    return dict(given)
 
 
 def load_side(side: str, node: dict[str, Any], phases: Phases, numbers: bool) -> LabeledDataset:

@@ -183,10 +183,10 @@ def test_a_damaged_member_is_named_and_the_ranking_not_certified(nearest):
 
 
 REFUSED = {
-    "library=3": "library must be a list of datasets",
+    "library=3": "[{name: mnist}], or the folder of an index, got 3",
     "library=nowhere": "library=nowhere is no index; build one with",
     "library=[{samples: 3}]": "library[0] must be a dataset's name, or its keys",
-    f"library=[{{{BLOBS}}}, {{{BLOBS}}}]": "two datasets of the library are called blobs",
+    f"library=[{{{BLOBS}}}, {{{BLOBS}}}]": "two datasets of library are called blobs",
     "query=no_such": "no_such",
     "library=[]": "the library is empty",
     "k=0": "k must be",

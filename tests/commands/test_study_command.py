@@ -202,8 +202,8 @@ NOWHERE = "study.tasks=[{name: arrays, path: nowhere.npz}]"
 REFUSED = r"""
     'study.tasks=[{name: blobs}]' -> compares at least 2 tasks .* got 1: add tasks
     'study.tasks=[{name: blobs}, {name: blobs, dim: 5, as: b}]' transfer=null -> blobs has 2 feature
-    'study.tasks=[{name: blobs}, {name: blobs, seed: 1}]' -> two tasks are called blobs; give one of
-    study.tasks=[3] -> study.tasks\[0\] must be a mapping
+    'study.tasks=[{name: blobs}, {name: blobs, seed: 1}]' -> two datasets of study.tasks are called
+    study.tasks=[3] -> study.tasks\[0\] must be a dataset's name, or its keys
     'study.tasks=[{name: mnist}, {name: digits}]' transfer=null -> task mnist: .*set data_root=DIR
     'study.tasks=[{name: blobs, part: 3/2}, {name: digits}]' -> task blobs: part must be I/N
     measures=[knn] transfer=null -> knn need trained sources: drop them or set transfer
@@ -267,7 +267,7 @@ def test_every_choice_of_tasks_fits_the_settings(composed, choice) -> None:
     names = [node["as"] for node in settings.tasks.datasets]
     assert len({*names}) == len(names) == {"digits": 6, "images": 12}[choice]
     for node in settings.tasks.datasets:
-        assert {*node} - {*OWN} <= {*known_options(node["name"]), "name"}
+        assert {*node} - {*OWN, "as"} <= {*known_options(node["name"]), "name"}
 
 
 @pytest.mark.slow
