@@ -1,9 +1,8 @@
 """The report of a mixture: a table, mixture.csv, mixture.html, mixture.png and rows to train on.
 
-`commands.mix` and users call `write_mixture_report`; `Mixture.plot` calls `plot_mixture`. The page
-is one file that needs no network and no scripts. Every name goes through `html_text` or `display`,
-because it may contain markup. The columns of mixture.csv are read by users' scripts, so their names
-must stay.
+`commands.mix` and users call `write_mixture_report`; `Mixture.plot` calls `plot_mixture`. Every
+name goes through `html_text` or `display`, because it may contain markup. The columns of
+mixture.csv are read by users' scripts, so their names must stay.
 """
 
 from __future__ import annotations
@@ -28,7 +27,15 @@ from otdd_flash.report.page import (
     new_figure,
     write_each,
 )
-from otdd_flash.report.tables import Barred, barred_page, write_table_csv
+from otdd_flash.report.tables import (
+    bar_cell,
+    html_list,
+    html_page,
+    html_table,
+    name_cell,
+    value_cell,
+    write_table_csv,
+)
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import display, shorten
 
@@ -141,13 +148,17 @@ def _rows(mixture: Mixture) -> list[tuple[object, ...]]:
 
 def _page(mixture: Mixture, other: Mixture | None) -> str:
     """Return the page: sentences, and the table with bars of the weights."""
-    (_, *heads), lines = _cells(mixture, other)
+    heads, lines = _cells(mixture, other)
     rows = [
-        Barred((name, *cells), 0, 100 * mixture.weights[name], SOURCE_COLOR)
+        [
+            name_cell(name),
+            *map(value_cell, cells),
+            bar_cell(0, 100 * mixture.weights[name], SOURCE_COLOR),
+        ]
         for name, *cells in lines
     ]
-    title = f"Mixture for {mixture.target}"
-    return barred_page(title, mixture.sentences(), ("source", *heads), "", rows)
+    title, table = f"Mixture for {mixture.target}", html_table("", [*heads, ""], rows)
+    return html_page(title, title, [html_list(mixture.sentences()), table])
 
 
 def _draw(mixture: Mixture) -> Figure:

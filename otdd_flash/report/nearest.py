@@ -1,9 +1,9 @@
 """The report of a ranking: a table in the terminal, ranking.csv, ranking.html and ranking.png.
 
-`commands.nearest` and users call `write_ranking_report`; `Ranking.plot` calls `plot_ranking`. The
-page is one file that needs no network and no scripts: intervals are bars of its own table. Every
-name goes through `html_text` or `display`, because it may contain markup. The columns of
-ranking.csv are read by users' scripts, so their names must stay.
+`commands.nearest` and users call `write_ranking_report`; `Ranking.plot` calls `plot_ranking`. On
+the page intervals are bars of its table. Every name goes through `html_text` or `display`, because
+it may contain markup. The columns of ranking.csv are read by users' scripts, so their names must
+stay.
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ from otdd_flash.report.page import (
     new_figure,
     write_each,
 )
-from otdd_flash.report.tables import Barred, barred_page, write_table_csv
-from otdd_flash.shown import display, shorten
+from otdd_flash.report.tables import (
+    Cell,
+    bar_cell,
+    html_list,
+    html_page,
+    html_table,
+    write_table_csv,
+)
+from otdd_flash.shown import display, html_text, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -126,16 +133,24 @@ def _page(ranking: Ranking) -> str:
     lines = []
     for place, row in enumerate(rows, 1):
         first = place <= len(ranking.rows)
+        kind = "" if first else "quiet"
         left, right = (
             100 * (min(max(end, low), high) - low) / (high - low) for end in (row.lower, row.upper)
         )
         color = SOURCE_COLOR if row.proven else TARGET_COLOR if first else "#aaa"
         known = (str(place), "yes" if row.proven else "no") if first else ("", "")
         numbers = (_text(one) for one in (row.value, row.lower, row.upper))
-        cells = (known[0], row.name, *numbers, known[1])
-        lines.append(Barred(cells, left, max(right - left, 0.4), color, not first))
-    title = f"Nearest to {ranking.query}"
-    return barred_page(title, ranking.sentences(), COLUMNS, "interval", lines)
+        lines.append(
+            [
+                Cell(known[0]),
+                Cell(html_text(row.name), kind=f"name {kind}"),
+                *(Cell(number, kind=kind) for number in numbers),
+                Cell(known[1]),
+                bar_cell(left, max(right - left, 0.4), color),
+            ]
+        )
+    title, table = f"Nearest to {ranking.query}", html_table("", [*COLUMNS, "interval"], lines)
+    return html_page(title, title, [html_list(ranking.sentences()), table])
 
 
 def _draw(ranking: Ranking) -> Figure:

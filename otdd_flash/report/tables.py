@@ -1,10 +1,11 @@
-"""Tables of reports: csv files, the terminal's table of one result, and a page with a bar a row.
+"""Tables of reports: csv files, the terminal's table of one result, and pages of HTML.
 
 The modules of `report` that write tables call it (`report.distance`, `report.nearest`,
-`report.study.writing`, ...); `report.nearest` and `report.mixture` write pages. Files are written
-atomically, so that nobody reads half a table. Lines of csv files end with a line feed, so that they
-are the same on every system, and their numbers read back as the same float64. A page is one file
-without scripts, of which every text goes through `html_text`: names of datasets may contain markup.
+`report.study.writing`, ...); `report.study.page`, `report.nearest` and `report.mixture` make pages.
+Files are written atomically, so that nobody reads half a table. Lines of csv files end with a line
+feed, so that they are the same on every system, and their numbers read back as the same float64. A
+page is one file that needs no network; on narrow screens table rows become blocks of named lines.
+Every text of it goes through `html_text`: names of datasets may contain markup.
 """
 
 from __future__ import annotations
@@ -115,66 +116,6 @@ def facts_table(
     return table
 
 
-BARS_STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 1rem auto;
-       padding: 0 1rem; overflow-wrap: anywhere }
-h1 { font-size: 1.4rem } table { border-collapse: collapse; width: 100% }
-th, td { padding: .15rem .6rem; border-bottom: 1px solid #ddd; text-align: right }
-td.name, th.name { text-align: left } tr.other { color: #666 }
-td.bars { width: 40%; min-width: 8rem } svg { display: block; width: 100%; height: 1rem }
-"""
-
-
-class Barred(NamedTuple):
-    """A row of the table.
-
-    Attributes:
-        cells: texts, one for each column.
-        left: where the bar begins, in percent of its column.
-        width: of the bar, likewise.
-        color: of the bar.
-        faint: whether the row stands behind others.
-    """
-
-    cells: Sequence[str]
-    left: float
-    width: float
-    color: str
-    faint: bool = False
-
-
-def barred_page(
-    title: str, sentences: Iterable[str], columns: Sequence[str], last: str, rows: Iterable[Barred]
-) -> str:
-    """Return the page.
-
-    Args:
-        title: of the page.
-        sentences: above the table.
-        columns: names of the columns; `name` and `source` are of names.
-        last: name of the column of bars.
-        rows: of the table.
-    """
-    marks = [' class="name"' if name in ("name", "source") else "" for name in columns]
-    heads = "".join(f"<th{mark}>{name}</th>" for mark, name in zip(marks, columns, strict=True))
-    lines = []
-    for row in rows:
-        cells = zip(marks, map(html_text, row.cells), strict=True)
-        lines.append(
-            f"<tr{' class=other' if row.faint else ''}>"
-            f"{''.join(f'<td{mark}>{cell}</td>' for mark, cell in cells)}"
-            f'<td class="bars"><svg><rect x="{row.left:.2f}%" y="25%" height="50%" '
-            f'width="{row.width:.2f}%" fill="{row.color}"/></svg></td></tr>'
-        )
-    title, said = html_text(title), "".join(f"<li>{html_text(one, None)}</li>" for one in sentences)
-    return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{BARS_STYLE}</style></head><body><h1>{title}</h1><ul>{said}</ul>"
-        f"<table><thead><tr>{heads}<th>{last}</th></tr></thead>"
-        f"<tbody>{''.join(lines)}</tbody></table></body></html>\n"
-    )
-
-
 STYLE = """
 * { box-sizing: border-box }
 body { font: 14px/1.45 system-ui, sans-serif; color: #222; max-width: 74rem; margin: 1rem auto;
@@ -186,6 +127,7 @@ th, td { padding: .15rem .6rem; border-bottom: 1px solid #ddd; text-align: right
          vertical-align: top }
 td { white-space: nowrap }
 td.name, th.name { text-align: left; white-space: normal }
+td.bars { width: 40%; min-width: 8rem } svg { display: block; width: 100%; height: 1rem }
 tfoot td { font-weight: bold; border-bottom: 0 }
 th { overflow-wrap: normal } th[data-sorts] { cursor: pointer }
 small, .quiet { color: #555; font-weight: normal; white-space: normal }
@@ -231,6 +173,18 @@ class Cell(NamedTuple):
     kind: str = ""
 
 
+def html_page(title: str, heading: str, parts: Iterable[str]) -> str:
+    """Return a page of a title, a heading, and parts that are HTML, of which some may be empty."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html_text(title, LONGEST_MESSAGE)}</title><style>{STYLE}</style></head><body>\n"
+        f"<h1>{html_text(heading)}</h1>\n"
+        + "\n".join(part for part in parts if part)
+        + f"\n<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
 def html_list(sentences: Iterable[str]) -> str:
     """Return a list of sentences as HTML; "" if there are none."""
     items = "".join(f"<li>{html_text(one, LONGEST_MESSAGE)}</li>" for one in sentences)
@@ -256,7 +210,7 @@ def html_table(
     """
     if not rows:
         return ""
-    named = [cell.kind == "name" for cell in rows[0]]
+    named = [cell.kind.startswith("name") for cell in rows[0]]
     head = "".join(
         f'<th data-sorts=""{_class("name" if left else "")}>{html_text(one)}</th>'
         for one, left in zip(heads, named, strict=True)
@@ -295,3 +249,9 @@ def name_cell(text: str, limit: int = LONGEST_NAME) -> Cell:
     """Return the cell of a text, with at most `limit` characters."""
     shown = html_text(text, limit)
     return Cell(shown, shown, "name")
+
+
+def bar_cell(left: float, width: float, color: str) -> Cell:
+    """Return a cell with a bar, its left end and width in percent of the column's width."""
+    bar = f'<rect x="{left:.2f}%" y="25%" height="50%" width="{width:.2f}%" fill="{color}"/>'
+    return Cell(f"<svg>{bar}</svg>", kind="bars")

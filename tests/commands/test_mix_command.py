@@ -50,7 +50,7 @@ def test_the_files_of_a_run(mix):
     assert float(rows[1]["weight"]) == content["weights"]["b1"]
     page = Path("run/mixture.html").read_text(encoding="utf-8")
     assert page.count("<rect") == 3
-    assert "<th>debiased weight</th>" in page
+    assert ">debiased weight</th>" in page
     assert content["labels"] == content["other"]["labels"] == "gaussian"
     assert content["epsilon"] == content["other"]["epsilon"]
     drawn = np.load("run/mixture.npz")

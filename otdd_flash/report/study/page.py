@@ -23,10 +23,9 @@ import numpy as np
 
 from otdd_flash.files.atomic import write_text
 from otdd_flash.report.tables import (
-    SCRIPT,
-    STYLE,
     Cell,
     html_list,
+    html_page,
     html_table,
     name_cell,
     value_cell,
@@ -65,7 +64,7 @@ def write_page(
     """
     shown = [name for name in result.readings if name not in saturated_measures(result)]
     parts = [
-        _heading(result),
+        _progress(result),
         _choices(result, result.choices()),
         html_list(choice_sentences(result)),
         _without_own_family(result),
@@ -76,28 +75,24 @@ def write_page(
         _fold("Left out", _left_out(result)),
         _fold("Settings and versions", _about(result)),
     ]
-    title = html_text(f"Study of {listing(result.names)}", LONGEST_MESSAGE)
-    text = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}</style></head><body>\n"
-        + "\n".join(part for part in parts if part)
-        + f"\n<script>{SCRIPT}</script></body></html>\n"
-    )
-    write_text(path, text)
+    write_text(path, html_page(f"Study of {listing(result.names)}", _heading(result), parts))
 
 
 def _heading(result: StudyResult) -> str:
-    tasks, late = f"{len(result.names)} tasks", ""
-    title = f"Distances between {tasks}"
-    if result.setup.settings.transfer is not None:
-        measure = html_text(MEASURES[result.setup.settings.measure].title)
-        title = f"Which of {tasks} to train on first, and whether {measure} tells"
-    if not result.complete:
-        failed = f", {len(result.failures)} failed" if result.failures else ""
-        done = f"{result.done} of {result.total} pieces of work are done{failed}."
-        late = f'\n<p class="late">{done}</p>'
-    return f"<h1>{title}</h1>{late}"
+    tasks = f"{len(result.names)} tasks"
+    if result.setup.settings.transfer is None:
+        return f"Distances between {tasks}"
+    measure = MEASURES[result.setup.settings.measure].title
+    return f"Which of {tasks} to train on first, and whether {measure} tells"
+
+
+def _progress(result: StudyResult) -> str:
+    """Return how much of the work is done; "" if all of it is."""
+    if result.complete:
+        return ""
+    failed = f", {len(result.failures)} failed" if result.failures else ""
+    done = f"{result.done} of {result.total} pieces of work are done{failed}."
+    return f'<p class="late">{done}</p>'
 
 
 def _choices(result: StudyResult, rows: Sequence[Choice], title: str = "") -> str:
