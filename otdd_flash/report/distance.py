@@ -61,7 +61,7 @@ from otdd_flash.report.planes import (
     side_of,
     write_legend,
 )
-from otdd_flash.report.tables import facts_table, write_matrix_csv, write_table_csv
+from otdd_flash.report.tables import facts_table, named_table, write_matrix_csv, write_table_csv
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import bounded, bounded_energy, display, epsilon_shown, interval, shorten
@@ -438,29 +438,23 @@ UNMATCHED_FILE = "unmatched.csv"
 
 def unmatched_table(unmatched: Unmatched) -> Table:
     """Make a table of what is left of classes, those that stand out most first."""
-    from rich.table import Table
-    from rich.text import Text
-
+    every = by_excess(unmatched.classes)
+    notes = [MEANING] if any(each.own is not None for each in every) else []
+    rows = [each for side in _first_of_sides(unmatched, MOST_ROWS) for each in side]
+    if len(rows) < len(every):
+        notes.append(f"{len(every) - len(rows)} more classes in {UNMATCHED_FILE}")
     title = f"unmatched mass of classes; {unmatched.moved:.4g} of all mass moves"
-    table = Table(title=title, title_justify="left")
-    for head in HEADS:
-        table.add_column(head, justify="left" if head in ("side", "class") else "right")
-    every, left = by_excess(unmatched.classes), 0
-    captions = [MEANING] if any(each.own is not None for each in every) else []
-    for side in ("source", "target"):
-        rows = [each for each in every if each.side == side]
-        left += max(0, len(rows) - MOST_ROWS)
-        for each in rows[:MOST_ROWS]:
-            _, name, *numbers = shown(each)
-            table.add_row(side, Text(name), *numbers)
-    if left:
-        captions.append(f"{left} more classes in {UNMATCHED_FILE}")
-    table.caption = "\n".join(captions) or None
-    return table
+    return named_table(title, HEADS, map(shown, rows), ("side", "class"), notes)
 
 
-# Inches: a bar with the space around it, the width of bars and that of their names.
-BAR, BARS, BAR_NAMES = 0.26, 4.2, 1.6
+def _first_of_sides(unmatched: Unmatched, most: int) -> list[list[UnmatchedClass]]:
+    """Return the classes of each side that stand out most."""
+    every = by_excess(unmatched.classes)
+    return [[each for each in every if each.side == side][:most] for side in ("source", "target")]
+
+
+# Inches: the width of the picture and of a bar with the space around it.
+BARS_WIDTH, BAR = 6.1, 0.26
 
 
 def draw_unmatched(unmatched: Unmatched, sides: tuple[str, str]) -> Figure:
@@ -470,39 +464,25 @@ def draw_unmatched(unmatched: Unmatched, sides: tuple[str, str]) -> Figure:
         unmatched: of a distance with relaxed marginals.
         sides: the names of source and target.
     """
-    every = by_excess(unmatched.classes)
-    bars = [
-        [each for each in every if each.side == side][:MOST_BARS] for side in ("source", "target")
-    ]
-    count = sum(map(len, bars))
-    width = 2 * MARGIN + BAR_NAMES + BARS
-    height = 2 * MARGIN + TITLE + BAR * (count + 3) + 0.3
-    figure, top = new_figure(width, height), height - MARGIN
-    title = fit_title(
-        figure,
-        f"Unmatched mass of the classes of {sides[0]} and {sides[1]}",
-        width - 2 * MARGIN,
-        TITLE_POINTS,
-    )
-    figure.text(MARGIN / width, top / height, title, fontsize=TITLE_POINTS, va="top")
-    top -= TITLE - 0.5 * BAR
+    bars = _first_of_sides(unmatched, MOST_BARS)
+    heights = [max(1, len(rows)) for rows in bars]
+    figure = new_figure(BARS_WIDTH, 1.8 + BAR * sum(heights))
+    figure.set_layout_engine("constrained")
+    panels = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    title = f"Unmatched mass of the classes of {sides[0]} and {sides[1]}"
+    figure.suptitle(fit_title(figure, title, BARS_WIDTH - 2 * MARGIN))
     colors = SOURCE_COLOR, TARGET_COLOR
-    for rows, role, color in zip(bars, _roles(sides), colors, strict=True):
-        tall = BAR * max(1, len(rows))
-        bottom = top - BAR - tall
-        place = (MARGIN + BAR_NAMES) / width, bottom / height, BARS / width, tall / height
-        axes = figure.add_axes(place)
+    for axes, rows, role, color in zip(panels, bars, _roles(sides), colors, strict=True):
         at = np.arange(len(rows))
         axes.barh(at, [100 * each.unmatched for each in rows], height=0.7, color=color)
         own = [(k, 100 * each.own) for k, each in enumerate(rows) if each.own is not None]
         axes.plot([x for _, x in own], [k for k, _ in own], "|", color=INK, markersize=9)
         axes.set_yticks(at, [shorten(each.name, LONGEST_CLASS) for each in rows], fontsize=8)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlim(0, 100)
-        axes.set_title(shorten(role, LONGEST_DATASET), loc="left", fontsize=9)
-        top = bottom - BAR
-    mark = "; the mark is what its self term leaves" if any(each.own for each in every) else ""
-    axes.set_xlabel(f"unmatched, % of the class{mark}")
+        axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
+        axes.set_title(shorten(role, LONGEST_DATASET), fontsize=9)
+    known = any(each.own for each in unmatched.classes)
+    mark = "; the mark is what its self term leaves" if known else ""
+    panels[-1].set(xlim=(0, 100), xlabel=f"unmatched, % of the class{mark}")
     return figure
 
 

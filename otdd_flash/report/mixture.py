@@ -33,6 +33,7 @@ from otdd_flash.report.tables import (
     html_page,
     html_table,
     name_cell,
+    named_table,
     value_cell,
     write_table_csv,
 )
@@ -101,17 +102,9 @@ def write_mixture_report(
 
 def mixture_table(mixture: Mixture, other: Mixture | None = None) -> Table:
     """Make the terminal's table, with the weights of another mixture of the same sources beside."""
-    from rich.table import Table
-    from rich.text import Text
-
-    title = Text(f"Mixture for {display(mixture.target)}", style="table.title")
-    table = Table(title=title, title_justify="left")
     heads, lines = _cells(mixture, other)
-    for name in heads:
-        table.add_column(name, justify="left" if name == "source" else "right")
-    for name, *cells in lines:
-        table.add_row(Text(display(name)), *cells)
-    return table
+    rows = [(display(name), *cells) for name, *cells in lines]
+    return named_table(f"Mixture for {display(mixture.target)}", heads, rows, ("source",))
 
 
 def _cells(mixture: Mixture, other: Mixture | None) -> tuple[list[str], list[list[str]]]:

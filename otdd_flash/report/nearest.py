@@ -32,6 +32,7 @@ from otdd_flash.report.tables import (
     html_list,
     html_page,
     html_table,
+    named_table,
     write_table_csv,
 )
 from otdd_flash.shown import display, html_text, shorten
@@ -87,18 +88,11 @@ def write_ranking_report(
 
 def ranking_table(ranking: Ranking) -> Table:
     """Make the terminal's table of the first k."""
-    from rich.table import Table
-    from rich.text import Text
-
-    title = Text(f"Nearest to {display(ranking.query)}", style="table.title")
-    table = Table(title=title, title_justify="left")
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "name" else "right")
-    for place, row in enumerate(ranking.rows, 1):
-        numbers = (_text(number) for number in (row.value, row.lower, row.upper))
-        proven = "yes" if row.proven else "no"
-        table.add_row(str(place), Text(display(row.name)), *numbers, proven)
-    return table
+    rows = [
+        (str(place), display(row.name), *_numbers(row), "yes" if row.proven else "no")
+        for place, row in enumerate(ranking.rows, 1)
+    ]
+    return named_table(f"Nearest to {display(ranking.query)}", COLUMNS, rows, ("name",))
 
 
 def plot_ranking(ranking: Ranking) -> Figure:
@@ -114,8 +108,9 @@ def _finite(number: object) -> object:
     return None if isinstance(number, float) and not math.isfinite(number) else number
 
 
-def _text(number: float) -> str:
-    return f"{number:.6g}" if math.isfinite(number) else "?"
+def _numbers(row: Ranked) -> list[str]:
+    numbers = row.value, row.lower, row.upper
+    return [f"{number:.6g}" if math.isfinite(number) else "?" for number in numbers]
 
 
 def _ends(rows: list[Ranked]) -> tuple[float, float]:
@@ -139,12 +134,11 @@ def _page(ranking: Ranking) -> str:
         )
         color = SOURCE_COLOR if row.proven else TARGET_COLOR if first else "#aaa"
         known = (str(place), "yes" if row.proven else "no") if first else ("", "")
-        numbers = (_text(one) for one in (row.value, row.lower, row.upper))
         lines.append(
             [
                 Cell(known[0]),
                 Cell(html_text(row.name), kind=f"name {kind}"),
-                *(Cell(number, kind=kind) for number in numbers),
+                *(Cell(number, kind=kind) for number in _numbers(row)),
                 Cell(known[1]),
                 bar_cell(left, max(right - left, 0.4), color),
             ]

@@ -1,4 +1,4 @@
-"""Tables of reports: csv files, the terminal's table of one result, and pages of HTML.
+"""Tables of reports: csv files, tables for the terminal, and pages of HTML.
 
 The modules of `report` that write tables call it (`report.distance`, `report.nearest`,
 `report.study.writing`, ...); `report.study.page`, `report.nearest` and `report.mixture` make pages.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,6 +113,26 @@ def facts_table(
     red = [] if late is None else [("NOT CONVERGED", late)]
     for name, text in (*distances, *red, *details):
         table.add_row(name, Text(text), style="bold red" if (name, text) in red else "")
+    return table
+
+
+def named_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    names: Collection[str],
+    notes: Iterable[str] = (),
+) -> Table:
+    """Make a terminal's table, in which the columns `names` stand left and numbers right."""
+    from rich.table import Table
+    from rich.text import Text
+
+    caption = "\n".join(notes) or None
+    table = Table(title=Text(title, style="table.title"), title_justify="left", caption=caption)
+    for column in columns:
+        table.add_column(column, justify="left" if column in names else "right")
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 
