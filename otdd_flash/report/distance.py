@@ -43,7 +43,6 @@ from otdd_flash.report.page import (
     MARGIN,
     SOURCE_COLOR,
     TARGET_COLOR,
-    TITLE_POINTS,
     Pictures,
     Report,
     Writers,
@@ -656,8 +655,8 @@ def strongest_moves(coupling: Tensor, limit: int) -> list[Move]:
 
 SHOWN, ACROSS = 12, 6
 
-# Inches: an image, the words above it, a block's heading, between images, the title.
-SIDE, WORDS, HEAD, GAP, TITLE = 1.0, 0.34, 0.32, 0.12, 0.52
+# Inches: an image with the gap beside it, the words above it, a block's heading, the title.
+SIDE, WORDS, HEAD, TITLE = 1.12, 0.34, 0.4, 0.6
 
 LONGEST_CLASS = 14
 
@@ -706,6 +705,7 @@ def write_contributions(
         least = [row for row in reversed(order[-SHOWN:]) if values[row] < 0]
         named = {"carry most of the distance": most, "bring the datasets nearer": least}
         blocks = {heading: rows for heading, rows in named.items() if rows}
+        blocks = blocks or {"no row carries any of it": []}
         pictures[directory / "contributions.png"] = lambda: _draw_contributions(
             source, values, image_shape, title, blocks
         )
@@ -726,30 +726,23 @@ def _draw_contributions(
     blocks: Mapping[str, Sequence[int]],
 ) -> Figure:
     """Draw rows as images, in blocks, with class and contribution above each image."""
-    width = 2 * MARGIN + ACROSS * (SIDE + GAP) - GAP
-    lines = [math.ceil(len(rows) / ACROSS) for rows in blocks.values()]
-    height = 2 * MARGIN + TITLE + len(blocks) * HEAD + sum(lines) * (SIDE + WORDS)
-    figure, top = new_figure(width, height), height - MARGIN
-    for text, points, down in (
-        (title, TITLE_POINTS, 0.0),
-        ("above each image: its class, its contribution in units of the cost", 9.0, 0.27),
-    ):
-        shown = fit_title(figure, text, width - 2 * MARGIN, points)
-        figure.text(MARGIN / width, (top - down) / height, shown, fontsize=points, va="top")
-    top -= TITLE
-    for heading, rows in blocks.items():
-        at = MARGIN / width, (top - 0.6 * HEAD) / height
-        figure.text(*at, heading, fontsize=11, va="center")
-        top -= HEAD
-        for place, row in enumerate(rows):
-            top -= (SIDE + WORDS) * (place % ACROSS == 0)
-            left = MARGIN + place % ACROSS * (SIDE + GAP)
-            box = (left / width, top / height, SIDE / width, SIDE / height)
-            axes = figure.add_axes(box)
+    downs = [max(1, math.ceil(len(rows) / ACROSS)) for rows in blocks.values()]
+    figure = new_figure(ACROSS * SIDE, TITLE + len(downs) * HEAD + sum(downs) * (SIDE + WORDS))
+    figure.set_layout_engine("constrained")
+    left: dict[str, Any] = {"x": 0.02, "ha": "left"}
+    figure.suptitle(fit_title(figure, title, ACROSS * SIDE - 2 * MARGIN), **left)
+    explained = "above each image: its class, its contribution in units of the cost"
+    figure.supxlabel(explained, fontsize=9, **left)
+    parts = figure.subfigures(len(blocks), 1, squeeze=False, height_ratios=downs)[:, 0]
+    for part, down, (heading, rows) in zip(parts, downs, blocks.items(), strict=True):
+        part.suptitle(heading, fontsize=11, **left)
+        for axes, row in zip_longest(part.subplots(down, ACROSS, squeeze=False).flat, rows):
+            axes.axis("off")
+            if row is None:
+                continue
             image = source.features[row].cpu().reshape(shape).movedim(0, 2).clamp(0, 1).numpy()
             image = image[..., 0] if shape[0] == 1 else image[..., :3]
             axes.imshow(image, cmap="gray", vmin=0, vmax=1)
-            axes.axis("off")
             number = f"{float(values[row]):+#.3g}".rstrip(".").replace("-", "−")
             name = shorten(_class_of(source, row), LONGEST_CLASS)
             axes.set_title(f"{name}\n{number}", loc="center", fontsize=7, pad=2)
