@@ -15,7 +15,7 @@ from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.settings import parse
 from otdd_flash.commands.study import OWN, StudySettings, load_tasks
 from otdd_flash.data.registry import known_options
-from otdd_flash.report import page
+from otdd_flash.report.page import new_figure
 from otdd_flash.report.study import writing
 from otdd_flash.study.__main__ import main
 from otdd_flash.study.measures import MEASURES
@@ -61,10 +61,9 @@ def study(ended: Callable) -> Callable:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No picture is drawn."""
+    """Pictures are empty."""
     for name in ("draw_measure", "draw_gains", "draw_gains_against"):
-        monkeypatch.setattr(writing, name, lambda *_, **__: None)
-    monkeypatch.setattr(page, "save_picture", lambda *_: None)
+        monkeypatch.setattr(writing, name, lambda *_, **__: new_figure())
 
 
 @pytest.mark.slow
