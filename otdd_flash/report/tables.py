@@ -161,8 +161,8 @@ TABLE, TABLE tbody, TABLE tfoot, TABLE tr { display: block }
 TABLE thead { display: none } TABLE tr { border-bottom: 2px solid #bbb; padding: .4rem 0 }
 TABLE td { display: grid; grid-template-columns: 45% 1fr; column-gap: .5rem; border: 0;
      text-align: left; padding: .1rem 0 } TABLE td, TABLE td.name { white-space: normal }
-TABLE td:empty { display: none } TABLE td::before { content: attr(data-label); color: #555;
-     font-weight: normal }
+TABLE td.bars { width: auto } TABLE td:empty { display: none }
+TABLE td::before { content: attr(data-label); color: #555; font-weight: normal }
 """
 
 
