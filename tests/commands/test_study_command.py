@@ -15,7 +15,7 @@ from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.settings import parse
 from otdd_flash.commands.study import OWN, StudySettings, load_tasks
 from otdd_flash.data.registry import known_options
-from otdd_flash.report.page import new_figure
+from otdd_flash.report import page as report_page
 from otdd_flash.report.study import writing
 from otdd_flash.study.__main__ import main
 from otdd_flash.study.measures import MEASURES
@@ -61,9 +61,10 @@ def study(ended: Callable) -> Callable:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are empty."""
+    """No picture is drawn."""
     for name in ("draw_measure", "draw_gains", "draw_gains_against"):
-        monkeypatch.setattr(writing, name, lambda *_, **__: new_figure())
+        monkeypatch.setattr(writing, name, lambda *_, **__: None)
+    monkeypatch.setattr(report_page, "save_picture", lambda *_: None)
 
 
 @pytest.mark.slow
