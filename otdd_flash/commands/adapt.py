@@ -20,18 +20,21 @@ from omegaconf import DictConfig
 
 from otdd_flash.arguments import positive
 from otdd_flash.commands.messages import Phases, Terminal, interrupts_noted
-from otdd_flash.commands.results import track_flow, write_run
+from otdd_flash.commands.results import track_flow, write_run, write_tensors
 from otdd_flash.commands.settings import DatasetPairSettings, FlowNode, parse, recorded, taken
 from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, choose
 from otdd_flash.extractors import build_extractor
 from otdd_flash.extractors.vision_models import differentiable
+from otdd_flash.files.tensor_file import SUMMARY_FILE
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.flow import Callbacks, Flow
 from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.report.flow import flow_table, write_flow_report
+from otdd_flash.report.page import Report
+from otdd_flash.shown import interval
 from otdd_flash.solver.schedules import Exact, needs_zero
 
 logger = logging.getLogger("otdd_flash.flow")
@@ -100,19 +103,25 @@ def adapt(config: DictConfig, directory: Path) -> None:
         "choices": sides.choices,
         "config": kept,
     }
-    report = write_run(
-        result,
-        settings,
-        directory,
-        more,
-        lambda summary: [flow_table(summary)],
-        lambda: write_flow_report(
+    summary, content = result.to_dict(**more), settings.report.content
+
+    def draw() -> Report:
+        drawn = write_tensors(result, directory, more) if settings.save_result else Report()
+        return drawn + write_flow_report(
             result,
             directory,
             image_shape=sides.image_shape,
             seed=settings.seed,
-            content=settings.report.content,
-        ),
+            content=content,
+        )
+
+    report = write_run(
+        directory / SUMMARY_FILE,
+        summary,
+        content,
+        [interval(summary["value"], *summary["bounds"])],
+        lambda: [flow_table(summary)],
+        draw,
     )
     report += track_flow(result, settings.log, kept, directory)
     if result.stopped_by == "interrupted":

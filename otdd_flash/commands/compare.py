@@ -22,11 +22,12 @@ from rich.console import RenderableType
 from otdd_flash.arguments import Count
 from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.ranks import leading
-from otdd_flash.commands.results import track_distance, write_run
+from otdd_flash.commands.results import track_distance, write_run, write_tensors
 from otdd_flash.commands.settings import DatasetPairSettings, SamplingSettings, parse, recorded
 from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.contributions import Contributions
 from otdd_flash.errors import ConvergenceError, InputError
+from otdd_flash.files.tensor_file import SUMMARY_FILE
 from otdd_flash.gromov.distance import gromov_options
 from otdd_flash.labels import (
     ClassDistances,
@@ -56,6 +57,7 @@ from otdd_flash.sampling.subsampling import (
     subsample_interval,
     subsample_sizes,
 )
+from otdd_flash.shown import interval
 from otdd_flash.solver.penalties import penalties_of
 from otdd_flash.solver.schedules import Converged, Exact, Schedule
 
@@ -165,7 +167,9 @@ def compare(config: DictConfig, directory: Path) -> None:
         **_contributions_through_classes(result, contributions),
     }
 
-    def tables(summary: dict[str, Any]) -> Iterator[RenderableType]:
+    summary = result.to_dict(**more)
+
+    def tables() -> Iterator[RenderableType]:
         yield summary_table(summary)
         if result.method not in WITHOUT_CLASSES:
             yield nearest_table(result.class_distances.nearest(), result.ground)
@@ -173,8 +177,9 @@ def compare(config: DictConfig, directory: Path) -> None:
             yield unmatched_table(result.unmatched())
 
     def draw() -> Report:
-        content, order = settings.report.content, settings.report.order
-        drawn = write_report(result, directory, seed=settings.seed, order=order, content=content)
+        drawn = write_tensors(result, directory, more) if settings.save_result else Report()
+        order = settings.report.order
+        drawn += write_report(result, directory, seed=settings.seed, order=order, content=content)
         if contributions is not None:
             drawn += write_contributions(
                 result.source,
@@ -186,7 +191,8 @@ def compare(config: DictConfig, directory: Path) -> None:
             )
         return drawn
 
-    report = write_run(result, settings, directory, more, tables, draw)
+    content, brief = settings.report.content, [interval(result.value, *result.bounds)]
+    report = write_run(directory / SUMMARY_FILE, summary, content, brief, tables, draw)
     report += track_distance(result, settings.log, kept, directory)
     if settings.solver.require_convergence and not result.converged:
         raise ConvergenceError(

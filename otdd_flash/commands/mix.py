@@ -15,23 +15,21 @@ from typing import Any
 from omegaconf import DictConfig
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, check_fields
-from otdd_flash.checks import shown
-from otdd_flash.commands.messages import Phases, Terminal
-from otdd_flash.commands.results import track_mixture
+from otdd_flash.commands.messages import Phases
+from otdd_flash.commands.results import track_mixture, write_run
 from otdd_flash.commands.settings import (
     EmbeddingSettings,
     ReportSettings,
     parse,
     recorded,
 )
-from otdd_flash.commands.sides import build, image_shape_of, listed_side
+from otdd_flash.commands.sides import build, image_shape_of, listed, listed_side
 from otdd_flash.errors import InputError
-from otdd_flash.files.atomic import write_json
 from otdd_flash.mixing.mixture import mixture
 from otdd_flash.mixing.result import Mixture
 from otdd_flash.report.mixture import mixture_table, write_mixture_report
+from otdd_flash.report.page import Report
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.shown import hidden
 from otdd_flash.solver.schedules import Converged
 
 MIXTURE_FILE = "mixture.json"
@@ -85,35 +83,31 @@ def mix(config: DictConfig, directory: Path) -> None:
         options = {name: getattr(settings, name) for name in OF_A_MIXTURE}
         options |= {"labels": metric, "compute": settings.compute_options()}
         found = _found(settings, sources, target, options, phases)
-    content = settings.report.content
-    first, console = found[0], Terminal()
+    content, first = settings.report.content, found[0]
     parts = {name: spent for name, spent in phases.seconds.items() if name == "mix"}
     more = {"seconds": phases.all_seconds(parts), "seed": settings.seed, "config": kept}
     other = {"other": found[1].to_dict()} if len(found) > 1 else {}
-    try:
-        write_json(directory / MIXTURE_FILE, {**first.to_dict(), **other, **more})
-    finally:
-        # Printed even if the file cannot be written, because the weights are known.
-        if content == "none":
-            for name, weight in first.weights.items():
-                console.print(f"{weight:.6f} {name}", markup=False)
-        else:
-            console.print(mixture_table(*found))
-            for sentence in first.sentences():
-                console.print(sentence, soft_wrap=True, markup=False)
-    # Weights are written by then, because a source may have too few rows.
-    count = settings.rows or settings.max_rows
-    drawn = None if count is None else first.dataset(count, settings.seed)
-    report = write_mixture_report(
-        first,
-        directory,
-        other=found[1] if len(found) > 1 else None,
-        content=content,
-        drawn=drawn,
-        image_shape=shape,
+
+    def draw() -> Report:
+        # Weights are written by then, because a source may have too few rows.
+        count = settings.rows or settings.max_rows
+        return write_mixture_report(
+            first,
+            directory,
+            other=found[1] if len(found) > 1 else None,
+            content=content,
+            drawn=None if count is None else first.dataset(count, settings.seed),
+            image_shape=shape,
+        )
+
+    report = write_run(
+        directory / MIXTURE_FILE,
+        {**first.to_dict(), **other, **more},
+        content,
+        [f"{weight:.6f} {name}" for name, weight in first.weights.items()],
+        lambda: [mixture_table(*found), *first.sentences()],
+        draw,
     )
-    if content != "none":
-        console.print(f"written to {directory}", soft_wrap=True)
     report += track_mixture(first, settings.log, kept, directory)
     report.require_complete()
 
@@ -145,24 +139,10 @@ def _datasets(
     settings: MixSettings, phases: Phases
 ) -> tuple[dict[str, LabeledSamples], LabeledSamples, tuple[int, int, int] | None]:
     """Load and embed all datasets; return sources, target, and the shape of features as images."""
-    if not isinstance(settings.sources, list) or not settings.sources:
-        raise InputError(
-            f"sources must be a list of datasets such as [{{name: mnist}}], got "
-            f"{shown(settings.sources)}"
-        )
     extractor, _ = build(settings.extractor, phases)
     sources: dict[str, LabeledSamples] = {}
     shape = None
-    for place, given in enumerate(settings.sources):
-        if not isinstance(given, Mapping) or "name" not in given:
-            raise InputError(
-                f"sources[{place}] must be a dataset's keys such as {{name: mnist}}, got "
-                f"{shown(given)}"
-            )
-        node = dict(given)
-        name = hidden(str(node.pop("as", None) or node["name"]))
-        if name in sources:
-            raise InputError(f"two sources are called {name}; give one as: NAME")
+    for name, node in listed("sources", settings.sources).items():
         samples, dataset = listed_side(name, node, extractor, settings, phases)
         shape = image_shape_of(extractor, dataset)
         sources[name] = replace(samples, name=name)

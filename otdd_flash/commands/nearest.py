@@ -16,16 +16,15 @@ from typing import Any
 from omegaconf import DictConfig
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, check_fields
-from otdd_flash.checks import shown
-from otdd_flash.commands.messages import Phases, Terminal
-from otdd_flash.commands.results import track_ranking
+from otdd_flash.commands.messages import Phases
+from otdd_flash.commands.results import track_ranking, write_run
 from otdd_flash.commands.settings import (
     EmbeddingSettings,
     ReportSettings,
     parse,
     recorded,
 )
-from otdd_flash.commands.sides import build, listed_side
+from otdd_flash.commands.sides import build, keys_of, listed, listed_side
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.network import Extractor
 from otdd_flash.files.atomic import write_json
@@ -33,7 +32,6 @@ from otdd_flash.ranking import race
 from otdd_flash.ranking.index import INDEX_FILE, Index, index
 from otdd_flash.report.nearest import ranking_table, write_ranking_report
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.shown import hidden
 from otdd_flash.solver.schedules import Converged
 
 # Settings that are arguments of `otdd.nearest` and of `otdd.index`.
@@ -84,7 +82,7 @@ def nearest(config: DictConfig, directory: Path) -> None:
             "index has to take queries to come; leave them out, or transform the data beforehand"
         )
     settings.labels.metric(Converged().asked_tolerance, settings.epsilon)
-    query = _node(settings.query, "query")
+    query = keys_of("query", settings.query)
     folder = settings.library if isinstance(settings.library, str) else settings.index
     if folder is not None and (Path(folder) / INDEX_FILE).exists():
         _check_extractor(Path(folder), settings.extractor)
@@ -95,23 +93,17 @@ def nearest(config: DictConfig, directory: Path) -> None:
         with phases.phase("race", "ranking") as progress:
             options = {name: getattr(settings, name) for name in OF_A_QUERY}
             found = race.nearest(given, known, progress=progress, **options)
-    console, content = Terminal(), settings.report.content
+    content = settings.report.content
     parts = {name: spent for name, spent in phases.seconds.items() if name in ("index", "race")}
     more = {"seconds": phases.all_seconds(parts), "seed": settings.seed, "config": kept}
-    try:
-        write_json(directory / RANKING_FILE, {**found.to_dict(), **more})
-    finally:
-        # Printed even if the file cannot be written, because the ranking is known.
-        if content == "none":
-            for row in found.rows:
-                console.print(row.name, markup=False)
-        else:
-            console.print(ranking_table(found))
-            for sentence in found.sentences():
-                console.print(sentence, soft_wrap=True, markup=False)
-    report = write_ranking_report(found, directory, content=content)
-    if content != "none":
-        console.print(f"written to {directory}", soft_wrap=True)
+    report = write_run(
+        directory / RANKING_FILE,
+        {**found.to_dict(), **more},
+        content,
+        [row.name for row in found.rows],
+        lambda: [ranking_table(found), *found.sentences()],
+        lambda: write_ranking_report(found, directory, content=content),
+    )
     report += track_ranking(found, settings.log, kept, directory)
     report.require_complete()
 
@@ -129,18 +121,9 @@ def _indexed(settings: NearestSettings, extractor: Extractor, dim: int, phases: 
                 f"index={folder}"
             )
         return _built({}, folder, settings, dim, phases)
-    nodes = settings.library
-    if not isinstance(nodes, list):
-        raise InputError(
-            "library must be a list of datasets such as [{name: mnist}], or the folder of an "
-            f"index, got {shown(nodes)}"
-        )
+    nodes = listed("library", settings.library, ", or the folder of an index")
     library: dict[str, LabeledSamples] = {}
-    for place, given in enumerate(nodes):
-        node = _node(given, f"library[{place}]")
-        name = hidden(str(node.pop("as", None) or node["name"]))
-        if name in library:
-            raise InputError(f"two datasets of the library are called {name}; set as: NAME for one")
+    for name, node in nodes.items():
         samples, _ = listed_side(name, node, extractor, settings, phases)
         library[name] = replace(samples, name=name)
     stored = None if settings.index is None else Path(settings.index)
@@ -183,15 +166,3 @@ def _check_extractor(folder: Path, node: dict[str, Any]) -> None:
                 f"the index in {folder} was built with extractor.{key}={built.get(key)}, got "
                 f"{node.get(key)}; features by different maps do not compare"
             )
-
-
-def _node(given: Any, key: str) -> dict[str, Any]:
-    """Return the keys of a dataset, of which its name alone may be given."""
-    if isinstance(given, str):
-        return {"name": given}
-    if not isinstance(given, Mapping) or "name" not in given:
-        raise InputError(
-            f"{key} must be a dataset's name, or its keys such as {{name: mnist}}, got "
-            f"{shown(given)}"
-        )
-    return dict(given)

@@ -171,7 +171,7 @@ class Outcome(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Collect all jobs into summary.csv and summary.png, and take the highest exit code."""
         from otdd_flash.report.page import write_each
-        from otdd_flash.report.sweep import axes_of, draw_sweep, summary_csv
+        from otdd_flash.report.sweep import axes_of, draw_sweep, names_drawn, summary_csv
 
         sweep = Path(config.hydra.sweep.dir)
         rows = [_row(job, sweep) for job in _job_directories(sweep)]
@@ -201,7 +201,7 @@ class Outcome(Callback):
         axes = axes_of(rows)
         if isinstance(axes, str):
             messages.print(f"no picture of the sweep: {axes}", soft_wrap=True)
-        elif write_each({picture: lambda path: draw_sweep(rows, *axes, path)}).missing:
+        elif write_each({}, {picture: lambda: draw_sweep(rows, *axes)}, names_drawn(rows)).missing:
             note(INCOMPLETE)
 
 

@@ -1,12 +1,11 @@
 """A command's result: its files, its tables, and the tracker that `log=` names.
 
-`commands.compare` and `commands.adapt` call `write_run`: result.json is written and the tables are
-printed before anything is drawn, so an error in drawing loses no number. They and the commands of
-studies, rankings, mixtures and shift tests then call `track_distance`, `track_flow`, `track_study`,
-`track_ranking`, `track_mixture` and `track_shift`. A tracker that fails gives a notice and a
-missing file in the report, never an error, because the result is already on the disk. `_placed`
-decides where a run is stored. Users select numbers and series in their tracker by name, so the
-names must stay.
+All commands call `write_run`, except that of studies, which are written piece by piece: the numbers
+are written and the tables printed before anything is drawn, so an error in drawing loses none. All
+then call `track_distance`, `track_flow`, `track_study`, `track_ranking`, `track_mixture` or
+`track_shift`. A tracker that fails gives a notice and a missing file in the report, never an error,
+because the result is already on the disk. `_placed` decides where a run is stored. Users select
+numbers and series in their tracker by name, so the names must stay.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from hydra.types import RunMode
 from rich.console import RenderableType
 
 from otdd_flash.commands.messages import Phases, Terminal
-from otdd_flash.commands.settings import DatasetPairSettings, LogSettings
+from otdd_flash.commands.settings import LogSettings
 from otdd_flash.errors import DataNotice, MissingFileNotice
 from otdd_flash.files.atomic import write_json
-from otdd_flash.files.tensor_file import SUMMARY_FILE, TENSOR_FILE, remove_result
+from otdd_flash.files.tensor_file import TENSOR_FILE, remove_result
 from otdd_flash.integrations.tracking import (
     EVENTS,
     TrackedRun,
@@ -41,7 +40,7 @@ from otdd_flash.integrations.tracking import (
     unfollowed,
 )
 from otdd_flash.report.page import Report, write_each
-from otdd_flash.shown import display, interval
+from otdd_flash.shown import display
 
 logger = logging.getLogger(__name__)
 
@@ -61,43 +60,44 @@ if TYPE_CHECKING:
 
 
 def write_run(
-    result: DistanceResult | FlowResult,
-    settings: DatasetPairSettings,
-    directory: Path,
-    more: dict[str, Any],
-    tables: Callable[[dict[str, Any]], Iterable[RenderableType]],
+    file: Path,
+    summary: Mapping[str, Any],
+    content: str,
+    brief: Iterable[str],
+    tables: Callable[[], Iterable[RenderableType]],
     draw: Callable[[], Report],
 ) -> Report:
-    """Write result.json and print the tables; then write tensors and draw.
+    """Write the numbers of a result and print them; then draw.
 
     Args:
-        result: its numbers and tensors are written.
-        settings: of the command.
-        directory: of the run.
-        more: what result.json holds besides the result.
-        tables: makes what is printed of the content of result.json.
+        file: the JSON file, in the directory of the run.
+        summary: its content.
+        content: of the report; `none` prints no tables.
+        brief: the lines that are printed instead of the tables.
+        tables: makes the tables, and sentences below them.
         draw: writes data and pictures.
     """
-    summary, console, content = result.to_dict(**more), Terminal(), settings.report.content
+    console, directory = Terminal(), file.parent
     try:
         remove_result(directory)
-        write_json(directory / SUMMARY_FILE, summary)
+        write_json(file, summary)
     finally:
-        # Printed even if the file cannot be written, because the number is known.
-        if content == "none":
-            console.print(interval(summary["value"], *summary["bounds"]))
-        else:
-            for table in tables(summary):
-                console.print(table)
-    report = Report()
-    if settings.save_result:
-        report += write_each({directory / TENSOR_FILE: lambda _: result.save(directory, **more)})
+        # Printed even if the file cannot be written, because the numbers are known.
+        for part in brief if content == "none" else tables():
+            console.print(part, soft_wrap=isinstance(part, str))
     # New progress bars, because the first would have drawn over the tables.
     with Phases() as phases, phases.phase("report", "drawing"):
-        report += draw()
+        report = draw()
     if content != "none":
         console.print(f"written to {directory}", soft_wrap=True)
     return report
+
+
+def write_tensors(
+    result: DistanceResult | FlowResult, directory: Path, more: dict[str, Any]
+) -> Report:
+    """Write the tensors of a result, and its numbers with `more` again."""
+    return write_each({directory / TENSOR_FILE: lambda _: result.save(directory, **more)})
 
 
 def track_distance(

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
+from rich.console import RenderableType
 
 from otdd_flash.arguments import Count, Positive, Share, check_fields
-from otdd_flash.commands.messages import Phases, Terminal
-from otdd_flash.commands.results import track_shift
+from otdd_flash.commands.messages import Phases
+from otdd_flash.commands.results import track_shift, write_run
 from otdd_flash.commands.settings import (
     EmbeddingSettings,
     ReportSettings,
@@ -27,8 +28,7 @@ from otdd_flash.commands.settings import (
 from otdd_flash.commands.sides import prepare_sides
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError, ShiftFound
-from otdd_flash.files.atomic import write_json
-from otdd_flash.files.tensor_file import SUMMARY_FILE, remove_result
+from otdd_flash.files.tensor_file import SUMMARY_FILE
 from otdd_flash.report.shift import shift_table, write_shift_report
 from otdd_flash.shift.joint import check_permutations, shift_test, shift_windows
 from otdd_flash.shift.result import ShiftReport
@@ -122,16 +122,15 @@ def shift(config: DictConfig, directory: Path) -> None:
         "choices": sides.choices,
         "config": kept,
     }
-    console, content = Terminal(), settings.report.content
-    try:
-        remove_result(directory)
-        write_json(directory / SUMMARY_FILE, summary)
-    finally:
-        _print(reports, window, content, console)
-    with Phases() as phases, phases.phase("report", "drawing"):
-        report = write_shift_report(reports, directory, window=window, content=content)
-    if content != "none":
-        console.print(f"written to {directory}", soft_wrap=True)
+    content = settings.report.content
+    report = write_run(
+        directory / SUMMARY_FILE,
+        summary,
+        content,
+        [f"{each.p_value:.6g}" for each in reports],
+        lambda: _tables(reports, window),
+        lambda: write_shift_report(reports, directory, window=window, content=content),
+    )
     report += track_shift(reports, settings.log, kept, directory)
     report.require_complete()
     _fail(reports, settings)
@@ -149,19 +148,14 @@ def _summary(reports: Sequence[ShiftReport], window: int | None) -> dict[str, An
     return found
 
 
-def _print(
-    reports: Sequence[ShiftReport], window: int | None, content: str, console: Terminal
-) -> None:
-    for place, report in enumerate(reports, 1):
-        if content == "none":
-            console.print(f"{report.p_value:.6g}")
-        elif window is not None:
-            found = "shifted" if report.shifted else "no shift found"
-            console.print(f"window {place}: p = {report.p_value:.3g}, {found}")
-        else:
-            console.print(shift_table(report))
-            for sentence in report.sentences():
-                console.print(sentence, soft_wrap=True, markup=False)
+def _tables(reports: Sequence[ShiftReport], window: int | None) -> list[RenderableType]:
+    """Return the table and the sentences of a test, or one line a window."""
+    if window is None:
+        return [shift_table(reports[0]), *reports[0].sentences()]
+    return [
+        f"window {place}: p = {each.p_value:.3g}, {'shifted' if each.shifted else 'no shift found'}"
+        for place, each in enumerate(reports, 1)
+    ]
 
 
 def _fail(reports: Sequence[ShiftReport], settings: ShiftSettings) -> None:

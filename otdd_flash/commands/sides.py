@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 
 from otdd_flash.arguments import count
-from otdd_flash.checks import choice, optional
+from otdd_flash.checks import choice, optional, shown
 from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import EmbeddingSettings, RuntimeSettings
@@ -32,7 +31,7 @@ from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.registry import load
 from otdd_flash.data.subset import label_parts, subset
 from otdd_flash.devices import resolve_device
-from otdd_flash.errors import DataNotice, InputError, placed
+from otdd_flash.errors import InputError, placed
 from otdd_flash.extractors import build_extractor, embed, reduce_pca, standardize
 from otdd_flash.extractors.network import Extractor
 from otdd_flash.extractors.plain import PixelValues
@@ -97,10 +96,11 @@ def prepare_sides(
     numbers = settings.labels.method == Continuous.name
     extractor, standardised = build(settings.extractor, phases)
     logger.info("networks run on %s", resolve_device(settings.device))
-    chosen = {side: load_side(side, node, phases, numbers) for side, node in nodes.items()}
-    loaded = chosen
-    if whole:
-        loaded = {side: _whole(side, node, phases, numbers) for side, node in nodes.items()}
+    # All rows are kept in memory only if they are asked for.
+    found = {
+        side: load_side(side, node, phases, numbers)[: 1 + whole] for side, node in nodes.items()
+    }
+    chosen, loaded = ({side: kept[k] for side, kept in found.items()} for k in (0, -1))
     source, target = (
         embed_side(side, dataset, extractor, settings.extractor, settings, phases)
         for side, dataset in loaded.items()
@@ -145,19 +145,70 @@ def named(node: dict[str, Any], group: str) -> str:
     return str(node["name"])
 
 
-def load_side(side: str, node: dict[str, Any], phases: Phases, numbers: bool) -> LabeledDataset:
-    """Load one dataset; `node` has its name and its keys."""
+def listed(key: str, nodes: Any, otherwise: str = "") -> dict[str, dict[str, Any]]:
+    """Return the keys of each dataset of a list by its name, which `as` gives or else `name`.
+
+    Args:
+        key: the setting that holds the list.
+        nodes: its value.
+        otherwise: what else the setting may be, for messages.
+
+    Raises:
+        InputError: it is no list, an item names no dataset, or two have the same name.
+    """
+    if not isinstance(nodes, list):
+        raise InputError(
+            f"{key} must be a list of datasets such as [{{name: mnist}}]{otherwise}, got "
+            f"{shown(nodes)}"
+        )
+    found: dict[str, dict[str, Any]] = {}
+    for place, given in enumerate(nodes):
+        node = keys_of(f"{key}[{place}]", given)
+        name = hidden(str(node.pop("as", None) or node["name"]))
+        if name in found:
+            raise InputError(f"two datasets of {key} are called {name}; give one of them as: NAME")
+        found[name] = node
+    return found
+
+
+def keys_of(key: str, given: Any) -> dict[str, Any]:
+    """Return the keys of a dataset, of which its name alone may be given.
+
+    Raises:
+        InputError: `given`, under the setting `key`, names no dataset.
+    """
+    if isinstance(given, str):
+        return {"name": given}
+    if not isinstance(given, Mapping) or "name" not in given:
+        raise InputError(
+            f"{key} must be a dataset's name, or its keys such as {{name: mnist}}, got "
+            f"{shown(given)}"
+        )
+    return dict(given)
+
+
+def load_side(
+    side: str, node: dict[str, Any], phases: Phases, numbers: bool
+) -> tuple[LabeledDataset, LabeledDataset]:
+    """Load one dataset; return the rows that max_samples draws, and all rows.
+
+    Args:
+        side: the name of the dataset, for messages.
+        node: its name and its keys.
+        phases: shows the progress.
+        numbers: whether labels are numbers, of which whole ones are read as classes.
+    """
     with phases.phase("load", f"loading {side}: {named(node, side)}"), placed(side):
         keys = without_clustering(node)
-        # Rows are drawn whatever their numbers, of which whole ones are read as classes.
-        dataset = load(**(keys | {"max_samples": None} if numbers else keys))
+        limit = optional(count)("max_samples", keys.pop("max_samples"))
+        dataset = load(**keys)
         if numbers:
-            dataset = subset(dataset.numbered(), None, keys["max_samples"], keys["seed"])
+            dataset = dataset.numbered()
         # A dataset may be named after its file, whose path may come from the environment.
         dataset = replace(dataset, name=hidden(dataset.name))
-    kind = dataset.kind_of_labels
-    logger.info("%s: %s, %d rows, %s", side, dataset.name, len(dataset), kind)
-    return dataset
+        drawn = subset(dataset, None, limit, keys["seed"])
+    logger.info("%s: %s, %d rows, %s", side, drawn.name, len(drawn), drawn.kind_of_labels)
+    return drawn, dataset
 
 
 def listed_side(
@@ -170,18 +221,11 @@ def listed_side(
     """Load and embed one dataset of a list, whose keys have the settings as defaults."""
     shared = ("max_samples", "seed", "download")
     node = {key: getattr(settings, key) for key in shared} | {"root": settings.data_root} | node
-    dataset = load_side(name, node, phases, settings.labels.method == Continuous.name)
+    dataset, _ = load_side(name, node, phases, settings.labels.method == Continuous.name)
     samples = embed_side(name, dataset, extractor, settings.extractor, settings, phases)
     with placed(name):
         (found,) = clustered([samples], node, node.get("k"), int(node["seed"]))
     return found, dataset
-
-
-def _whole(side: str, node: dict[str, Any], phases: Phases, numbers: bool) -> LabeledDataset:
-    """Return all rows of a side, without repeating the notices about them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DataNotice)
-        return load_side(side, {**node, "max_samples": None}, phases, numbers)
 
 
 def embed_side(

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +40,7 @@ from otdd_flash.commands.sides import (
     clustered,
     embed_side,
     image_shape_of,
+    listed,
     without_clustering,
 )
 from otdd_flash.data.dataset import LabeledDataset
@@ -232,7 +231,7 @@ def _raise_worst(result: StudyResult) -> None:
 SPLIT = ("digits", "blobs", "mnist", "fashion_mnist", "usps", "torchvision", "huggingface")
 
 # Keys of a task that are not keys of a dataset.
-OWN = ("as", "family", "part", "test_split")
+OWN = ("family", "part", "test_split")
 
 
 @dataclass
@@ -292,7 +291,7 @@ def load_tasks(settings: StudySettings, phases: Phases) -> LoadedTasks:
         raise InputError(f"transfer.test_fraction must lie in (0, 1), got {fraction:g}")
     resolve_device(settings.device)
     given, group = settings.study.tasks, settings.tasks
-    nodes = _named(group.datasets if given is None else given)
+    nodes = listed("study.tasks", group.datasets if given is None else given)
     extractor_node = dict(settings.extractor)
     if given is None and extractor_node["name"] == "pixels" and extractor_node["size"] is None:
         extractor_node["size"] = group.size
@@ -326,21 +325,6 @@ def load_tasks(settings: StudySettings, phases: Phases) -> LoadedTasks:
     named = {name: node["family"] for name, node in nodes.items() if node.get("family")}
     families = {name: hidden(str(family)) for name, family in named.items()}
     return LoadedTasks(samples, families, shape if as_they_are else None)
-
-
-def _named(nodes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the tasks by their names in tables."""
-    for place, node in enumerate(nodes):
-        if not isinstance(node, Mapping) or "name" not in node:
-            raise InputError(
-                f"study.tasks[{place}] must be a mapping with the keys of a dataset such as "
-                "{name: mnist}, got " + repr(node)
-            )
-    names = [hidden(str(node.get("as") or node["name"])) for node in nodes]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise InputError(f"two tasks are called {twice[0]}; give one of them as: NAME")
-    return {name: dict(node) for name, node in zip(names, nodes, strict=True)}
 
 
 def _load(

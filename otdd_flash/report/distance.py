@@ -43,13 +43,12 @@ from otdd_flash.report.page import (
     MARGIN,
     SOURCE_COLOR,
     TARGET_COLOR,
-    TITLE_POINTS,
+    Pictures,
     Report,
     Writers,
     figure_of,
     fit_title,
     new_figure,
-    save_picture,
     write_each,
 )
 from otdd_flash.report.planes import (
@@ -61,7 +60,7 @@ from otdd_flash.report.planes import (
     side_of,
     write_legend,
 )
-from otdd_flash.report.tables import facts_table, write_matrix_csv, write_table_csv
+from otdd_flash.report.tables import facts_table, named_table, write_matrix_csv, write_table_csv
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import bounded, bounded_energy, display, epsilon_shown, interval, shorten
@@ -119,24 +118,24 @@ def write_report(
     measured = result.method not in WITHOUT_CLASSES
     chosen = order if measured else "given"
     orders = class_orders(table.full, [len(side) for side in names], chosen)
-    writers: Writers = {
-        directory / "projection.png": lambda path: projection(
-            _in_target_space(result), result.target, coupling, path, seed
+    writers: Writers = {}
+    pictures: Pictures = {
+        directory / "projection.png": lambda: projection(
+            _in_target_space(result), result.target, coupling, seed
         )
     }
     if measured:
+        pictures[directory / "class_distances.png"] = lambda: draw_class_distances(
+            table.full,
+            names,
+            _roles(sides),
+            title=f"Distances between the classes of {sides[0]} and {sides[1]}",
+            orders=orders,
+            ground=result.ground,
+        )
         writers |= {
             directory / "class_distances.csv": lambda path: write_matrix_csv(
                 path, table.full, both, both, corner="class"
-            ),
-            directory / "class_distances.png": lambda path: draw_class_distances(
-                table.full,
-                names,
-                _roles(sides),
-                path,
-                title=f"Distances between the classes of {sides[0]} and {sides[1]}",
-                orders=orders,
-                ground=result.ground,
             ),
             directory / NEAREST_FILE: lambda path: write_table_csv(
                 path,
@@ -145,35 +144,39 @@ def write_report(
             ),
         }
     if result.target_scale is not None:
-        writers |= _target_writers(result, directory, sides)
+        _add_target_histograms(result, directory, sides, writers, pictures)
     if coupling.numel() > 1:
-        writers |= {
-            directory / "class_coupling.csv": lambda path: write_matrix_csv(
-                path, coupling, *names, corner="source\\target"
-            ),
-            directory / "class_coupling.png": lambda path: draw_class_coupling(
-                coupling, names, sides, path, orders=orders
-            ),
-        }
+        writers[directory / "class_coupling.csv"] = lambda path: write_matrix_csv(
+            path, coupling, *names, corner="source\\target"
+        )
+        pictures[directory / "class_coupling.png"] = lambda: draw_class_coupling(
+            coupling, names, sides, orders=orders
+        )
     if not result.constraints.exact:
         unmatched = result.unmatched()
-        writers |= {
-            directory / UNMATCHED_FILE: lambda path: write_table_csv(
-                path, UnmatchedClass._fields, unmatched.classes
-            ),
-            directory / "unmatched.png": lambda path: draw_unmatched(unmatched, sides, path),
-        }
-    shown = [*sides, *names[0], *names[1]]
-    return write_each({} if content == "none" else writers, shown, pictures=content == "full")
+        writers[directory / UNMATCHED_FILE] = lambda path: write_table_csv(
+            path, UnmatchedClass._fields, unmatched.classes
+        )
+        pictures[directory / "unmatched.png"] = lambda: draw_unmatched(unmatched, sides)
+    return write_each(
+        {} if content == "none" else writers,
+        pictures if content == "full" else {},
+        [*sides, *names[0], *names[1]],
+    )
 
 
 # Methods of `labels` that compare no classes.
 WITHOUT_CLASSES = ("none", "continuous")
 
 
-def _target_writers(result: DistanceResult, directory: Path, sides: tuple[str, str]) -> Writers:
-    """Return what writes the histograms of numbers, a table and a picture for each column."""
-    writers: Writers = {}
+def _add_target_histograms(
+    result: DistanceResult,
+    directory: Path,
+    sides: tuple[str, str],
+    writers: Writers,
+    pictures: Pictures,
+) -> None:
+    """Add what writes the histograms of numbers, a table and a picture for each column."""
     changes = result.target_changes().tolist()
     for column, change in enumerate(changes):
         masses, edges = result.target_histogram(column)
@@ -187,8 +190,7 @@ def _target_writers(result: DistanceResult, directory: Path, sides: tuple[str, s
         title = f"Mass moved from {which} of {sides[0]} to those of {sides[1]}"
         notes = [f"the mean change of a number is {change:.4g}"]
         draw = partial(_draw_masses, masses, [names, names], sides, title=title, notes=notes)
-        writers[path.with_suffix(".png")] = draw
-    return writers
+        pictures[path.with_suffix(".png")] = draw
 
 
 def plot_distance(result: DistanceResult) -> Figure:
@@ -197,7 +199,7 @@ def plot_distance(result: DistanceResult) -> Figure:
     names = result.class_names
 
     def draw() -> Figure:
-        return projection(_in_target_space(result), result.target, coupling, None, 0)
+        return projection(_in_target_space(result), result.target, coupling, 0)
 
     return figure_of(draw, [result.source.name, result.target.name, *names[0], *names[1]])
 
@@ -225,35 +227,28 @@ def draw_class_coupling(
     coupling: Tensor,
     names: Sequence[Sequence[str]],
     sides: tuple[str, str],
-    path: str | Path | None,
     *,
     orders: Sequence[Sequence[int]],
-) -> None:
+) -> Figure:
     """Draw how much of the mass of each source class moves to each target class.
 
     Args:
         coupling: (Vx, Vy) masses that sum to 1; drawn in percent.
         names: the Vx source and the Vy target class names.
         sides: the names of source and target.
-        path: the PNG file.
         orders: the order in which to show the classes of each side.
     """
-    _draw_masses(
+    return _draw_masses(
         coupling[list(orders[0])][:, list(orders[1])],
         [[of[index] for index in order] for of, order in zip(names, orders, strict=True)],
         sides,
-        path,
         title=f"Mass moved from the classes of {sides[0]} to those of {sides[1]}",
     )
 
 
 def _draw_masses(
-    masses: Tensor,
-    names: Sequence[Sequence[str]],
-    sides: tuple[str, str],
-    path: str | Path | None,
-    **more: Any,
-) -> None:
+    masses: Tensor, names: Sequence[Sequence[str]], sides: tuple[str, str], **more: Any
+) -> Figure:
     """Draw masses that sum to 1 in percent, between what the names of both sides stand for."""
     rows, columns = (
         [Group(role, list(of), color)]
@@ -261,7 +256,7 @@ def _draw_masses(
     )
     # Cells that round to 0 stay empty.
     label = "mass, % of the total"
-    heat_map(100.0 * masses, rows, columns, path, value_label=label, decimals=1, zero="", **more)
+    return heat_map(100.0 * masses, rows, columns, value_label=label, decimals=1, zero="", **more)
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
@@ -442,73 +437,52 @@ UNMATCHED_FILE = "unmatched.csv"
 
 def unmatched_table(unmatched: Unmatched) -> Table:
     """Make a table of what is left of classes, those that stand out most first."""
-    from rich.table import Table
-    from rich.text import Text
-
+    every = by_excess(unmatched.classes)
+    notes = [MEANING] if any(each.own is not None for each in every) else []
+    rows = [each for side in _first_of_sides(unmatched, MOST_ROWS) for each in side]
+    if len(rows) < len(every):
+        notes.append(f"{len(every) - len(rows)} more classes in {UNMATCHED_FILE}")
     title = f"unmatched mass of classes; {unmatched.moved:.4g} of all mass moves"
-    table = Table(title=title, title_justify="left")
-    for head in HEADS:
-        table.add_column(head, justify="left" if head in ("side", "class") else "right")
-    every, left = by_excess(unmatched.classes), 0
-    captions = [MEANING] if any(each.own is not None for each in every) else []
-    for side in ("source", "target"):
-        rows = [each for each in every if each.side == side]
-        left += max(0, len(rows) - MOST_ROWS)
-        for each in rows[:MOST_ROWS]:
-            _, name, *numbers = shown(each)
-            table.add_row(side, Text(name), *numbers)
-    if left:
-        captions.append(f"{left} more classes in {UNMATCHED_FILE}")
-    table.caption = "\n".join(captions) or None
-    return table
+    return named_table(title, HEADS, map(shown, rows), ("side", "class"), notes)
 
 
-# Inches: a bar with the space around it, the width of bars and that of their names.
-BAR, BARS, BAR_NAMES = 0.26, 4.2, 1.6
+def _first_of_sides(unmatched: Unmatched, most: int) -> list[list[UnmatchedClass]]:
+    """Return the classes of each side that stand out most."""
+    every = by_excess(unmatched.classes)
+    return [[each for each in every if each.side == side][:most] for side in ("source", "target")]
 
 
-def draw_unmatched(unmatched: Unmatched, sides: tuple[str, str], path: str | Path | None) -> None:
+# Inches: the width of the picture and of a bar with the space around it.
+BARS_WIDTH, BAR = 6.1, 0.26
+
+
+def draw_unmatched(unmatched: Unmatched, sides: tuple[str, str]) -> Figure:
     """Draw what is left of every class as a bar, with a mark at what its self term leaves.
 
     Args:
         unmatched: of a distance with relaxed marginals.
         sides: the names of source and target.
-        path: the PNG file.
     """
-    every = by_excess(unmatched.classes)
-    bars = [
-        [each for each in every if each.side == side][:MOST_BARS] for side in ("source", "target")
-    ]
-    count = sum(map(len, bars))
-    width = 2 * MARGIN + BAR_NAMES + BARS
-    height = 2 * MARGIN + TITLE + BAR * (count + 3) + 0.3
-    figure, top = new_figure(width, height), height - MARGIN
-    title = fit_title(
-        figure,
-        f"Unmatched mass of the classes of {sides[0]} and {sides[1]}",
-        width - 2 * MARGIN,
-        TITLE_POINTS,
-    )
-    figure.text(MARGIN / width, top / height, title, fontsize=TITLE_POINTS, va="top")
-    top -= TITLE - 0.5 * BAR
+    bars = _first_of_sides(unmatched, MOST_BARS)
+    heights = [max(1, len(rows)) for rows in bars]
+    figure = new_figure(BARS_WIDTH, 1.8 + BAR * sum(heights))
+    figure.set_layout_engine("constrained")
+    panels = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    title = f"Unmatched mass of the classes of {sides[0]} and {sides[1]}"
+    figure.suptitle(fit_title(figure, title, BARS_WIDTH - 2 * MARGIN))
     colors = SOURCE_COLOR, TARGET_COLOR
-    for rows, role, color in zip(bars, _roles(sides), colors, strict=True):
-        tall = BAR * max(1, len(rows))
-        bottom = top - BAR - tall
-        place = (MARGIN + BAR_NAMES) / width, bottom / height, BARS / width, tall / height
-        axes = figure.add_axes(place)
+    for axes, rows, role, color in zip(panels, bars, _roles(sides), colors, strict=True):
         at = np.arange(len(rows))
         axes.barh(at, [100 * each.unmatched for each in rows], height=0.7, color=color)
         own = [(k, 100 * each.own) for k, each in enumerate(rows) if each.own is not None]
         axes.plot([x for _, x in own], [k for k, _ in own], "|", color=INK, markersize=9)
         axes.set_yticks(at, [shorten(each.name, LONGEST_CLASS) for each in rows], fontsize=8)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlim(0, 100)
-        axes.set_title(shorten(role, LONGEST_DATASET), loc="left", fontsize=9)
-        top = bottom - BAR
-    mark = "; the mark is what its self term leaves" if any(each.own for each in every) else ""
-    axes.set_xlabel(f"unmatched, % of the class{mark}")
-    save_picture(figure, path)
+        axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
+        axes.set_title(shorten(role, LONGEST_DATASET), fontsize=9)
+    known = any(each.own for each in unmatched.classes)
+    mark = "; the mark is what its self term leaves" if known else ""
+    panels[-1].set(xlim=(0, 100), xlabel=f"unmatched, % of the class{mark}")
+    return figure
 
 
 # If a side has more classes, the bars of others are left out.
@@ -526,7 +500,6 @@ def projection(
     source: LabeledSamples,
     target: LabeledSamples,
     coupling: Tensor,
-    path: str | Path | None,
     seed: int,
 ) -> Figure:
     """Draw two datasets in their common principal plane, with class means and the class coupling.
@@ -541,12 +514,10 @@ def projection(
         source: features of any dimension; labels may be None.
         target: features of the same dimension.
         coupling: (Vx, Vy) masses that sum to 1. A side with one row or column counts as one class.
-        path: the PNG file; None writes no file.
         seed: of the subsamples.
 
     Raises:
         ValueError: the coupling's shape does not match the classes.
-        InputError: the file cannot be written.
     """
     coupling = coupling.detach().cpu().double()
     plane = plane_of([source, target], seed)
@@ -575,7 +546,6 @@ def projection(
     _draw_moves(axes, sides, moves, plane.flat)
     _draw_labels(axes, sides, marked, moves, plane.flat)
     _draw_legend(axes, sides, about if moves else None)
-    save_picture(figure, path)
     return figure
 
 
@@ -685,8 +655,8 @@ def strongest_moves(coupling: Tensor, limit: int) -> list[Move]:
 
 SHOWN, ACROSS = 12, 6
 
-# Inches: an image, the words above it, a block's heading, between images, the title.
-SIDE, WORDS, HEAD, GAP, TITLE = 1.0, 0.34, 0.32, 0.12, 0.52
+# Inches: an image with the gap beside it, the words above it, a block's heading, the title.
+SIDE, WORDS, HEAD, TITLE = 1.12, 0.34, 0.4, 0.6
 
 LONGEST_CLASS = 14
 
@@ -728,17 +698,18 @@ def write_contributions(
             path, ("row", "class", "mass", "contribution"), rows
         )
     }
-    if image_shape is not None:
+    pictures: Pictures = {}
+    if image_shape is not None and content == "full":
         title = f"What rows of {source.name} contribute to the distance to {target}"
         most = [row for row in order[:SHOWN] if values[row] > 0]
         least = [row for row in reversed(order[-SHOWN:]) if values[row] < 0]
         named = {"carry most of the distance": most, "bring the datasets nearer": least}
         blocks = {heading: rows for heading, rows in named.items() if rows}
-        writers[directory / "contributions.png"] = lambda path: _draw_contributions(
-            source, values, image_shape, title, blocks, path
+        blocks = blocks or {"no row carries any of it": []}
+        pictures[directory / "contributions.png"] = lambda: _draw_contributions(
+            source, values, image_shape, title, blocks
         )
-    names = (source.name, target, *source.class_names)
-    return write_each(writers, names, pictures=content == "full")
+    return write_each(writers, pictures, (source.name, target, *source.class_names))
 
 
 def _class_of(source: LabeledSamples, row: int) -> str:
@@ -753,34 +724,26 @@ def _draw_contributions(
     shape: tuple[int, int, int],
     title: str,
     blocks: Mapping[str, Sequence[int]],
-    path: Path,
-) -> None:
+) -> Figure:
     """Draw rows as images, in blocks, with class and contribution above each image."""
-    width = 2 * MARGIN + ACROSS * (SIDE + GAP) - GAP
-    lines = [math.ceil(len(rows) / ACROSS) for rows in blocks.values()]
-    height = 2 * MARGIN + TITLE + len(blocks) * HEAD + sum(lines) * (SIDE + WORDS)
-    figure, top = new_figure(width, height), height - MARGIN
-    for text, points, down in (
-        (title, TITLE_POINTS, 0.0),
-        ("above each image: its class, its contribution in units of the cost", 9.0, 0.27),
-    ):
-        shown = fit_title(figure, text, width - 2 * MARGIN, points)
-        figure.text(MARGIN / width, (top - down) / height, shown, fontsize=points, va="top")
-    top -= TITLE
-    for heading, rows in blocks.items():
-        at = MARGIN / width, (top - 0.6 * HEAD) / height
-        figure.text(*at, heading, fontsize=11, va="center")
-        top -= HEAD
-        for place, row in enumerate(rows):
-            top -= (SIDE + WORDS) * (place % ACROSS == 0)
-            left = MARGIN + place % ACROSS * (SIDE + GAP)
-            box = (left / width, top / height, SIDE / width, SIDE / height)
-            axes = figure.add_axes(box)
+    downs = [max(1, math.ceil(len(rows) / ACROSS)) for rows in blocks.values()]
+    figure = new_figure(ACROSS * SIDE, TITLE + len(downs) * HEAD + sum(downs) * (SIDE + WORDS))
+    figure.set_layout_engine("constrained")
+    left: dict[str, Any] = {"x": 0.02, "ha": "left"}
+    figure.suptitle(fit_title(figure, title, ACROSS * SIDE - 2 * MARGIN), **left)
+    explained = "above each image: its class, its contribution in units of the cost"
+    figure.supxlabel(explained, fontsize=9, **left)
+    parts = figure.subfigures(len(blocks), 1, squeeze=False, height_ratios=downs)[:, 0]
+    for part, down, (heading, rows) in zip(parts, downs, blocks.items(), strict=True):
+        part.suptitle(heading, fontsize=11, **left)
+        for axes, row in zip_longest(part.subplots(down, ACROSS, squeeze=False).flat, rows):
+            axes.axis("off")
+            if row is None:
+                continue
             image = source.features[row].cpu().reshape(shape).movedim(0, 2).clamp(0, 1).numpy()
             image = image[..., 0] if shape[0] == 1 else image[..., :3]
             axes.imshow(image, cmap="gray", vmin=0, vmax=1)
-            axes.axis("off")
             number = f"{float(values[row]):+#.3g}".rstrip(".").replace("-", "−")
             name = shorten(_class_of(source, row), LONGEST_CLASS)
             axes.set_title(f"{name}\n{number}", loc="center", fontsize=7, pad=2)
-    save_picture(figure, path)
+    return figure

@@ -33,13 +33,13 @@ from otdd_flash.report.page import (
     SOURCE_COLOR,
     TARGET_COLOR,
     TICK_POINTS,
+    Pictures,
     Report,
     Writers,
     figure_of,
     fit_title,
     logarithmic,
     new_figure,
-    save_picture,
     scale_logarithmically,
     write_each,
 )
@@ -100,19 +100,20 @@ def write_flow_report(
         directory / "adapted": lambda path: write_hugging_face(samples, path, image_shape),
         directory / "metrics.csv": lambda path: write_metrics_csv(result.evaluations, path),
         directory / "trajectory.npz": lambda path: _write_trajectory(trajectory, path),
-        directory / "objective.png": lambda path: draw_objective(result.evaluations, path, title),
-        directory / "paths.png": lambda path: draw_paths(
-            source, target, samples, trajectory, path, seed=seed
-        ),
     }
+    pictures: Pictures = {
+        directory / "objective.png": lambda: draw_objective(result.evaluations, title),
+        directory / "paths.png": lambda: draw_paths(source, target, samples, trajectory, seed=seed),
+    }
+    animations: Writers = {}
     if image_shape is not None:
         check_image_shape(samples.features, image_shape)
         moved = source, target, trajectory, image_shape
-        writers |= {
-            directory / "images.png": lambda path: draw_images(*moved, path),
-            directory / "flow.gif": lambda path: write_animation(*moved, path),
-        }
-    return write_each(writers, _names(result), pictures=content == "full")
+        pictures[directory / "images.png"] = lambda: draw_images(*moved)
+        animations[directory / "flow.gif"] = lambda path: write_animation(*moved, path)
+    if content != "full":
+        return write_each(writers)
+    return write_each(writers, pictures, _names(result)) + write_each(animations)
 
 
 def plot_flow(result: FlowResult, image_shape: ImageShape | None) -> Figure:
@@ -120,8 +121,8 @@ def plot_flow(result: FlowResult, image_shape: ImageShape | None) -> Figure:
 
     def draw() -> Figure:
         if image_shape is None:
-            return draw_objective(result.evaluations, None, _title(result))
-        return draw_images(result.source, result.target, result.trajectory, image_shape, None)
+            return draw_objective(result.evaluations, _title(result))
+        return draw_images(result.source, result.target, result.trajectory, image_shape)
 
     if image_shape is not None:
         check_image_shape(result.samples.features, image_shape)
@@ -242,7 +243,7 @@ MOST_DOTS, MOST_TICKS = 60, 16
 FARTHEST_FACTOR, FARTHEST_USUAL = 3.0, 8.0
 
 
-def draw_objective(history: Sequence[StepRecord], path: str | Path | None, title: str) -> Figure:
+def draw_objective(history: Sequence[StepRecord], title: str) -> Figure:
     """Draw divergence and solver bounds against the step, with gradient norm and iterations below.
 
     Solver bounds are often nearer to the divergence than the width of its line, so a second panel
@@ -256,11 +257,7 @@ def draw_objective(history: Sequence[StepRecord], path: str | Path | None, title
     Args:
         history: the records, at least one of them over all points. If the first step used fewer
             points, there are two records of step 0: one over all points, then that of the step.
-        path: the PNG file; None writes no file.
         title: the title of the picture.
-
-    Raises:
-        InputError: the file cannot be written.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -290,7 +287,6 @@ def draw_objective(history: Sequence[StepRecord], path: str | Path | None, title
     room = max(0.02 * (steps[-1] - steps[0]), 0.6)
     panels[3].set_xlim(steps[0] - room, steps[-1] + room)
     panels[0].set_title(fit_title(figure, title, 0.85 * SIDE))
-    save_picture(figure, path)
     return figure
 
 

@@ -36,7 +36,6 @@ from otdd_flash.report.page import (
     font_file,
     grow_page,
     new_figure,
-    save_picture,
 )
 from otdd_flash.report.planes import (
     PointName,
@@ -76,10 +75,9 @@ def draw_paths(
     target: LabeledSamples,
     samples: LabeledSamples,
     trajectory: Trajectory,
-    path: str | Path,
     *,
     seed: int = 0,
-) -> None:
+) -> Figure:
     """Draw paths of particles, coloured by class, with the mean path of each class and the target.
 
     The axes are the first two principal axes of target, start and end together, each fitted to at
@@ -92,11 +90,7 @@ def draw_paths(
         target: the m points.
         samples: the n particles after the last step.
         trajectory: the positions of some particles at some steps.
-        path: the PNG file.
         seed: of the subsamples.
-
-    Raises:
-        InputError: the file cannot be written.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -134,7 +128,7 @@ def draw_paths(
     segments = [np.stack([mean[:-1], mean[1:]], axis=1) for mean in means]
     draw_names(axes, [*names, *marked], np.concatenate(segments))
     _explain(axes, classes, source, _about(goal, target, bool(marked)))
-    save_picture(figure, path)
+    return figure
 
 
 def _against(times: Array | float, places: Array) -> Array:
@@ -305,7 +299,6 @@ def draw_images(
     target: LabeledSamples,
     trajectory: Trajectory,
     image_shape: ImageShape,
-    path: str | Path | None,
 ) -> Figure:
     """Draw particles in rows, evenly over classes, and steps in columns; then their nearest images.
 
@@ -318,10 +311,9 @@ def draw_images(
         target: images of the same shape, or features of another dimension.
         trajectory: pixel values in [0, 1]; values outside are clipped.
         image_shape: (c, h, w) of one particle.
-        path: the PNG file; None writes no file.
 
     Raises:
-        InputError: particles are not images of this shape, or the file cannot be written.
+        InputError: particles are not images of this shape.
     """
     labels = None if source.labels is None else source.labels.cpu()[trajectory.rows.cpu()]
     chosen = torch.from_numpy(evenly_over_classes(labels, len(trajectory.rows), MOST_ROWS))
@@ -364,7 +356,6 @@ def draw_images(
     title = f"{source.name} on its way to {target.name}"
     axes.set_title(fit_title(figure, title, max(width, TITLE_ROOM)), pad=22)
     grow_page(figure)
-    save_picture(figure, path)
     return figure
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate, cycle, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,7 +34,6 @@ from otdd_flash.report.page import (
     grow_page,
     measure,
     new_figure,
-    save_picture,
 )
 from otdd_flash.shown import display, shorten
 
@@ -86,12 +84,11 @@ def draw_class_distances(
     full: Tensor,
     names: Sequence[Sequence[str]],
     datasets: Sequence[str],
-    path: str | Path | None,
     *,
     title: str,
     orders: Sequence[Sequence[int]],
     ground: str = "sqeuclidean",
-) -> None:
+) -> Figure:
     """Draw class distances within each of some datasets and between them.
 
     Args:
@@ -99,7 +96,6 @@ def draw_class_distances(
             whatever its table holds.
         names: the class names of each dataset.
         datasets: the names of the datasets.
-        path: the PNG file.
         title: the title of the picture.
         orders: the order in which to show the classes of each dataset.
         ground: of the result.
@@ -115,11 +111,10 @@ def draw_class_distances(
             datasets, names, orders, cycle(COLORS), strict=False
         )
     ]
-    heat_map(
+    return heat_map(
         full[places][:, places],
         groups,
         groups,
-        path,
         title=title,
         value_label="W" if ground == "gromov" else "squared 2-Wasserstein distance",
     )
@@ -129,7 +124,6 @@ def heat_map(
     matrix: Tensor,
     rows: Sequence[Group],
     columns: Sequence[Group],
-    path: str | Path | None,
     *,
     title: str,
     value_label: str,
@@ -148,7 +142,6 @@ def heat_map(
         matrix: (R, C), any real type and device.
         rows: groups with R members in all; long names are shortened.
         columns: groups with C members in all.
-        path: the PNG file; None writes no file.
         title: one line above the picture.
         value_label: the colour bar's label with its unit.
         decimals: of the numbers in the cells; None keeps three digits of the largest.
@@ -156,12 +149,8 @@ def heat_map(
         signed: whether the sign of values matters; colours then diverge from white at 0.
         notes: lines below the title.
 
-    Returns:
-        The figure.
-
     Raises:
         ValueError: the groups do not match the matrix.
-        InputError: the file cannot be written.
     """
     values = matrix.detach().cpu().double().numpy()
     grouped = tuple(sum(len(group.members) for group in groups) for groups in (rows, columns))
@@ -188,7 +177,6 @@ def heat_map(
         up = 1 + (NOTE + LINE * (len(notes) - number)) / height
         figure.text(0, up, line, fontsize=points, va="bottom", transform=axes.transAxes)
     grow_page(figure)
-    save_picture(figure, path)
     return figure
 
 

@@ -1,9 +1,8 @@
 """The report of a mixture: a table, mixture.csv, mixture.html, mixture.png and rows to train on.
 
-`commands.mix` and users call `write_mixture_report`; `Mixture.plot` calls `plot_mixture`. The page
-is one file that needs no network and no scripts. Every name goes through `html_text` or `display`,
-because it may contain markup. The columns of mixture.csv are read by users' scripts, so their names
-must stay.
+`commands.mix` and users call `write_mixture_report`; `Mixture.plot` calls `plot_mixture`. Every
+name goes through `html_text` or `display`, because it may contain markup. The columns of
+mixture.csv are read by users' scripts, so their names must stay.
 """
 
 from __future__ import annotations
@@ -20,16 +19,24 @@ from otdd_flash.report.page import (
     SOURCE_COLOR,
     TARGET_COLOR,
     TICK_POINTS,
+    Pictures,
     Report,
     Writers,
     figure_of,
     fit_title,
     new_figure,
-    own_style,
-    save_picture,
     write_each,
 )
-from otdd_flash.report.tables import Barred, barred_page, write_table_csv
+from otdd_flash.report.tables import (
+    bar_cell,
+    html_list,
+    html_page,
+    html_table,
+    name_cell,
+    named_table,
+    value_cell,
+    write_table_csv,
+)
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import display, shorten
 
@@ -77,6 +84,7 @@ def write_mixture_report(
     choose("content", content, CONTENTS)
     directory = Path(directory)
     writers: Writers = {}
+    pictures: Pictures = {}
     if drawn is not None:
         writers |= {
             directory / "mixture.npz": lambda path: write_npz(drawn, path),
@@ -86,24 +94,17 @@ def write_mixture_report(
         writers |= {
             directory / "mixture.csv": lambda path: write_table_csv(path, COLUMNS, _rows(mixture)),
             directory / "mixture.html": lambda path: write_text(path, _page(mixture, other)),
-            directory / "mixture.png": lambda path: _draw(mixture, path),
         }
-    return write_each(writers, list(mixture.weights), pictures=content == "full")
+    if content == "full":
+        pictures[directory / "mixture.png"] = lambda: _draw(mixture)
+    return write_each(writers, pictures, list(mixture.weights))
 
 
 def mixture_table(mixture: Mixture, other: Mixture | None = None) -> Table:
     """Make the terminal's table, with the weights of another mixture of the same sources beside."""
-    from rich.table import Table
-    from rich.text import Text
-
-    title = Text(f"Mixture for {display(mixture.target)}", style="table.title")
-    table = Table(title=title, title_justify="left")
     heads, lines = _cells(mixture, other)
-    for name in heads:
-        table.add_column(name, justify="left" if name == "source" else "right")
-    for name, *cells in lines:
-        table.add_row(Text(display(name)), *cells)
-    return table
+    rows = [(display(name), *cells) for name, *cells in lines]
+    return named_table(f"Mixture for {display(mixture.target)}", heads, rows, ("source",))
 
 
 def _cells(mixture: Mixture, other: Mixture | None) -> tuple[list[str], list[list[str]]]:
@@ -123,7 +124,7 @@ def _cells(mixture: Mixture, other: Mixture | None) -> tuple[list[str], list[lis
 
 def plot_mixture(mixture: Mixture) -> Figure:
     """Draw weights and marginal costs as bars."""
-    return figure_of(lambda: _draw(mixture, None), list(mixture.weights))
+    return figure_of(lambda: _draw(mixture), list(mixture.weights))
 
 
 def _rows(mixture: Mixture) -> list[tuple[object, ...]]:
@@ -140,38 +141,40 @@ def _rows(mixture: Mixture) -> list[tuple[object, ...]]:
 
 def _page(mixture: Mixture, other: Mixture | None) -> str:
     """Return the page: sentences, and the table with bars of the weights."""
-    (_, *heads), lines = _cells(mixture, other)
+    heads, lines = _cells(mixture, other)
     rows = [
-        Barred((name, *cells), 0, 100 * mixture.weights[name], SOURCE_COLOR)
+        [
+            name_cell(name),
+            *map(value_cell, cells),
+            bar_cell(0, 100 * mixture.weights[name], SOURCE_COLOR),
+        ]
         for name, *cells in lines
     ]
-    title = f"Mixture for {mixture.target}"
-    return barred_page(title, mixture.sentences(), ("source", *heads), "", rows)
+    title, table = f"Mixture for {mixture.target}", html_table("", [*heads, ""], rows)
+    return html_page(title, title, [html_list(mixture.sentences()), table])
 
 
-def _draw(mixture: Mixture, path: Path | None) -> Figure:
+def _draw(mixture: Mixture) -> Figure:
     heaviest = sorted(mixture.weights.items(), key=lambda item: -item[1])[:MOST_BARS]
     names = [name for name, _ in heaviest]
-    with own_style(names):
-        figure = new_figure(WIDTH, 1.2 + HEIGHT * len(names))
-        left, right = figure.subplots(1, 2, sharey=True)
-        places = range(len(names))
-        left.barh(places, [weight for _, weight in heaviest], color=SOURCE_COLOR)
-        if mixture.intervals is not None:
-            for place, name in enumerate(names):
-                left.plot(mixture.intervals[name], [place, place], color="0.2", linewidth=1)
-        right.barh(places, [mixture.marginal_costs[name] for name in names], color=TARGET_COLOR)
-        left.set_yticks(places, [shorten(name, LONGEST) for name in names])
-        left.invert_yaxis()
-        left.set_xlabel("weight")
-        right.set_xlabel("marginal cost a unit of weight")
-        # Small numbers are long.
-        right.locator_params(axis="x", nbins=4)
-        for axes in (left, right):
-            axes.tick_params(labelsize=TICK_POINTS)
-            axes.grid(axis="x")
-        title = f"Mixture for {display(mixture.target)}"
-        figure.suptitle(fit_title(figure, title, WIDTH - 1.0))
-        figure.set_layout_engine("constrained")
-        save_picture(figure, path)
+    figure = new_figure(WIDTH, 1.2 + HEIGHT * len(names))
+    left, right = figure.subplots(1, 2, sharey=True)
+    places = range(len(names))
+    left.barh(places, [weight for _, weight in heaviest], color=SOURCE_COLOR)
+    if mixture.intervals is not None:
+        for place, name in enumerate(names):
+            left.plot(mixture.intervals[name], [place, place], color="0.2", linewidth=1)
+    right.barh(places, [mixture.marginal_costs[name] for name in names], color=TARGET_COLOR)
+    left.set_yticks(places, [shorten(name, LONGEST) for name in names])
+    left.invert_yaxis()
+    left.set_xlabel("weight")
+    right.set_xlabel("marginal cost a unit of weight")
+    # Small numbers are long.
+    right.locator_params(axis="x", nbins=4)
+    for axes in (left, right):
+        axes.tick_params(labelsize=TICK_POINTS)
+        axes.grid(axis="x")
+    title = f"Mixture for {display(mixture.target)}"
+    figure.suptitle(fit_title(figure, title, WIDTH - 1.0))
+    figure.set_layout_engine("constrained")
     return figure

@@ -1,9 +1,9 @@
 """The report of a ranking: a table in the terminal, ranking.csv, ranking.html and ranking.png.
 
-`commands.nearest` and users call `write_ranking_report`; `Ranking.plot` calls `plot_ranking`. The
-page is one file that needs no network and no scripts: intervals are bars of its own table. Every
-name goes through `html_text` or `display`, because it may contain markup. The columns of
-ranking.csv are read by users' scripts, so their names must stay.
+`commands.nearest` and users call `write_ranking_report`; `Ranking.plot` calls `plot_ranking`. On
+the page intervals are bars of its table. Every name goes through `html_text` or `display`, because
+it may contain markup. The columns of ranking.csv are read by users' scripts, so their names must
+stay.
 """
 
 from __future__ import annotations
@@ -24,12 +24,18 @@ from otdd_flash.report.page import (
     figure_of,
     fit_title,
     new_figure,
-    own_style,
-    save_picture,
     write_each,
 )
-from otdd_flash.report.tables import Barred, barred_page, write_table_csv
-from otdd_flash.shown import display, shorten
+from otdd_flash.report.tables import (
+    Cell,
+    bar_cell,
+    html_list,
+    html_page,
+    html_table,
+    named_table,
+    write_table_csv,
+)
+from otdd_flash.shown import display, html_text, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,32 +80,24 @@ def write_ranking_report(
         {
             directory / "ranking.csv": lambda path: write_table_csv(path, columns, lines),
             directory / "ranking.html": lambda path: write_text(path, _page(ranking)),
-            directory / "ranking.png": lambda path: _draw(ranking, path),
         },
+        {directory / "ranking.png": lambda: _draw(ranking)} if content == "full" else {},
         [row.name for row in _shown(ranking)],
-        pictures=content == "full",
     )
 
 
 def ranking_table(ranking: Ranking) -> Table:
     """Make the terminal's table of the first k."""
-    from rich.table import Table
-    from rich.text import Text
-
-    title = Text(f"Nearest to {display(ranking.query)}", style="table.title")
-    table = Table(title=title, title_justify="left")
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "name" else "right")
-    for place, row in enumerate(ranking.rows, 1):
-        numbers = (_text(number) for number in (row.value, row.lower, row.upper))
-        proven = "yes" if row.proven else "no"
-        table.add_row(str(place), Text(display(row.name)), *numbers, proven)
-    return table
+    rows = [
+        (str(place), display(row.name), *_numbers(row), "yes" if row.proven else "no")
+        for place, row in enumerate(ranking.rows, 1)
+    ]
+    return named_table(f"Nearest to {display(ranking.query)}", COLUMNS, rows, ("name",))
 
 
 def plot_ranking(ranking: Ranking) -> Figure:
     """Draw the intervals of the first members as bars."""
-    return figure_of(lambda: _draw(ranking, None), [row.name for row in _shown(ranking)])
+    return figure_of(lambda: _draw(ranking), [row.name for row in _shown(ranking)])
 
 
 def _shown(ranking: Ranking) -> list[Ranked]:
@@ -110,8 +108,9 @@ def _finite(number: object) -> object:
     return None if isinstance(number, float) and not math.isfinite(number) else number
 
 
-def _text(number: float) -> str:
-    return f"{number:.6g}" if math.isfinite(number) else "?"
+def _numbers(row: Ranked) -> list[str]:
+    numbers = row.value, row.lower, row.upper
+    return [f"{number:.6g}" if math.isfinite(number) else "?" for number in numbers]
 
 
 def _ends(rows: list[Ranked]) -> tuple[float, float]:
@@ -129,36 +128,41 @@ def _page(ranking: Ranking) -> str:
     lines = []
     for place, row in enumerate(rows, 1):
         first = place <= len(ranking.rows)
+        kind = "" if first else "quiet"
         left, right = (
             100 * (min(max(end, low), high) - low) / (high - low) for end in (row.lower, row.upper)
         )
         color = SOURCE_COLOR if row.proven else TARGET_COLOR if first else "#aaa"
         known = (str(place), "yes" if row.proven else "no") if first else ("", "")
-        numbers = (_text(one) for one in (row.value, row.lower, row.upper))
-        cells = (known[0], row.name, *numbers, known[1])
-        lines.append(Barred(cells, left, max(right - left, 0.4), color, not first))
-    title = f"Nearest to {ranking.query}"
-    return barred_page(title, ranking.sentences(), COLUMNS, "interval", lines)
+        lines.append(
+            [
+                Cell(known[0]),
+                Cell(html_text(row.name), kind=f"name {kind}"),
+                *(Cell(number, kind=kind) for number in _numbers(row)),
+                Cell(known[1]),
+                bar_cell(left, max(right - left, 0.4), color),
+            ]
+        )
+    title, table = f"Nearest to {ranking.query}", html_table("", [*COLUMNS, "interval"], lines)
+    return html_page(title, title, [html_list(ranking.sentences()), table])
 
 
-def _draw(ranking: Ranking, path: Path | None) -> Figure:
+def _draw(ranking: Ranking) -> Figure:
     rows = _shown(ranking)
     low, high = _ends(rows)
-    with own_style([row.name for row in rows]):
-        figure = new_figure(WIDTH, 1.2 + HEIGHT * len(rows))
-        axes = figure.subplots()
-        for place, row in enumerate(rows):
-            first = place < len(ranking.rows)
-            color = SOURCE_COLOR if row.proven else TARGET_COLOR if first else "0.7"
-            left, right = max(row.lower, low), min(row.upper, high)
-            axes.barh(place, max(right - left, (high - low) / 400), left=left, color=color)
-        axes.set_yticks(range(len(rows)), [shorten(row.name, LONGEST) for row in rows])
-        axes.tick_params(labelsize=TICK_POINTS)
-        axes.set_xlim(low, high)
-        axes.invert_yaxis()
-        axes.set_xlabel("solver bounds of the distance, in units of the cost")
-        axes.grid(axis="x")
-        axes.set_title(fit_title(figure, f"Nearest to {display(ranking.query)}", WIDTH - 1.0))
-        figure.set_layout_engine("constrained")
-        save_picture(figure, path)
+    figure = new_figure(WIDTH, 1.2 + HEIGHT * len(rows))
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        first = place < len(ranking.rows)
+        color = SOURCE_COLOR if row.proven else TARGET_COLOR if first else "0.7"
+        left, right = max(row.lower, low), min(row.upper, high)
+        axes.barh(place, max(right - left, (high - low) / 400), left=left, color=color)
+    axes.set_yticks(range(len(rows)), [shorten(row.name, LONGEST) for row in rows])
+    axes.tick_params(labelsize=TICK_POINTS)
+    axes.set_xlim(low, high)
+    axes.invert_yaxis()
+    axes.set_xlabel("solver bounds of the distance, in units of the cost")
+    axes.grid(axis="x")
+    axes.set_title(fit_title(figure, f"Nearest to {display(ranking.query)}", WIDTH - 1.0))
+    figure.set_layout_engine("constrained")
     return figure

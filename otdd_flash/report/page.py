@@ -21,7 +21,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -135,10 +135,8 @@ def grow_page(figure: Figure) -> None:
     figure.set_size_inches(*page)
 
 
-def save_picture(figure: Figure, path: str | Path | None) -> None:
-    """Write the figure as PNG at `DPI`, atomically; write nothing if `path` is None."""
-    if path is None:
-        return
+def save_picture(figure: Figure, path: str | Path) -> None:
+    """Write the figure as PNG at `DPI`, atomically."""
     with replacing(path) as partial:
         figure.savefig(partial, format="png", dpi=DPI)
 
@@ -313,12 +311,11 @@ def _characters_of(name: str) -> frozenset[int]:
 # The contents of a report: no files, tables, or tables and pictures.
 CONTENTS = ("none", "table", "full")
 
-PICTURES = (".png", ".gif")
-
 # For each path the function that writes the file, called with the path.
-Writer = Callable[[Path], object]
+Writers = dict[Path, Callable[[Path], object]]
 
-Writers = dict[Path, Writer]
+# For each path of a PNG file the function that draws its figure.
+Pictures = dict[Path, Callable[[], "Figure"]]
 
 
 @dataclass(frozen=True)
@@ -346,26 +343,28 @@ class Report:
             )
 
 
-def write_each(writers: Writers, names: Collection[str] = (), *, pictures: bool = True) -> Report:
-    """Call each writer with its path; if one fails, warn and go on with the next.
+def write_each(
+    files: Writers, pictures: Pictures | None = None, names: Collection[str] = ()
+) -> Report:
+    """Write each file, then draw each picture; if one fails, warn and go on with the next.
 
     Files of an earlier report at these paths are removed first: they would not match the new
     result.
 
     Args:
-        writers: called in order.
+        files: their writers are called in order.
+        pictures: drawn in the style of reports.
         names: the users' names that appear in pictures.
-        pictures: whether to write pictures; other files are always written.
 
     Warns:
         MissingFileNotice: a file could not be written, with the reason.
         DataNotice: no installed font has some characters of the names.
     """
-    drawn = {path for path in writers if path.suffix in PICTURES}
-    if drawn and pictures:
+    writers = {**files}
+    if pictures:
         notice_missing_glyphs(names)
-    else:
-        writers = {path: writer for path, writer in writers.items() if path not in drawn}
+        for path, draw in pictures.items():
+            writers[path] = partial(_write_picture, draw, names)
     for path in writers:
         # If a file cannot be removed, its writer will fail to replace it and give a notice.
         with suppress(OSError):
@@ -373,8 +372,7 @@ def write_each(writers: Writers, names: Collection[str] = (), *, pictures: bool 
     report = Report()
     for path, writer in writers.items():
         try:
-            with own_style(names) if path in drawn else nullcontext():
-                writer(path)
+            writer(path)
         except Exception as error:
             # Any exception: a failed drawing must not lose the run.
             logger.debug("%s", traceback.format_exc())
@@ -383,6 +381,11 @@ def write_each(writers: Writers, names: Collection[str] = (), *, pictures: bool 
         else:
             report += Report(written=(path,))
     return report
+
+
+def _write_picture(draw: Callable[[], Figure], names: Collection[str], path: Path) -> None:
+    with own_style(names):
+        save_picture(draw(), path)
 
 
 def _reason(path: Path, error: Exception) -> str:

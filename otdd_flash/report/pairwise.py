@@ -21,7 +21,7 @@ from otdd_flash.report.heat_maps import (
     draw_class_distances,
     heat_map,
 )
-from otdd_flash.report.page import INK, Report, Writers, figure_of, write_each
+from otdd_flash.report.page import INK, Pictures, Report, Writers, figure_of, write_each
 from otdd_flash.report.tables import write_matrix_csv, write_table_csv
 from otdd_flash.shown import epsilon_shown
 
@@ -70,35 +70,32 @@ def write_pairwise_report(
         for name in classes
     ]
     writers: Writers = {
-        directory / "distances.csv": lambda path: write_table_csv(path, pairs[0]._fields, pairs),
-        directory / "distances.png": lambda path: _draw_distances(result, path, order),
+        directory / "distances.csv": lambda path: write_table_csv(path, pairs[0]._fields, pairs)
     }
+    pictures: Pictures = {directory / "distances.png": lambda: _draw_distances(result, order)}
     if result.method != "none":
         orders = class_orders(table.full, [len(classes) for classes in table.class_names], order)
         title = f"Distances between the classes of {len(datasets)} datasets"
-        writers |= {
-            directory / "class_distances.csv": lambda path: write_matrix_csv(
-                path, table.full, names, names, corner="class"
-            ),
-            directory / "class_distances.png": lambda path: draw_class_distances(
-                table.full,
-                table.class_names,
-                datasets,
-                path,
-                title=title,
-                orders=orders,
-                ground=result.details.get("ground", ""),
-            ),
-        }
+        writers[directory / "class_distances.csv"] = lambda path: write_matrix_csv(
+            path, table.full, names, names, corner="class"
+        )
+        pictures[directory / "class_distances.png"] = lambda: draw_class_distances(
+            table.full,
+            table.class_names,
+            datasets,
+            title=title,
+            orders=orders,
+            ground=result.details.get("ground", ""),
+        )
     # The names are checked for characters that no installed font has.
-    return write_each(writers, names)
+    return write_each(writers, pictures, names)
 
 
 def plot_distances(result: PairwiseResult, order: str) -> Figure:
     """Draw the matrix of distances."""
     choose("order", order, ORDERS)
     # The names are checked for characters that no installed font has.
-    return figure_of(lambda: _draw_distances(result, None, order), result.names)
+    return figure_of(lambda: _draw_distances(result, order), result.names)
 
 
 def plot_sliced_distances(result: SlicedResult, order: str) -> Figure:
@@ -111,16 +108,15 @@ def plot_sliced_distances(result: SlicedResult, order: str) -> Figure:
     )
 
     def draw() -> Figure:
-        return _draw_table(result.values, result.names, None, order, title=title, value_label=label)
+        return _draw_table(result.values, result.names, order, title=title, value_label=label)
 
     return figure_of(draw, result.names)
 
 
-def _draw_distances(result: PairwiseResult, path: Path | None, order: str) -> Figure:
+def _draw_distances(result: PairwiseResult, order: str) -> Figure:
     return _draw_table(
         result.values,
         result.names,
-        path,
         order,
         title=f"Distances between {len(result.names)} datasets",
         value_label="dataset distance, in units of the cost",
@@ -136,14 +132,12 @@ def _draw_distances(result: PairwiseResult, path: Path | None, order: str) -> Fi
     )
 
 
-def _draw_table(
-    values: Tensor, datasets: Sequence[str], path: Path | None, order: str, **texts: Any
-) -> Figure:
+def _draw_table(values: Tensor, datasets: Sequence[str], order: str, **texts: Any) -> Figure:
     # `class_orders` takes square roots, as its tables are squared distances; entropic and sliced
     # distances are in squared units, too. Each dataset is here what a class is there.
     (places,) = class_orders(values, [len(datasets)], order)
     groups = [Group("datasets", [datasets[place] for place in places], INK)]
-    return heat_map(values[places][:, places], groups, groups, path, **texts)
+    return heat_map(values[places][:, places], groups, groups, **texts)
 
 
 def rows_text(rows: Sequence[int]) -> str:

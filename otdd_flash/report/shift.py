@@ -20,12 +20,12 @@ from otdd_flash.report.page import (
     INK,
     SOURCE_COLOR,
     TARGET_COLOR,
+    Pictures,
     Report,
     Writers,
     figure_of,
     fit_title,
     new_figure,
-    save_picture,
     scale_logarithmically,
     write_each,
 )
@@ -80,11 +80,14 @@ def write_shift_report(
         directory / f"{name}.csv": partial(write_table_csv, columns=columns, rows=rows)
         for name, (columns, rows) in tables.items()
     }
-    writers[directory / ("shift.png" if window is None else "windows.png")] = lambda path: (
-        save_picture(_draw(first) if window is None else _draw_windows(reports, window), path)
+    pictures: Pictures = {directory / "shift.png": lambda: _draw(first)}
+    if window is not None:
+        pictures = {directory / "windows.png": lambda: _draw_windows(reports, window)}
+    return write_each(
+        {} if content == "none" else writers,
+        pictures if content == "full" else {},
+        [*first.names, *(each.name for each in classes)],
     )
-    names = [*first.names, *(each.name for each in classes)]
-    return write_each({} if content == "none" else writers, names, pictures=content == "full")
 
 
 def _rows(parts: ShiftParts) -> list[tuple[str, int, float]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,12 +22,13 @@ from otdd_flash.report.page import (
     fit_title,
     logarithmic,
     new_figure,
-    own_style,
-    save_picture,
     scale_logarithmically,
 )
 from otdd_flash.report.tables import write_table_csv
 from otdd_flash.shown import display, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Jobs = Sequence[Mapping[str, Any]]
 
@@ -98,14 +99,18 @@ def axes_of(jobs: Jobs) -> tuple[str, str | None] | str:
     return numbers[0], by
 
 
-def draw_sweep(jobs: Jobs, number: str, by: str | None, path: str | Path) -> None:
+def names_drawn(jobs: Jobs) -> list[str]:
+    """Return the users' names that the picture may show."""
+    sides = [str(job.get(side)) for job in jobs for side in ("source", "target")]
+    given = [f"{key}={value}" for job in jobs for key, value in job["overrides"].items()]
+    return sides + given
+
+
+def draw_sweep(jobs: Jobs, number: str, by: str | None) -> Figure:
     """Draw the value and its interval against a swept number, with one line for each value of `by`.
 
     The interval of each job is its sampling interval if it measured one, otherwise its solver
     bounds; the legend says sampling interval only if all jobs measured it.
-
-    Raises:
-        InputError: the file cannot be written.
     """
     there = [job for job in jobs if job.get("value") is not None]
     pairs = dict.fromkeys(f"{display(job['source'])} → {display(job['target'])}" for job in there)
@@ -119,34 +124,33 @@ def draw_sweep(jobs: Jobs, number: str, by: str | None, path: str | Path) -> Non
     if all(map(_is_number, lines)):
         lines = dict(sorted(lines.items()))
     labels = {value: shorten(f"{by}={_written(value)}", 40) for value in lines if by is not None}
-    with own_style([title, number, *labels.values()]):
-        figure = new_figure(WIDTH, HEIGHT)
-        figure.set_layout_engine("constrained")
-        axes = figure.subplots()
-        axes.grid()
-        axes.tick_params(labelsize=TICK_POINTS)
-        _choose_scale(axes, np.array([job["overrides"][number] for job in there], np.float64))
-        for (value, line), color in zip(lines.items(), _colors(len(lines)), strict=True):
-            _draw_line(axes, line, number, color, labels.get(value))
-        early = [job for job in there if not job.get("converged", True)]
-        if early:
-            axes.plot(
-                [job["overrides"][number] for job in early],
-                [job["value"] for job in early],
-                marker="o",
-                linestyle="",
-                markersize=7,
-                markerfacecolor="none",
-                color="0.4",
-                label="not converged: only the bounds hold",
-            )
-        sampled = all(job.get(SAMPLING[0]) is not None for job in there)
-        kind = "sampling interval" if sampled else "solver bounds"
-        axes.plot([], [], color="0.5", linewidth=5, alpha=0.3, label=kind)
-        axes.set(xlabel=number, ylabel="value, in units of the cost")
-        axes.set_title(fit_title(figure, title, 0.85 * WIDTH))
-        axes.legend(fontsize=8)
-        save_picture(figure, path)
+    figure = new_figure(WIDTH, HEIGHT)
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots()
+    axes.grid()
+    axes.tick_params(labelsize=TICK_POINTS)
+    _choose_scale(axes, np.array([job["overrides"][number] for job in there], np.float64))
+    for (value, line), color in zip(lines.items(), _colors(len(lines)), strict=True):
+        _draw_line(axes, line, number, color, labels.get(value))
+    early = [job for job in there if not job.get("converged", True)]
+    if early:
+        axes.plot(
+            [job["overrides"][number] for job in early],
+            [job["value"] for job in early],
+            marker="o",
+            linestyle="",
+            markersize=7,
+            markerfacecolor="none",
+            color="0.4",
+            label="not converged: only the bounds hold",
+        )
+    sampled = all(job.get(SAMPLING[0]) is not None for job in there)
+    kind = "sampling interval" if sampled else "solver bounds"
+    axes.plot([], [], color="0.5", linewidth=5, alpha=0.3, label=kind)
+    axes.set(xlabel=number, ylabel="value, in units of the cost")
+    axes.set_title(fit_title(figure, title, 0.85 * WIDTH))
+    axes.legend(fontsize=8)
+    return figure
 
 
 def _choose_scale(axes: Any, at: Any) -> None:

@@ -1,24 +1,25 @@
-"""Tables of reports: csv files, the terminal's table of one result, and a page with a bar a row.
+"""Tables of reports: csv files, tables for the terminal, and pages of HTML.
 
 The modules of `report` that write tables call it (`report.distance`, `report.nearest`,
-`report.study.writing`, ...); `report.nearest` and `report.mixture` write pages. Files are written
-atomically, so that nobody reads half a table. Lines of csv files end with a line feed, so that they
-are the same on every system, and their numbers read back as the same float64. A page is one file
-without scripts, of which every text goes through `html_text`: names of datasets may contain markup.
+`report.study.writing`, ...); `report.study.page`, `report.nearest` and `report.mixture` make pages.
+Files are written atomically, so that nobody reads half a table. Lines of csv files end with a line
+feed, so that they are the same on every system, and their numbers read back as the same float64. A
+page is one file that needs no network; on narrow screens table rows become blocks of named lines.
+Every text of it goes through `html_text`: names of datasets may contain markup.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from otdd_flash.files.atomic import write_text
-from otdd_flash.shown import csv_cell, html_text
+from otdd_flash.shown import LONGEST_MESSAGE, LONGEST_NAME, csv_cell, html_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -115,61 +116,162 @@ def facts_table(
     return table
 
 
+def named_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    names: Collection[str],
+    notes: Iterable[str] = (),
+) -> Table:
+    """Make a terminal's table, in which the columns `names` stand left and numbers right."""
+    from rich.table import Table
+    from rich.text import Text
+
+    caption = "\n".join(notes) or None
+    table = Table(title=Text(title, style="table.title"), title_justify="left", caption=caption)
+    for column in columns:
+        table.add_column(column, justify="left" if column in names else "right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
 STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 1rem auto;
+* { box-sizing: border-box }
+body { font: 14px/1.45 system-ui, sans-serif; color: #222; max-width: 74rem; margin: 1rem auto;
        padding: 0 1rem; overflow-wrap: anywhere }
-h1 { font-size: 1.4rem } table { border-collapse: collapse; width: 100% }
-th, td { padding: .15rem .6rem; border-bottom: 1px solid #ddd; text-align: right }
-td.name, th.name { text-align: left } tr.other { color: #666 }
+h1 { font-size: 1.4rem; margin: .5rem 0 } h2, summary { font-size: 1.1rem; font-weight: bold }
+h2 { margin: 1.5rem 0 .5rem } summary { cursor: pointer; margin: .8rem 0 }
+table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabular-nums }
+th, td { padding: .15rem .6rem; border-bottom: 1px solid #ddd; text-align: right;
+         vertical-align: top }
+td { white-space: nowrap }
+td.name, th.name { text-align: left; white-space: normal }
 td.bars { width: 40%; min-width: 8rem } svg { display: block; width: 100%; height: 1rem }
+tfoot td { font-weight: bold; border-bottom: 0 }
+th { overflow-wrap: normal } th[data-sorts] { cursor: pointer }
+small, .quiet { color: #555; font-weight: normal; white-space: normal }
+.late { color: #b00; font-weight: bold } img { max-width: 100%; height: auto }
+pre { background: #f6f6f6; padding: 1rem; white-space: pre-wrap }
+"""
+
+# On narrow screens rows are blocks, with the column's name before each cell.
+STACKED = """
+TABLE, TABLE tbody, TABLE tfoot, TABLE tr { display: block }
+TABLE thead { display: none } TABLE tr { border-bottom: 2px solid #bbb; padding: .4rem 0 }
+TABLE td { display: grid; grid-template-columns: 45% 1fr; column-gap: .5rem; border: 0;
+     text-align: left; padding: .1rem 0 } TABLE td, TABLE td.name { white-space: normal }
+TABLE td.bars { width: auto } TABLE td:empty { display: none }
+TABLE td::before { content: attr(data-label); color: #555; font-weight: normal }
 """
 
 
-class Barred(NamedTuple):
-    """A row of the table.
-
-    Attributes:
-        cells: texts, one for each column.
-        left: where the bar begins, in percent of its column.
-        width: of the bar, likewise.
-        color: of the bar.
-        faint: whether the row stands behind others.
-    """
-
-    cells: Sequence[str]
-    left: float
-    width: float
-    color: str
-    faint: bool = False
+for width, tables in ((600, "table"), (1100, "table.wide")):
+    STYLE += f"@media (max-width: {width}px) {{{STACKED.replace('TABLE', tables)}}}\n"
 
 
-def barred_page(
-    title: str, sentences: Iterable[str], columns: Sequence[str], last: str, rows: Iterable[Barred]
+# A click on a column's head sorts the rows by it; a second click reverses the order.
+SCRIPT = """
+for (const head of document.querySelectorAll("th[data-sorts]")) head.onclick = () => {
+  const body = head.closest("table").tBodies[0], place = head.cellIndex;
+  const down = head.dataset.sorts = head.dataset.sorts === "up" ? "down" : "up";
+  const key = row => row.cells[place].dataset.key ?? row.cells[place].textContent;
+  const order = (a, b) => { const x = key(a), y = key(b);
+    return (x === "" ? -1e300 : isNaN(x) ? 0 : +x) - (y === "" ? -1e300 : isNaN(y) ? 0 : +y)
+      || x.localeCompare(y) };
+  [...body.rows].sort((a, b) => down === "up" ? order(a, b) : order(b, a))
+    .forEach(row => body.append(row));
+};
+"""
+
+
+class Cell(NamedTuple):
+    """A table cell: its HTML, its sort key (the text of the cell if empty), and its CSS class."""
+
+    html: str
+    key: str = ""
+    kind: str = ""
+
+
+def html_page(title: str, heading: str, parts: Iterable[str]) -> str:
+    """Return a page of a title, a heading, and parts that are HTML, of which some may be empty."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html_text(title, LONGEST_MESSAGE)}</title><style>{STYLE}</style></head><body>\n"
+        f"<h1>{html_text(heading)}</h1>\n"
+        + "\n".join(part for part in parts if part)
+        + f"\n<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def html_list(sentences: Iterable[str]) -> str:
+    """Return a list of sentences as HTML; "" if there are none."""
+    items = "".join(f"<li>{html_text(one, LONGEST_MESSAGE)}</li>" for one in sentences)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def html_table(
+    title: str,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    foot: Sequence[Cell] = (),
+    kind: str = "",
 ) -> str:
-    """Return the page.
+    """Return a table, which a click on a head sorts, as HTML; "" if it has no rows.
 
     Args:
-        title: of the page.
-        sentences: above the table.
-        columns: names of the columns; `name` and `source` are of names.
-        last: name of the column of bars.
-        rows: of the table.
+        title: above the table; "" for none.
+        heads: names of the columns.
+        rows: their cells.
+        foot: the cells of a last row, which stays where it is.
+        kind: the CSS class of the table; "wide" for one of many columns.
     """
-    marks = [' class="name"' if name in ("name", "source") else "" for name in columns]
-    heads = "".join(f"<th{mark}>{name}</th>" for mark, name in zip(marks, columns, strict=True))
-    lines = []
-    for row in rows:
-        cells = zip(marks, map(html_text, row.cells), strict=True)
-        lines.append(
-            f"<tr{' class=other' if row.faint else ''}>"
-            f"{''.join(f'<td{mark}>{cell}</td>' for mark, cell in cells)}"
-            f'<td class="bars"><svg><rect x="{row.left:.2f}%" y="25%" height="50%" '
-            f'width="{row.width:.2f}%" fill="{row.color}"/></svg></td></tr>'
-        )
-    title, said = html_text(title), "".join(f"<li>{html_text(one, None)}</li>" for one in sentences)
-    return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{title}</h1><ul>{said}</ul>"
-        f"<table><thead><tr>{heads}<th>{last}</th></tr></thead>"
-        f"<tbody>{''.join(lines)}</tbody></table></body></html>\n"
+    if not rows:
+        return ""
+    named = [cell.kind.startswith("name") for cell in rows[0]]
+    head = "".join(
+        f'<th data-sorts=""{_class("name" if left else "")}>{html_text(one)}</th>'
+        for one, left in zip(heads, named, strict=True)
     )
+    body = "".join(_row(heads, row) for row in rows)
+    end = f"<tfoot>{_row(heads, foot)}</tfoot>" if foot else ""
+    heading = f"<h2>{html_text(title)}</h2>" if title else ""
+    return (
+        f"{heading}<table{_class(kind)}><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody>{end}</table>"
+    )
+
+
+def _row(heads: Sequence[str], cells: Sequence[Cell]) -> str:
+    text = ""
+    for head, (html, key, kind) in zip(heads, cells, strict=True):
+        sorts = f' data-key="{key}"' if key not in ("", html) else ""
+        shown = f"<span>{html}</span>" if html else ""
+        text += f'<td data-label="{html_text(head)}"{sorts}{_class(kind)}>{shown}</td>'
+    return f"<tr>{text}</tr>"
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
+
+
+def value_cell(value: object, kind: str = "") -> Cell:
+    """Return the cell of a number or of None, which is empty."""
+    if isinstance(value, float):
+        return Cell(f"{value:.4g}", repr(value), kind)
+    text = "" if value is None else html_text(value)
+    return Cell(text, text, kind)
+
+
+def name_cell(text: str, limit: int = LONGEST_NAME) -> Cell:
+    """Return the cell of a text, with at most `limit` characters."""
+    shown = html_text(text, limit)
+    return Cell(shown, shown, "name")
+
+
+def bar_cell(left: float, width: float, color: str) -> Cell:
+    """Return a cell with a bar, its left end and width in percent of the column's width."""
+    bar = f'<rect x="{left:.2f}%" y="25%" height="50%" width="{width:.2f}%" fill="{color}"/>'
+    return Cell(f"<svg>{bar}</svg>", kind="bars")

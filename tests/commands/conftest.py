@@ -73,14 +73,17 @@ def _with(small: tuple[str, ...], arguments: tuple[str, ...]) -> list[str]:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs write their tables but draw no pictures, which would take most of the time."""
+    """Runs write their tables but not the pictures that would take most of the time."""
     from otdd_flash.report import distance as writing
     from otdd_flash.report import flow as flow_writing
+    from otdd_flash.report import page
 
     for name in ("projection", "draw_class_distances", "draw_class_coupling"):
         monkeypatch.setattr(writing, name, lambda *_, **__: None)
     for name in ("draw_objective", "draw_paths", "draw_images", "write_animation"):
         monkeypatch.setattr(flow_writing, name, lambda *_, **__: None)
+    save = page.save_picture
+    monkeypatch.setattr(page, "save_picture", lambda figure, path: figure and save(figure, path))
 
 
 @pytest.fixture

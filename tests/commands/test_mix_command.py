@@ -50,7 +50,7 @@ def test_the_files_of_a_run(mix):
     assert float(rows[1]["weight"]) == content["weights"]["b1"]
     page = Path("run/mixture.html").read_text(encoding="utf-8")
     assert page.count("<rect") == 3
-    assert "<th>debiased weight</th>" in page
+    assert ">debiased weight</th>" in page
     assert content["labels"] == content["other"]["labels"] == "gaussian"
     assert content["epsilon"] == content["other"]["epsilon"]
     drawn = np.load("run/mixture.npz")
@@ -81,8 +81,8 @@ def test_limits_subsamples_and_a_quiet_run(mix, subsample):
 
 REFUSED = {
     "sources=3": "sources must be a list of datasets",
-    "sources=[{samples: 3}]": "sources[0] must be a dataset's keys",
-    f"sources=[{{{BLOBS}}}, {{{BLOBS}}}]": "two sources are called",
+    "sources=[{samples: 3}]": "sources[0] must be a dataset's name, or its keys",
+    f"sources=[{{{BLOBS}}}, {{{BLOBS}}}]": "two datasets of sources are called",
     "max_weights={z: 1}": "max_weights names 'z'",
     "labels=given": "labels=given is for two datasets",
     "labels.full=true": "labels.full is for two datasets",

@@ -15,6 +15,7 @@ from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.settings import parse
 from otdd_flash.commands.study import OWN, StudySettings, load_tasks
 from otdd_flash.data.registry import known_options
+from otdd_flash.report import page as report_page
 from otdd_flash.report.study import writing
 from otdd_flash.study import training
 from otdd_flash.study.__main__ import main
@@ -63,6 +64,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """No picture is drawn."""
     for name in ("draw_measure", "draw_gains", "draw_gains_against"):
         monkeypatch.setattr(writing, name, lambda *_, **__: None)
+    monkeypatch.setattr(report_page, "save_picture", lambda *_: None)
 
 
 @pytest.mark.slow
@@ -200,8 +202,8 @@ NOWHERE = "study.tasks=[{name: arrays, path: nowhere.npz}]"
 REFUSED = r"""
     'study.tasks=[{name: blobs}]' -> compares at least 2 tasks .* got 1: add tasks
     'study.tasks=[{name: blobs}, {name: blobs, dim: 5, as: b}]' transfer=null -> blobs has 2 feature
-    'study.tasks=[{name: blobs}, {name: blobs, seed: 1}]' -> two tasks are called blobs; give one of
-    study.tasks=[3] -> study.tasks\[0\] must be a mapping
+    'study.tasks=[{name: blobs}, {name: blobs, seed: 1}]' -> two datasets of study.tasks are called
+    study.tasks=[3] -> study.tasks\[0\] must be a dataset's name, or its keys
     'study.tasks=[{name: mnist}, {name: digits}]' transfer=null -> task mnist: .*set data_root=DIR
     'study.tasks=[{name: blobs, part: 3/2}, {name: digits}]' -> task blobs: part must be I/N
     measures=[knn] transfer=null -> knn need trained sources: drop them or set transfer
@@ -265,7 +267,7 @@ def test_every_choice_of_tasks_fits_the_settings(composed, choice) -> None:
     names = [node["as"] for node in settings.tasks.datasets]
     assert len({*names}) == len(names) == {"digits": 6, "images": 12}[choice]
     for node in settings.tasks.datasets:
-        assert {*node} - {*OWN} <= {*known_options(node["name"]), "name"}
+        assert {*node} - {*OWN, "as"} <= {*known_options(node["name"]), "name"}
 
 
 @pytest.mark.slow

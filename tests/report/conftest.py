@@ -1,20 +1,22 @@
-"""Figures that reports would save, kept for measuring what stands on them."""
+"""Pictures in the style of reports, and figures that reports would save, kept for measuring."""
 
 import pytest
 
 from otdd_flash.report.page import own_style
 
-DRAWING = ("distance", "heat_maps", "flow", "flow_pictures", "sweep")
+
+@pytest.fixture
+def styled():
+    """Figures are drawn in the style of reports."""
+    with own_style():
+        yield
 
 
 @pytest.fixture
-def figures(monkeypatch):
+def figures(styled, monkeypatch):
+    """The figures that a report has drawn, none of which is written."""
     saved = []
-
-    def keep(figure, path):
-        saved.append(figure)
-
-    for name in DRAWING:
-        monkeypatch.setattr(f"otdd_flash.report.{name}.save_picture", keep)
-    with own_style():
-        yield saved
+    monkeypatch.setattr(
+        "otdd_flash.report.page.save_picture", lambda figure, path: saved.append(figure)
+    )
+    return saved

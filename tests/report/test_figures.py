@@ -76,9 +76,9 @@ def names(count):
     return tuple(f"{WORDS[k % len(WORDS)]} {k}" for k in range(count))
 
 
-def draw_classes(table, classes, datasets=("x", "y"), path=None, orders=None):
+def draw_classes(table, classes, datasets=("x", "y"), orders=None):
     orders = given(classes) if orders is None else orders
-    draw_class_distances(table, classes, datasets, path, title="Distances", orders=orders)
+    return draw_class_distances(table, classes, datasets, title="Distances", orders=orders)
 
 
 def distances(size):
@@ -109,19 +109,20 @@ def written(figure):
         ("joint", (2, 40)),
     ],
 )
-def test_every_text_is_on_the_page_and_none_overlap(figures, sizes, picture):
+@pytest.mark.usefixtures("styled")
+def test_every_text_is_on_the_page_and_none_overlap(sizes, picture):
     classes = names(sizes[0]), names(sizes[1])
     datasets = ("FashionMNIST of the training split", "USPS")
     if picture == "distances":
-        draw_classes(distances(sum(sizes)), classes, datasets)
+        figure = draw_classes(distances(sum(sizes)), classes, datasets)
     elif picture == "joint":
         classes = (*classes, names(3), classes[0])
         sizes = (*sizes, 3, sizes[0])
-        draw_classes(distances(sum(sizes)), classes, (*datasets, "a", "b"))
+        figure = draw_classes(distances(sum(sizes)), classes, (*datasets, "a", "b"))
     else:
         mass = torch.rand(sizes, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        draw_class_coupling(mass / mass.sum(), classes, datasets, None, orders=given(classes))
-    (figure,) = figures
+        orders = given(classes)
+        figure = draw_class_coupling(mass / mass.sum(), classes, datasets, orders=orders)
     figure.draw_without_rendering()
     assert max(figure.get_size_inches()) < 13
     axes = figure.axes[0]
@@ -140,15 +141,16 @@ def test_every_text_is_on_the_page_and_none_overlap(figures, sizes, picture):
     assert rows >= min(60, sizes[0] if picture == "coupling" else sum(sizes))
 
 
-def test_cells_show_classes_in_the_order_asked_for_and_hide_empty_ones(figures):
+@pytest.mark.usefixtures("styled")
+def test_cells_show_classes_in_the_order_asked_for_and_hide_empty_ones():
     classes, orders = (("a", "b"), ("c", "d", "e")), [[1, 0], [2, 0, 1]]
     table = torch.arange(25.0).reshape(5, 5)
-    draw_classes(table, classes, orders=orders)
-    draw_class_coupling(table[:2, :3], classes, ("x", "y"), None, orders=orders)
+    whole = draw_classes(table, classes, orders=orders)
+    coupling = draw_class_coupling(table[:2, :3], classes, ("x", "y"), orders=orders)
     rows = [1, 0, 4, 2, 3]
     for figure, expected, across in (
-        (figures[0], table[rows][:, rows], "baecd"),
-        (figures[1], 100 * table[[1, 0]][:, [2, 0, 1]], "ecd"),
+        (whole, table[rows][:, rows], "baecd"),
+        (coupling, 100 * table[[1, 0]][:, [2, 0, 1]], "ecd"),
     ):
         (image,) = figure.axes[0].get_images()
         np.testing.assert_array_equal(image.get_array(), expected.double())
@@ -156,8 +158,8 @@ def test_cells_show_classes_in_the_order_asked_for_and_hide_empty_ones(figures):
         assert "".join(t.get_text() for t in figure.axes[0].get_yticklabels())[:2] == "ba"
     mass = torch.tensor([[0.5, 0.0], [0.1, 0.4]])
     classes = ("a", "b"), ("c", "d")
-    draw_class_coupling(mass, classes, ("x", "y"), None, orders=given(classes))
-    assert [text.get_text() for text in figures[2].axes[0].texts] == ["50.0", "", "10.0", "40.0"]
+    figure = draw_class_coupling(mass, classes, ("x", "y"), orders=given(classes))
+    assert [text.get_text() for text in figure.axes[0].texts] == ["50.0", "", "10.0", "40.0"]
 
 
 def test_names_of_narrow_cells_are_smaller_and_at_the_smallest_some_are_left_out():
@@ -188,18 +190,18 @@ def test_names_of_narrow_groups_move_aside_and_none_leaves_the_axis():
 
 
 @pytest.mark.slow
-def test_colours_of_signed_values_diverge_from_white_at_0(figures):
+@pytest.mark.usefixtures("styled")
+def test_colours_of_signed_values_diverge_from_white_at_0():
     for values in ([3.0, -1.0], [-4.0, -1.0], [0.0, 0.0]):
-        heat_map(
+        figure = heat_map(
             torch.tensor([values, [math.nan, 0.0]]),
             [Group("sources", ("a", "b"), "k")],
             [Group("targets", ("c", "d"), "k")],
-            None,
             title="gains",
             value_label="%",
             signed=True,
         )
-        (image,) = figures[-1].axes[0].get_images()
+        (image,) = figure.axes[0].get_images()
         assert image.norm.vmin == -image.norm.vmax < 0
         middle, up, down = (image.to_rgba(level * image.norm.vmax)[:3] for level in (0.0, 1, -1))
         assert min(middle) > 0.94, values
@@ -210,14 +212,14 @@ def test_colours_of_signed_values_diverge_from_white_at_0(figures):
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("factor", [1.0, 0.0, -1.0, 1e-30, 1e30])
-def test_numbers_keep_contrast_with_their_cells(figures, factor):
+@pytest.mark.usefixtures("styled")
+def test_numbers_keep_contrast_with_their_cells(factor):
     from matplotlib.colors import to_rgb
 
     table = distances(4)
     if factor == 1:
         table[0, 1], table[1, 0] = float("nan"), float("inf")
-    draw_classes(factor * table, (names(2), names(2)))
-    axes = figures[0].axes[0]
+    axes = draw_classes(factor * table, (names(2), names(2))).axes[0]
     (image,) = axes.get_images()
     colors = image.to_rgba(image.get_array()).reshape(-1, 4)
     assert len(axes.texts) == len(colors) == 16
@@ -274,7 +276,7 @@ def test_a_picture_is_a_png_of_the_size_of_its_page_in_a_font_that_is_there(tmp_
     from PIL import Image
 
     path = tmp_path / "p.png"
-    draw_classes(distances(4), (names(2), names(2)), path=path)
+    save_picture(draw_classes(distances(4), (names(2), names(2))), path)
     with Image.open(path) as image:
         image.verify()
     assert image.format == "PNG"

@@ -118,14 +118,9 @@ def legend(axes):
 
 
 @pytest.fixture
-def drawn(figures):
+def drawn(styled):
     """The axes of a history's picture."""
-
-    def draw(history, title=""):
-        draw_objective(history, "o.png", title)
-        return figures[-1].axes
-
-    return draw
+    return lambda history, title="": draw_objective(history, title).axes
 
 
 def test_the_band_is_the_bounds_and_the_line_the_divergence(drawn):
@@ -223,8 +218,8 @@ def test_a_table_says_whether_steps_stopped_early(converged):
 # paths.png
 
 
-def draw(flow, path=None, seed=0):
-    draw_paths(flow.source, flow.target, flow.samples, flow.trajectory, path, seed=seed)
+def draw(flow, seed=0):
+    return draw_paths(flow.source, flow.target, flow.samples, flow.trajectory, seed=seed)
 
 
 def thin_lines(figure):
@@ -247,10 +242,10 @@ def page_legend(figure):
     return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
 
 
-def test_lines_are_projected_trajectories_and_bold_ones_their_class_means(figures):
+@pytest.mark.usefixtures("styled")
+def test_lines_are_projected_trajectories_and_bold_ones_their_class_means():
     flow = straight_flow(classes=3, d=4, n=33, steps=4, keep=20)
-    draw(flow)
-    (figure,) = figures
+    figure = draw(flow)
     clouds = [flow.source.features, flow.samples.features, flow.target.features]
     plane = fit_plane(clouds, 0)
     places = np.stack([plane.project(points) for points in flow.trajectory.points], 1)
@@ -275,10 +270,10 @@ def test_lines_are_projected_trajectories_and_bold_ones_their_class_means(figure
     # A mean counts its particles by weight.
     flow = straight_flow(classes=1, d=3, n=5, keep=5)
     weights = torch.tensor([0.0, 0.0, 1.0, 0.0, 3.0])
-    draw(replace(flow, source=replace(flow.source, weights=weights)))
-    (lines,) = thin_lines(figures[1])
+    figure = draw(replace(flow, source=replace(flow.source, weights=weights)))
+    (lines,) = thin_lines(figure)
     assert len(lines) == 2
-    (mean,) = figures[1].axes[0].get_lines()
+    (mean,) = figure.axes[0].get_lines()
     np.testing.assert_allclose(mean.get_xydata(), 0.25 * lines[0] + 0.75 * lines[1], atol=1e-6)
 
 
@@ -286,9 +281,9 @@ def test_lines_are_projected_trajectories_and_bold_ones_their_class_means(figure
 @pytest.mark.parametrize(
     ("classes", "d", "steps", "n"), [(None, 5, 3, 40), (60, 6, 2, 240), (1, 3, 0, 1)]
 )
-def test_pictures_can_be_read(figures, classes, d, steps, n):
-    draw(straight_flow(classes, d, n=n, steps=steps, keep=n))
-    (figure,) = figures
+@pytest.mark.usefixtures("styled")
+def test_pictures_can_be_read(classes, d, steps, n):
+    figure = draw(straight_flow(classes, d, n=n, steps=steps, keep=n))
     axes = figure.axes[0]
     texts = [*axes.texts, *axes.get_legend().get_texts(), axes.xaxis.label, axes.yaxis.label]
     texts.append(axes._left_title)
@@ -303,23 +298,24 @@ def test_pictures_can_be_read(figures, classes, d, steps, n):
 
 
 @pytest.mark.slow
-def test_points_on_a_line_other_spaces_still_particles_and_odd_names(figures):
-    draw(straight_flow(2, 1, steps=3))
-    assert figures[0].axes[0].get_xlabel() == "step"
-    assert thin_lines(figures[0])[0][0][:, 0].tolist() == [0, 1, 2, 3]
+@pytest.mark.usefixtures("styled")
+def test_points_on_a_line_other_spaces_still_particles_and_odd_names():
+    figure = draw(straight_flow(2, 1, steps=3))
+    assert figure.axes[0].get_xlabel() == "step"
+    assert thin_lines(figure)[0][0][:, 0].tolist() == [0, 1, 2, 3]
     flow = straight_flow(2, 5)
-    draw(replace(flow, target=blobs(2, 7, 30, 1, "features")))
-    assert page_legend(figures[1])[2] == "features lies in another space and is not shown"
-    assert sorted(names(figures[1])) == ["class 0", "class 1"]
+    figure = draw(replace(flow, target=blobs(2, 7, 30, 1, "features")))
+    assert page_legend(figure)[2] == "features lies in another space and is not shown"
+    assert sorted(names(figure)) == ["class 0", "class 1"]
     flow = straight_flow(2, 3, n=10, keep=10)
     still = replace(flow.source, features=torch.ones(10, 3))
     path = replace(flow.trajectory, points=torch.ones(5, 10, 3))
-    draw(Flow(still, still, still, flow.history, path))
-    assert sum(map(len, thin_lines(figures[2]))) == 10
+    figure = draw(Flow(still, still, still, flow.history, path))
+    assert sum(map(len, thin_lines(figure))) == 10
     odd = replace(flow.source, class_names=("$x^2", "a name that is far too long to be shown"))
-    draw(replace(flow, source=odd))
-    assert {"$x^2", "a name that is…"} <= set(names(figures[3]))
-    assert not any(text.get_parse_math() for text in figures[3].axes[0].texts)
+    figure = draw(replace(flow, source=odd))
+    assert {"$x^2", "a name that is…"} <= set(names(figure))
+    assert not any(text.get_parse_math() for text in figure.axes[0].texts)
 
 
 def test_particles_that_are_shown_are_even_over_rows_and_classes():
@@ -338,8 +334,8 @@ def test_particles_that_are_shown_are_even_over_rows_and_classes():
 GREY, COLOUR = (1, 5, 4), (3, 4, 6)
 
 
-def draw_grid(flow, shape, path=None):
-    draw_images(flow.source, flow.target, flow.trajectory, shape, path)
+def draw_grid(flow, shape):
+    return draw_images(flow.source, flow.target, flow.trajectory, shape)
 
 
 def animate(flow, shape, path):
@@ -389,15 +385,15 @@ def heads_and_names(figure):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [GREY, COLOUR])
-def test_rows_are_particles_columns_steps_and_the_last_the_nearest_of_the_target(figures, shape):
+@pytest.mark.usefixtures("styled")
+def test_rows_are_particles_columns_steps_and_the_last_the_nearest_of_the_target(shape):
     flow = image_flow(shape, classes=2, steps=10)
     ends = flow.trajectory.points[-1]
     # Row 2 k lies where particle k ended and has its class, row 2 k + 1 a little off and another.
     features = torch.stack([ends, ends + 0.01], 1).flatten(0, 1)
     labels = torch.stack([flow.source.labels, 1 - flow.source.labels], 1).flatten()
     target = LabeledSamples(features, labels, ("like 0", "like 1"), name="mirror")
-    draw_grid(replace(flow, target=target), shape)
-    (figure,) = figures
+    figure = draw_grid(replace(flow, target=target), shape)
     cells = grid(figure)
     assert len(cells) == 12 * (8 + 2)
     levels = (flow.trajectory.points.clamp(0, 1) * 255).round().byte()
@@ -421,19 +417,20 @@ def test_rows_are_particles_columns_steps_and_the_last_the_nearest_of_the_target
 
 
 @pytest.mark.slow
-def test_nothing_leaves_the_page_and_a_target_of_other_features_has_no_columns(figures):
+@pytest.mark.usefixtures("styled")
+def test_nothing_leaves_the_page_and_a_target_of_other_features_has_no_columns():
     flow = image_flow(COLOUR, 30, steps=1)
     long = tuple(f"{name} with $ and a long tail" for name in flow.source.class_names)
     flow = replace(flow, source=replace(flow.source, class_names=long))
-    draw_grid(flow, COLOUR)
-    (axes,) = figures[0].axes
+    figure = draw_grid(flow, COLOUR)
+    (axes,) = figure.axes
     words = [*axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels(), axes._left_title]
-    check_on_page(figures[0], [*words, *axes.child_axes[0].get_yticklabels(), *axes.images])
+    check_on_page(figure, [*words, *axes.child_axes[0].get_yticklabels(), *axes.images])
     flow = replace(image_flow(GREY, 2, steps=1), target=blobs(2, 7, 9, 0, "features"))
-    draw_grid(flow, GREY)
-    assert len(grid(figures[1])) == 12 * 2
+    figure = draw_grid(flow, GREY)
+    assert len(grid(figure)) == 12 * 2
     classes = ["class 0"] * 6 + ["class 1"] * 6
-    assert heads_and_names(figures[1]) == [["step 0", "1"], classes, [], []]
+    assert heads_and_names(figure) == [["step 0", "1"], classes, [], []]
 
 
 @pytest.mark.slow
@@ -490,7 +487,7 @@ def test_images_that_their_label_no_longer_fits_are_framed_below_their_label(tmp
 
 
 def test_what_are_no_images_is_refused(tmp_path):
-    for write in (draw_grid, animate):
+    for write in (draw_grid, lambda *flow: animate(*flow, tmp_path / "flow.gif")):
         with pytest.raises(InputError, match=r"20 values are no images of shape \(3, 4, 6\)"):
-            write(image_flow(GREY), COLOUR, tmp_path / "i.png")
+            write(image_flow(GREY), COLOUR)
     assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ from picture_checks import check_on_page
 
 from otdd_flash.errors import IncompleteError, InputError, MissingFileNotice
 from otdd_flash.pairwise import pairwise_distances
+from otdd_flash.report import page
 from otdd_flash.report import pairwise as pairwise_report
 from otdd_flash.report.heat_maps import NOTE_POINTS
 from otdd_flash.report.pairwise import rows_text, write_pairwise_report
@@ -40,12 +41,13 @@ def rows_of(path):
 
 def test_a_report_has_all_its_files_and_near_datasets_side_by_side(result, tmp_path, monkeypatch):
     drawn = {}
+    monkeypatch.setattr(pairwise_report, "heat_map", lambda *parts, **_: parts)
 
-    def draw(matrix, rows, columns, path, **_):
-        drawn[path.name] = matrix, rows, columns
+    def save(parts, path):
+        drawn[path.name] = parts
         path.touch()
 
-    monkeypatch.setattr(pairwise_report, "heat_map", draw)
+    monkeypatch.setattr(page, "save_picture", save)
     with pytest.raises(InputError, match=r"unknown order 'best'; choose one of: given"):
         write_pairwise_report(result, tmp_path / "run", order="best")
     assert not (tmp_path / "run").exists()
@@ -151,10 +153,11 @@ def test_the_picture_is_of_one_or_two_settings_of_which_one_is_a_number(jobs, ex
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_values_are_drawn_with_their_intervals_a_line_for_each_second_value(sampled, figures):
+@pytest.mark.usefixtures("styled")
+def test_values_are_drawn_with_their_intervals_a_line_for_each_second_value(sampled):
     more = {"sampling_lower": 0.5, "sampling_upper": 9.0} if sampled else {}
-    draw_sweep([one | more for one in GRID], "epsilon", "solver.tolerance", None)
-    (axes,) = figures[0].axes
+    figure = draw_sweep([one | more for one in GRID], "epsilon", "solver.tolerance")
+    (axes,) = figure.axes
     lines = {line.get_label(): line for line in axes.get_lines()}
     # The smaller of the second numbers comes first.
     first, second = (f"solver.tolerance={value}" for value in ("0.001", "0.01"))

@@ -1,9 +1,9 @@
 """report.html of a study, and the sentences about a study that the page and the terminal share.
 
-The page is one file that needs no network and no scripts. Its first table says what choosing a
-source by the study's measure costs; other measures and details are folded. On narrow screens table
-rows become blocks of named lines. The second part of the module has the sentences: how to read the
-table of choices, the measure's correlation with the gain, or why there is no choice.
+The page is one file that needs no network. Its first table says what choosing a source by the
+study's measure costs; other measures and details are folded. The second part of the module has the
+sentences: how to read the table of choices, the measure's correlation with the gain, or why there
+is no choice.
 
 `report.study.writing` calls `write_page` and uses some of the sentences; `commands.study` prints
 `choice_sentences`. Every name that a user chose goes through `html_text`, because it may contain
@@ -18,12 +18,19 @@ from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from otdd_flash.files.atomic import write_text
-from otdd_flash.shown import LONGEST_MESSAGE, LONGEST_NAME, display, html_text, interval, listing
+from otdd_flash.report.tables import (
+    Cell,
+    html_list,
+    html_page,
+    html_table,
+    name_cell,
+    value_cell,
+)
+from otdd_flash.shown import LONGEST_MESSAGE, display, html_text, interval, listing
 from otdd_flash.study.findings import Choice, Finding
 from otdd_flash.study.measures import MEASURES, Reading
 from otdd_flash.study.result import FEWEST_TASKS, MeasuredPair, StudyResult
@@ -36,61 +43,6 @@ MOST_TIED = 3
 
 # Marks a source of the target's own family.
 OWN = "*"
-
-STYLE = """
-* { box-sizing: border-box }
-body { font: 14px/1.45 system-ui, sans-serif; color: #222; max-width: 74rem; margin: 1rem auto;
-       padding: 0 1rem; overflow-wrap: anywhere }
-h1 { font-size: 1.4rem; margin: .5rem 0 } h2, summary { font-size: 1.1rem; font-weight: bold }
-h2 { margin: 1.5rem 0 .5rem } summary { cursor: pointer; margin: .8rem 0 }
-table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabular-nums }
-th, td { padding: .15rem .6rem; border-bottom: 1px solid #ddd; text-align: right;
-         vertical-align: top }
-td { white-space: nowrap }
-td.name, th.name { text-align: left; white-space: normal }
-tfoot td { font-weight: bold; border-bottom: 0 }
-th { overflow-wrap: normal } th[data-sorts] { cursor: pointer }
-small, .quiet { color: #555; font-weight: normal; white-space: normal }
-.late { color: #b00; font-weight: bold } img { max-width: 100%; height: auto }
-pre { background: #f6f6f6; padding: 1rem; white-space: pre-wrap }
-"""
-
-# On narrow screens rows are blocks, with the column's name before each cell.
-STACKED = """
-TABLE, TABLE tbody, TABLE tfoot, TABLE tr { display: block }
-TABLE thead { display: none } TABLE tr { border-bottom: 2px solid #bbb; padding: .4rem 0 }
-TABLE td { display: grid; grid-template-columns: 45% 1fr; column-gap: .5rem; border: 0;
-     text-align: left; padding: .1rem 0 } TABLE td, TABLE td.name { white-space: normal }
-TABLE td:empty { display: none } TABLE td::before { content: attr(data-label); color: #555;
-     font-weight: normal }
-"""
-
-
-for width, tables in ((600, "table"), (1100, "table.wide")):
-    STYLE += f"@media (max-width: {width}px) {{{STACKED.replace('TABLE', tables)}}}\n"
-
-
-# A click on a column's head sorts the rows by it; a second click reverses the order.
-SCRIPT = """
-for (const head of document.querySelectorAll("th[data-sorts]")) head.onclick = () => {
-  const body = head.closest("table").tBodies[0], place = head.cellIndex;
-  const down = head.dataset.sorts = head.dataset.sorts === "up" ? "down" : "up";
-  const key = row => row.cells[place].dataset.key ?? row.cells[place].textContent;
-  const order = (a, b) => { const x = key(a), y = key(b);
-    return (x === "" ? -1e300 : isNaN(x) ? 0 : +x) - (y === "" ? -1e300 : isNaN(y) ? 0 : +y)
-      || x.localeCompare(y) };
-  [...body.rows].sort((a, b) => down === "up" ? order(a, b) : order(b, a))
-    .forEach(row => body.append(row));
-};
-"""
-
-
-class Cell(NamedTuple):
-    """A table cell: its HTML, its sort key (the text of the cell if empty), and its CSS class."""
-
-    html: str
-    key: str = ""
-    kind: str = ""
 
 
 def write_page(
@@ -112,9 +64,9 @@ def write_page(
     """
     shown = [name for name in result.readings if name not in saturated_measures(result)]
     parts = [
-        _heading(result),
+        _progress(result),
         _choices(result, result.choices()),
-        _list(choice_sentences(result)),
+        html_list(choice_sentences(result)),
         _without_own_family(result),
         _pictures(pictures),
         _fold("Other measures", _measures(result, shown), _pictures(folded)),
@@ -123,28 +75,24 @@ def write_page(
         _fold("Left out", _left_out(result)),
         _fold("Settings and versions", _about(result)),
     ]
-    title = html_text(f"Study of {listing(result.names)}", LONGEST_MESSAGE)
-    text = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}</style></head><body>\n"
-        + "\n".join(part for part in parts if part)
-        + f"\n<script>{SCRIPT}</script></body></html>\n"
-    )
-    write_text(path, text)
+    write_text(path, html_page(f"Study of {listing(result.names)}", _heading(result), parts))
 
 
 def _heading(result: StudyResult) -> str:
-    tasks, late = f"{len(result.names)} tasks", ""
-    title = f"Distances between {tasks}"
-    if result.setup.settings.transfer is not None:
-        measure = html_text(MEASURES[result.setup.settings.measure].title)
-        title = f"Which of {tasks} to train on first, and whether {measure} tells"
-    if not result.complete:
-        failed = f", {len(result.failures)} failed" if result.failures else ""
-        done = f"{result.done} of {result.total} pieces of work are done{failed}."
-        late = f'\n<p class="late">{done}</p>'
-    return f"<h1>{title}</h1>{late}"
+    tasks = f"{len(result.names)} tasks"
+    if result.setup.settings.transfer is None:
+        return f"Distances between {tasks}"
+    measure = MEASURES[result.setup.settings.measure].title
+    return f"Which of {tasks} to train on first, and whether {measure} tells"
+
+
+def _progress(result: StudyResult) -> str:
+    """Return how much of the work is done; "" if all of it is."""
+    if result.complete:
+        return ""
+    failed = f", {len(result.failures)} failed" if result.failures else ""
+    done = f"{result.done} of {result.total} pieces of work are done{failed}."
+    return f'<p class="late">{done}</p>'
 
 
 def _choices(result: StudyResult, rows: Sequence[Choice], title: str = "") -> str:
@@ -180,7 +128,7 @@ def _choices(result: StudyResult, rows: Sequence[Choice], title: str = "") -> st
             first += ' <span class="late">NOT CONVERGED</span>'
         body.append(
             [
-                _name(row.target),
+                name_cell(row.target),
                 Cell(best, html_text(row.best), "name"),
                 Cell(f"{one_decimal(row.gain)}{error}", repr(row.gain)),
                 Cell(first, html_text(row.chosen[0]), "name"),
@@ -195,7 +143,7 @@ def _choices(result: StudyResult, rows: Sequence[Choice], title: str = "") -> st
         foot.append(_points(mean, found.get(name) if rows[0].own_family else None))
     mark = any(OWN in cell.html for row in body for cell in (row[1], row[3]))
     note = f'<p class="quiet">{OWN} of the target\'s own family</p>' if mark else ""
-    return _table(title, heads, body, foot=foot) + note
+    return html_table(title, heads, body, foot=foot) + note
 
 
 def _has_own_family(result: StudyResult) -> bool:
@@ -236,12 +184,12 @@ def _measures(result: StudyResult, shown: Sequence[str]) -> str:
         key = "" if correlation.lower is None else repr(correlation.value)
         rows.append(
             [
-                _name(MEASURES[name].title),
+                name_cell(MEASURES[name].title),
                 _points(lost.value, lost),
                 Cell("" if lost.p is None else f"{lost.p:.2g}", repr(lost.p)),
                 *mean,
                 Cell(html_text(correlation_text(correlation)), key),
-                _cell(correlation.datasets),
+                value_cell(correlation.datasets),
             ]
         )
     if not rows:
@@ -251,7 +199,7 @@ def _measures(result: StudyResult, shown: Sequence[str]) -> str:
         "These measures were not fixed beforehand: the best of several looks better than it is. "
         "Correlations over ordered pairs, and given sizes, are in correlations.csv.</p>"
     )
-    return _table("", heads, rows) + note + _list(difference_sentences(result))
+    return html_table("", heads, rows) + note + html_list(difference_sentences(result))
 
 
 def _pairs(result: StudyResult, shown: Sequence[str]) -> str:
@@ -261,20 +209,20 @@ def _pairs(result: StudyResult, shown: Sequence[str]) -> str:
     rows = []
     for i, j in result.setup.ordered_pairs():
         names = result.names[i], result.names[j]
-        cells = [_name(name) for name in names]
+        cells = [name_cell(name) for name in names]
         for measure in measures:
             reading = result.readings[measure].get((i, j))
             late = "" if reading is None or reading.converged else "late"
             value = np.nan if reading is None else reading.value
-            cells.append(_cell(value if np.isfinite(value) else None, late))
+            cells.append(value_cell(value if np.isfinite(value) else None, late))
         if transfers:
             row = transfers.get(names)
             parts = (row.gain, row.gain_error, row.alone, row.transferred) if row else [None] * 4
-            cells += map(_cell, parts)
+            cells += map(value_cell, parts)
         rows.append(cells)
     heads = ["source", "target", *(MEASURES[measure].title for measure in measures)]
     heads += ["gain, %", "±", "error alone, %", "transferred, %"] if transfers else []
-    return _table("", heads, rows, kind="wide")
+    return html_table("", heads, rows, kind="wide")
 
 
 def _nearest(result: StudyResult, shown: Sequence[str]) -> str:
@@ -288,8 +236,8 @@ def _nearest(result: StudyResult, shown: Sequence[str]) -> str:
             if sources:
                 near = _first(result.names, sources, scores)
                 title = MEASURES[measure].title
-                rows.append([_name(target), _name(title), _name(near, LONGEST_MESSAGE)])
-    return _table("", ("target", "by", "sources, the nearest first"), rows)
+                rows.append([name_cell(target), name_cell(title), name_cell(near, LONGEST_MESSAGE)])
+    return html_table("", ("target", "by", "sources, the nearest first"), rows)
 
 
 def _first(names: Sequence[str], sources: Iterable[int], scores: Numbers) -> str:
@@ -312,7 +260,7 @@ def _left_out(result: StudyResult) -> str:
         f"{name} chooses no source, and is left out of pictures and tables"
         for name in saturated_measures(result)
     ]
-    return _list([*result.notes(), *said])
+    return html_list([*result.notes(), *said])
 
 
 def _about(result: StudyResult) -> str:
@@ -330,11 +278,6 @@ def _fold(title: str, *parts: str) -> str:
     return f"<details><summary>{title}</summary>{content}</details>" if content else ""
 
 
-def _list(sentences: Iterable[str]) -> str:
-    items = "".join(f"<li>{html_text(one, LONGEST_MESSAGE)}</li>" for one in sentences)
-    return f"<ul>{items}</ul>" if items else ""
-
-
 def _pictures(files: Mapping[str, Path]) -> str:
     return "".join(
         f'<h2>{html_text(caption)}</h2><img alt="{html_text(caption)}" '
@@ -344,61 +287,12 @@ def _pictures(files: Mapping[str, Path]) -> str:
     )
 
 
-def _table(
-    title: str,
-    heads: Sequence[str],
-    rows: Sequence[Sequence[Cell]],
-    *,
-    foot: Sequence[Cell] = (),
-    kind: str = "",
-) -> str:
-    if not rows:
-        return ""
-    named = [cell.kind == "name" for cell in rows[0]]
-    head = "".join(
-        f'<th data-sorts=""{_class("name" if left else "")}>{html_text(one)}</th>'
-        for one, left in zip(heads, named, strict=True)
-    )
-    body = "".join(_row(heads, row) for row in rows)
-    end = f"<tfoot>{_row(heads, foot)}</tfoot>" if foot else ""
-    heading = f"<h2>{html_text(title)}</h2>" if title else ""
-    return (
-        f"{heading}<table{_class(kind)}><thead><tr>{head}</tr></thead>"
-        f"<tbody>{body}</tbody>{end}</table>"
-    )
-
-
-def _row(heads: Sequence[str], cells: Sequence[Cell]) -> str:
-    text = ""
-    for head, (html, key, kind) in zip(heads, cells, strict=True):
-        sorts = f' data-key="{key}"' if key not in ("", html) else ""
-        shown = f"<span>{html}</span>" if html else ""
-        text += f'<td data-label="{html_text(head)}"{sorts}{_class(kind)}>{shown}</td>'
-    return f"<tr>{text}</tr>"
-
-
-def _class(kind: str) -> str:
-    return f' class="{kind}"' if kind else ""
-
-
 def _points(value: float, row: Finding | None = None) -> Cell:
     """Return points of gain, with the interval of a finding if it has one."""
     ends = ""
     if row is not None and row.lower is not None and row.upper is not None:
         ends = f" <small>[{one_decimal(row.lower)}, {one_decimal(row.upper)}]</small>"
     return Cell(one_decimal(value) + ends, repr(value))
-
-
-def _cell(value: object, kind: str = "") -> Cell:
-    if isinstance(value, float):
-        return Cell(f"{value:.4g}", repr(value), kind)
-    text = "" if value is None else html_text(value)
-    return Cell(text, text, kind)
-
-
-def _name(text: str, limit: int = LONGEST_NAME) -> Cell:
-    shown = html_text(text, limit)
-    return Cell(shown, shown, "name")
 
 
 def not_sampled(result: StudyResult) -> list[str]:

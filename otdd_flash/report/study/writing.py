@@ -28,12 +28,11 @@ from otdd_flash.report.page import (
     SOURCE_COLOR,
     TARGET_COLOR,
     TICK_POINTS,
+    Pictures,
     Report,
-    Writer,
     Writers,
     figure_of,
     new_figure,
-    save_picture,
     scale_logarithmically,
     write_each,
 )
@@ -101,13 +100,12 @@ def write_study_report(
             ("correlations.csv", Finding._fields, result.correlations),
         )
     }
-    pictures = _pictures(result, directory)
-    drawn = {path: writer for path, (_, writer) in pictures.items()}
-    report = write_each(tables | drawn, result.names, pictures=content == "full")
+    captions, pictures = _pictures(result, directory)
+    report = write_each(tables, pictures if content == "full" else {}, result.names)
     if content != "none":
         first = f"gains_against_{result.setup.settings.measure}.png"
         shown: tuple[dict[str, Path], dict[str, Path]] = ({}, {})
-        for path, (caption, _) in pictures.items():
+        for path, caption in captions.items():
             shown[path.name.startswith("gains_against_") and path.name != first][caption] = path
         report += write_each({directory / PAGE: partial(write_page, result, *shown)})
     return report
@@ -135,8 +133,8 @@ def plot_study(result: StudyResult) -> Figure:
 
     def draw() -> Figure:
         if gained:
-            return draw_gains_against(result, gained[0], None)
-        return draw_measure(result, _distance(known) or known[0], None)
+            return draw_gains_against(result, gained[0])
+        return draw_measure(result, _distance(known) or known[0])
 
     return figure_of(draw, result.names)
 
@@ -164,22 +162,25 @@ def _choice_rows(result: StudyResult) -> list[tuple[object, ...]]:
     ]
 
 
-def _pictures(result: StudyResult, directory: Path) -> dict[Path, tuple[str, Writer]]:
-    """Return caption and writer by file; saturated measures have no picture."""
+def _pictures(result: StudyResult, directory: Path) -> tuple[dict[Path, str], Pictures]:
+    """Return captions and pictures by file; saturated measures have no picture."""
     known = _drawn_measures(result)
-    found: dict[Path, tuple[str, Writer]] = {}
+    captions: dict[Path, str] = {}
+    pictures: Pictures = {}
     if result.transfers():
-        found[directory / "gains.png"] = "Gains by transfer", partial(draw_gains, result)
+        path = directory / "gains.png"
+        captions[path], pictures[path] = "Gains by transfer", partial(draw_gains, result)
         for name in known:
             if result.table(name).count:
-                caption = f"Gains against {MEASURES[name].title}, target by target"
-                writer = partial(draw_gains_against, result, name)
-                found[directory / f"gains_against_{name}.png"] = caption, writer
+                path = directory / f"gains_against_{name}.png"
+                captions[path] = f"Gains against {MEASURES[name].title}, target by target"
+                pictures[path] = partial(draw_gains_against, result, name)
     near = _distance(known)
     if near is not None:
-        caption = f"{MEASURES[near].title} between all tasks"
-        found[directory / "distances.png"] = caption, partial(draw_measure, result, near)
-    return found
+        path = directory / "distances.png"
+        captions[path] = f"{MEASURES[near].title} between all tasks"
+        pictures[path] = partial(draw_measure, result, near)
+    return captions, pictures
 
 
 # Inches of one panel of gains.
@@ -202,11 +203,11 @@ def task_order(result: StudyResult) -> list[int]:
     return list(range(len(result.names)))
 
 
-def draw_measure(result: StudyResult, measure: str, path: Path | None) -> Figure:
+def draw_measure(result: StudyResult, measure: str) -> Figure:
     """Draw one measure between all tasks as a heat map: sources are rows, targets are columns."""
     title = MEASURES[measure].title
     labels = {"title": title, "value_label": title, "notes": _notes(result, measure)}
-    return _draw_tasks(result, result.matrix(measure), path, **labels)
+    return _draw_tasks(result, result.matrix(measure), **labels)
 
 
 def _notes(result: StudyResult, measure: str) -> list[str]:
@@ -229,21 +230,21 @@ def _notes(result: StudyResult, measure: str) -> list[str]:
     return [f"epsilon {epsilon}, {rows}", bounds_text(pairs, settings.subsample is not None)]
 
 
-def draw_gains(result: StudyResult, path: Path) -> None:
+def draw_gains(result: StudyResult) -> Figure:
     """Draw the gains of all transfers as a heat map."""
     title = "Gain by transfer, sources down and targets across"
     labels = {"title": title, "value_label": "errors spared, %"}
-    _draw_tasks(result, result.gains, path, **labels, decimals=0, signed=True)
+    return _draw_tasks(result, result.gains, **labels, decimals=0, signed=True)
 
 
-def _draw_tasks(result: StudyResult, matrix: Any, path: Path | None, **labels: Any) -> Figure:
+def _draw_tasks(result: StudyResult, matrix: Any, **labels: Any) -> Figure:
     order = task_order(result)
     names = [result.names[place] for place in order]
     rows, columns = ([Group(side, names, INK)] for side in ("sources", "targets"))
-    return heat_map(torch.from_numpy(matrix[np.ix_(order, order)]), rows, columns, path, **labels)
+    return heat_map(torch.from_numpy(matrix[np.ix_(order, order)]), rows, columns, **labels)
 
 
-def draw_gains_against(result: StudyResult, measure: str, path: Path | None) -> Figure:
+def draw_gains_against(result: StudyResult, measure: str) -> Figure:
     """Draw gains against a measure: one panel per target, and one named point per source.
 
     Sources of the target's own family are italic. Axes are directed so that sources further to the
@@ -262,7 +263,6 @@ def draw_gains_against(result: StudyResult, measure: str, path: Path | None) -> 
     figure.set_layout_engine("none")
     for axes, names in zip(panels, drawn, strict=True):
         draw_names(axes, names)
-    save_picture(figure, path)
     return figure
 
 
