@@ -276,26 +276,26 @@ class EvaluatedPlan(ABC):
     """A plan whose entries are computed again in every product, and its sums with them.
 
     Args:
-        dtype: of products.
-        masses: a (n,) and b (m,), float64.
+        operator: the cost and the masses.
         f: (n,) potential, in units of the cost.
         g: (m,) potential; None for the only potential of a cloud with itself.
         epsilon: regularisation, in units of the cost.
         most: bytes that a held plan may take, half of free memory for None.
+
+    Attributes:
+        operator: as given; a subclass names the kind that it multiplies by.
+        dtype: of products.
+        masses: a (n,) and b (m,), float64.
+        symmetric: whether f is on both sides of a self term.
     """
 
     half_products: HalfProducts | None = None
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        masses: tuple[Tensor, Tensor],
-        f: Tensor,
-        g: Tensor | None,
-        epsilon: float,
-        most: int | None,
+        self, operator: Operator, f: Tensor, g: Tensor | None, epsilon: float, most: int | None
     ) -> None:
-        self.dtype, self.masses = dtype, masses
+        self.operator, self.symmetric = operator, g is None
+        self.dtype, self.masses = operator.passes.dtype, (operator.a, operator.b)
         self._at, self._most = (f, f if g is None else g, epsilon), most
         # Row sums (False) and column sums (True), once a product has computed them.
         self._sums: dict[bool, Tensor] = {}

@@ -38,6 +38,7 @@ from otdd_flash.operators.base import Epsilon, Operator, Passes
 from otdd_flash.operators.blocked import (
     FAR,
     BlockOperator,
+    BlockPlan,
     BlockSums,
     Build,
     SoftminAccumulator,
@@ -133,6 +134,12 @@ class RingPart(BlockSums):
         part = self.cost.part(EVERY, columns, points)
         sides = own, other.some(columns)
         return RingPart(self._ranks, part, sides, self.first, self._build, columns=False)
+
+    def plan(
+        self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
+    ) -> BlockPlan:
+        """Build the plan of f (n,) and g (m,); see `Operator.plan`."""
+        return BlockPlan(self, f, g, epsilon, most)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Compute sum_j C_ij q_j (k,) for masses q (m,), float64; no points circulate."""

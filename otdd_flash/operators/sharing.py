@@ -490,21 +490,12 @@ class ShardedOperator:
 class SharedPlan(EvaluatedPlan):
     """A plan whose products ranks share; see `EvaluatedPlan`."""
 
-    def __init__(
-        self,
-        operator: ShardedOperator,
-        f: Tensor,
-        g: Tensor | None,
-        epsilon: float,
-        most: int | None,
-    ) -> None:
-        super().__init__(operator.passes.dtype, (operator.a, operator.b), f, g, epsilon, most)
-        self._operator = operator
+    operator: ShardedOperator
 
     def applied(
         self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
     ) -> Applied:
-        operator, (f, g, epsilon), (left, right) = self._operator, self._at, factors or (None, None)
+        operator, (f, g, epsilon), (left, right) = self.operator, self._at, factors or (None, None)
         if transposed and operator.cost.symmetric:
             # P^T is the plan with f and g exchanged.
             f, g, left, right, transposed = g, f, right, left, False
@@ -514,7 +505,7 @@ class SharedPlan(EvaluatedPlan):
     def blocks(
         self, points: tuple[Points, Points], make: Make, *, transposed: bool = False
     ) -> Iterator[PlanBlock]:
-        operator, (f, g, epsilon), own = self._operator, self._at, points[transposed]
+        operator, (f, g, epsilon), own = self.operator, self._at, points[transposed]
         if not (operator.replicated and isinstance(make, LessOrigin)):
             yield from super().blocks(points, make, transposed=transposed)
             return

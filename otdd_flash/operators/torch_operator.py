@@ -364,20 +364,11 @@ class TorchOperator(Generic[S]):
 class TiledPlan(EvaluatedPlan):
     """A plan computed from tiles of scores; `prepared` may hold it as a matrix."""
 
-    def __init__(
-        self,
-        operator: TorchOperator[Source],
-        f: Tensor,
-        g: Tensor | None,
-        epsilon: float,
-        most: int | None,
-    ) -> None:
-        super().__init__(operator.dtype, (operator.a, operator.b), f, g, epsilon, most)
-        self._operator = operator
+    operator: TorchOperator[Source]
 
     @property
     def prepared(self) -> Plan:
-        operator = self._operator
+        operator = self.operator
         needed = 8 * math.prod(operator.shape)
         if operator.source.holds_plans and holds(needed, self._most, operator.device):
             return StoredPlan(operator.plan_entries(*self._at))
@@ -389,7 +380,7 @@ class TiledPlan(EvaluatedPlan):
         values = values.to(self.dtype)
         sums = torch.zeros_like(self.masses[transposed])
         out = values.new_zeros((len(sums), values.shape[1]))
-        for rows, plan in self._operator.plan_tiles(*self._at):
+        for rows, plan in self.operator.plan_tiles(*self._at):
             if transposed:
                 sums += plan.sum(0)
             else:

@@ -66,6 +66,9 @@ class KernelOperator:
 
     Attributes:
         packed: both clouds in float16 parts, as kernels read them.
+        sides: the same with norms and masses.
+        scores: parameters of the scores, and the same with sides exchanged.
+        plan_parts: number of products of float16 parts for each score of an evaluated plan.
         passes: how passes run.
     """
 
@@ -79,7 +82,7 @@ class KernelOperator:
         self._lattice: Lattice | None
         self.packed: tuple[PackedPoints, PackedPoints]
         self._fixed_point: FixedPoint
-        self._packed_sides: tuple[SideByParts, SideByParts]
+        self.sides: tuple[SideByParts, SideByParts]
         if coarse is None:
             self._lattice = lattice_of(cost)
             self.packed = x, y = _pack_both(cost, self._lattice)
@@ -88,21 +91,23 @@ class KernelOperator:
             of_x = of_y = _side_by_parts(x, masses, cost.lambda_x)
             if not cost.symmetric:
                 of_y = _side_by_parts(y, packed_masses(cost.b, y.layout), cost.lambda_x)
-            self._packed_sides = of_x, of_y
+            self.sides = of_x, of_y
             self._costs = cost.class_costs.float().contiguous()
             self._masses = masses.single if cost.symmetric else None
         else:
             self._lattice, self._fixed_point = coarse._lattice, coarse._fixed_point
-            self.packed, self._packed_sides = coarse.packed, coarse._packed_sides
+            self.packed, self.sides = coarse.packed, coarse.sides
             self._costs, self._masses = coarse._costs, coarse._masses
         self._parts = parts = 1 if self._lattice else PARTS[precision]
         x, y = self.packed
-        self._rows, self._columns = (by_parts[parts] for by_parts in self._packed_sides)
+        self._rows, self._columns = (by_parts[parts] for by_parts in self.sides)
         scale = 2 * cost.lambda_x / x.scale**2
-        self._scores = Scores(scale, self._costs, parts)
-        self._transposed = Scores(scale, self._costs.T.contiguous(), parts)
+        there, back = (
+            Scores(scale, costs, parts) for costs in (self._costs, self._costs.T.contiguous())
+        )
+        self.scores = there, back
         # Values that a plan multiplies are on no lattice.
-        self._plan_parts = PARTS["high" if self._lattice else precision]
+        self.plan_parts = PARTS["high" if self._lattice else precision]
         self._many = x.layout.size * y.layout.size >= MANY_SCORES
         products = self.shape[0] * self.shape[1] * x.coordinates.shape[1]
         backend = f"triton, scores streamed, {precision}"
@@ -149,11 +154,11 @@ class KernelOperator:
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
-        return self._half_step(self._rows, self._columns, self._scores, g, epsilon, guess)
+        return self._half_step(self._rows, self._columns, self.scores[0], g, epsilon, guess)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """Compute g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
-        return self._half_step(self._columns, self._rows, self._transposed, f, epsilon, guess)
+        return self._half_step(self._columns, self._rows, self.scores[1], f, epsilon, guess)
 
     def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
         """Compute T(f) (n,) for the potential f of a self term, which is near T(f)."""
@@ -161,7 +166,7 @@ class KernelOperator:
             return self.softmin_rows(f, epsilon)
         assert self._masses is not None
         level = on_device(epsilon, f.device)
-        return symmetric_step(self._rows, self._scores, self._masses, single(f), level)
+        return symmetric_step(self._rows, self.scores[0], self._masses, single(f), level)
 
     def softmin_part(
         self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
@@ -170,9 +175,9 @@ class KernelOperator:
 
         It is infinite where it changes the whole softmin by less than rounding.
         """
-        sides = (self._columns, self._rows, self._transposed)
+        sides = (self._columns, self._rows, self.scores[1])
         if not columns:
-            sides = (self._rows, self._columns, self._scores)
+            sides = (self._rows, self._columns, self.scores[0])
         guess = None if near is None else single(near)
         level = on_device(epsilon, potential.device)
         return half_step(*sides, single(potential), level, guess, partly=guess is not None)
@@ -182,13 +187,13 @@ class KernelOperator:
         level = on_device(epsilon, f.device)
         if g is None:
             assert self._masses is not None
-            one = KernelSelf(self._rows, self._scores, self._masses, self._fixed_point)
+            one = KernelSelf(self._rows, self.scores[0], self._masses, self._fixed_point)
             found = one.softmin(f, level)
             return found, found
         x, y = self.packed
         masses = packed_masses(self.a, x.layout).single, packed_masses(self.b, y.layout).single
         near = single(f), single(g)
-        sums = pair_sums(self._rows, self._columns, self._scores, masses, near, level)
+        sums = pair_sums(self._rows, self._columns, self.scores[0], masses, near, level)
         rows, columns = (
             potential.double() - level * found.log()
             for potential, found in zip(near, sums, strict=True)
@@ -205,10 +210,7 @@ class KernelOperator:
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
     ) -> KernelPlan:
         """Build the plan of f (n,) and g (m,); see `Operator.plan`."""
-        scores = self._scores, self._transposed
-        return KernelPlan(
-            self.cost, self._packed_sides, scores, self._plan_parts, f, g, epsilon, most
-        )
+        return KernelPlan(self, f, g, epsilon, most)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
@@ -230,7 +232,7 @@ class KernelOperator:
         """Return the share of this self term's pairs that `rank` of `size` ranks computes."""
         assert self._masses is not None
         return KernelSelfShare(
-            KernelSelf(self._rows, self._scores, self._masses, self._fixed_point),
+            KernelSelf(self._rows, self.scores[0], self._masses, self._fixed_point),
             (rank, size),
             lambda: self.refined.self_share(rank, size),
         )
