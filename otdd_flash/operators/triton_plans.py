@@ -142,15 +142,12 @@ class _RoundedPlan:
     def columns(self) -> Tensor:
         """P^T 1 (M,), float64."""
         ones = self.rows.new_ones(1, 1).expand(len(self.rows), 1)
-        return self.transposed_times(ones)[:, 0]
+        return self.times(ones, transposed=True)[:, 0]
 
-    def times(self, values: Tensor) -> Tensor:
-        """Compute P V (N, k) for V (M, k), float64."""
-        return self.half_products.there.times(values)
-
-    def transposed_times(self, values: Tensor) -> Tensor:
-        """Compute P^T U (M, k) for U (N, k), float64."""
-        return self.half_products.back.times(values)
+    def times(self, values: Tensor, *, transposed: bool = False) -> Tensor:
+        """Compute P V (N, k) for V (M, k), or if `transposed` P^T U (M, k), float64."""
+        products = self.half_products
+        return (products.back if transposed else products.there).times(values)
 
 
 class HeldPlan(_RoundedPlan):
@@ -290,28 +287,17 @@ class ExactFusedPlan:
         )
 
     def times(
-        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+        self, values: Tensor, pairs: Sequence[Factors] = (), *, transposed: bool = False
     ) -> Tensor:
-        """Compute P V (N, k) for V (M, k), or (P o W) V, with W = A B^T (+ C D^T), float64."""
-        if factors is None:
-            found = self._multiply(values, 0)
+        """Compute P V or P^T U, or these of P o W, float64; see `Plan.times`."""
+        side = self._back if transposed else 0
+        if pairs:
+            turned = [pair[::-1] for pair in pairs] if transposed else pairs
+            found = self._weigh(values, turned, side)
         else:
-            found = self._weigh(values, [pair for pair in (factors, other) if pair is not None], 0)
+            found = self._multiply(values, side)
         if found is None:
-            return self._streamed.times(values, factors, other).double()
-        return found
-
-    def transposed_times(
-        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
-    ) -> Tensor:
-        """Compute P^T U (M, k) for U (N, k), or (P o W)^T U, with W = A B^T (+ C D^T), float64."""
-        if factors is None:
-            found = self._multiply(values, self._back)
-        else:
-            turned = [pair[::-1] for pair in (factors, other) if pair is not None]
-            found = self._weigh(values, turned, self._back)
-        if found is None:
-            return self._streamed.transposed_times(values, factors, other).double()
+            return self._streamed.times(values, pairs, transposed=transposed).double()
         return found
 
     def _sums_of(self, side: int) -> Tensor:
