@@ -373,10 +373,14 @@ def _block_share(cost: LabelledCost, ranks: Ranks, build: Build) -> tuple[SelfSh
 
 def _kernel_share(cost: LabelledCost, ranks: Ranks, build: Build) -> tuple[SelfShare, Operator]:
     """Build this rank's share of a self term in Triton, and the operator of the whole."""
-    whole: Any = build(cost)
+    # Triton is not everywhere.
+    from otdd_flash.operators.triton_operator import KernelOperator, KernelSelfShare
+
+    whole = build(cost)
+    assert isinstance(whole, KernelOperator)
     # The part by rows reuses the packed points.
     cost.packed = whole.packed
-    return whole.self_share(ranks.rank, ranks.size), whole
+    return KernelSelfShare(whole, (ranks.rank, ranks.size)), whole
 
 
 def _holders(ranks: Ranks, compute: ComputeOptions, cost: LabelledCost) -> int:

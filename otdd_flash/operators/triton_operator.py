@@ -9,16 +9,15 @@ same cost in `high` precision and shares the packed coordinates. Points on a lat
 Of a self term that ranks share, a rank has two stripes of the upper triangle, `KernelSelfShare`,
 which `sharing` asks for. All ranks hold the whole cloud in the same packed order. With f as the
 shift of all exponentials, partial sums of all ranks simply add up. A softmin of one process over
-its own pairs of blocks uses `KernelSelf` as well.
+its own pairs of blocks is one stripe of all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -184,12 +183,10 @@ class KernelOperator:
 
     def softmin_pair(self, f: Tensor, g: Tensor | None, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
         """Compute `softmin_part` of rows near f (n,) and columns near g (m,), float64, at once."""
-        level = on_device(epsilon, f.device)
         if g is None:
-            assert self._masses is not None
-            one = KernelSelf(self._rows, self.scores[0], self._masses, self._fixed_point)
-            found = one.softmin(f, level)
+            found = self.softmin_of_pairs(f, epsilon)
             return found, found
+        level = on_device(epsilon, f.device)
         x, y = self.packed
         masses = packed_masses(self.a, x.layout).single, packed_masses(self.b, y.layout).single
         near = single(f), single(g)
@@ -199,6 +196,20 @@ class KernelOperator:
             for potential, found in zip(near, sums, strict=True)
         )
         return rows, columns
+
+    def softmin_of_pairs(
+        self, f: Tensor, epsilon: Epsilon, stripes: Sequence[tuple[int, int]] | None = None
+    ) -> Tensor:
+        """Compute the softmin (n,) of a self term near f, float64.
+
+        It is over the pairs of some stripes of blocks, or of all.
+        """
+        assert self._masses is not None
+        layout, potential = self.packed[0].layout, single(f)
+        level = on_device(epsilon, f.device)
+        given = self._rows, self.scores[0], self._masses, potential, level
+        sums = triangle_sums(*given, stripes or [(0, layout.size // BLOCK_ROWS)])
+        return potential.double() - level * sums.log_()[layout.position]
 
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
@@ -227,15 +238,6 @@ class KernelOperator:
             x, y = (side if all_ else None for side, all_ in zip(self.packed, every, strict=True))
             part.packed = x, y
         return KernelOperator(part, self._precision)
-
-    def self_share(self, rank: int, size: int) -> KernelSelfShare:
-        """Return the share of this self term's pairs that `rank` of `size` ranks computes."""
-        assert self._masses is not None
-        return KernelSelfShare(
-            KernelSelf(self._rows, self.scores[0], self._masses, self._fixed_point),
-            (rank, size),
-            lambda: self.refined.self_share(rank, size),
-        )
 
     def _half_step(
         self,
@@ -313,59 +315,31 @@ def packed_masses(masses: Tensor, layout: Layout) -> PackedMasses:
     return remembered(masses, name, lambda: PackedMasses(layout, layout.spread(masses, 0.0)))
 
 
-class KernelSelf(NamedTuple):
-    """The operands of kernels for the cost of a cloud with itself.
-
-    Attributes:
-        side: both sides of the cost.
-        scores: parameters of the scores.
-        masses: (n,) float32, packed, 0 for padding.
-        fixed_point: for the plan's marginals.
-    """
-
-    side: Side
-    scores: Scores
-    masses: Tensor
-    fixed_point: FixedPoint
-
-    def softmin(
-        self, f: Tensor, epsilon: Tensor, blocks: Sequence[tuple[int, int]] | None = None
-    ) -> Tensor:
-        """Compute the softmin (n,) near f, float64, over pairs of some stripes of blocks or all."""
-        layout, potential = self.side.points.layout, single(f)
-        stripes = [(0, layout.size // BLOCK_ROWS)] if blocks is None else blocks
-        given = self.side, self.scores, self.masses, potential, epsilon
-        return potential.double() - epsilon * triangle_sums(*given, stripes).log_()[layout.position]
-
-
 class KernelSelfShare(NearShare):
     """A rank's stripes of a self term between labelled points on a GPU.
 
     Args:
-        cost: the whole cost.
+        operator: of the whole cost.
         place: the rank and the number of ranks.
-        refine: builds the same share of the cost at full accuracy.
     """
 
     # Beyond it sums leave the range of float32.
     reach = math.log(LARGEST_SUM)
     repairs_alone = True
 
-    def __init__(
-        self, cost: KernelSelf, place: tuple[int, int], refine: Callable[[], KernelSelfShare]
-    ) -> None:
-        self._cost, self._refine = cost, refine
-        self._blocks = folded(cost.side.points.layout.size // BLOCK_ROWS, *place)
+    def __init__(self, operator: KernelOperator, place: tuple[int, int]) -> None:
+        self._operator, self._place = operator, place
+        self._blocks = folded(operator.packed[0].layout.size // BLOCK_ROWS, *place)
 
     @property
     def refined(self) -> KernelSelfShare:
-        return self._refine()
+        return KernelSelfShare(self._operator.refined, self._place)
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        return self._cost.softmin(f, on_device(epsilon, f.device), self._blocks)
+        return self._operator.softmin_of_pairs(f, epsilon, self._blocks)
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
-        (side, scores, _, _), potential = self._cost, single(f)
+        side, scores, potential = self._operator._rows, self._operator.scores[0], single(f)
         level, layout = on_device(epsilon, f.device), side.points.layout
         marked = torch.zeros_like(layout.block_class)
         blocks = layout.position // BLOCK_ROWS
@@ -376,9 +350,9 @@ class KernelSelfShare(NearShare):
 
     def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
         stripes = [(first * BLOCK_ROWS, end * BLOCK_ROWS) for first, end in self._blocks]
-        fixed_point = self._cost.fixed_point
+        fixed_point = self._operator._fixed_point
         return fixed_point.marginals(f, None, float(epsilon), accurate=accurate, stripes=stripes)
 
     def mean_error(self, ranks: Ranks) -> float:
         """Return `CostFacts.error` of the whole cost; every rank computes the same."""
-        return self._cost.fixed_point.cost_error
+        return self._operator._fixed_point.cost_error

@@ -24,7 +24,7 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.point_scores import stored_operator, streamed_operator
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, folded, merged
 from otdd_flash.operators.sharing import ShardedOperator
-from otdd_flash.operators.triton_operator import KernelOperator
+from otdd_flash.operators.triton_operator import KernelOperator, KernelSelfShare
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -77,7 +77,7 @@ def test_kernels_compute_each_pair_of_blocks_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(symmetric_step, "ranges_of_stripe", counted)
     operator = KernelOperator(cost_of(500), "fast")
     for rank in range(2):
-        operator.self_share(rank, 2).softmin(torch.zeros(500, device=DEVICE), EPSILON)
+        KernelSelfShare(operator, (rank, 2)).softmin(torch.zeros(500, device=DEVICE), EPSILON)
     # Two a class.
     blocks = 6
     assert sorted(seen) == [(row, column) for row in range(blocks) for column in range(row, blocks)]
