@@ -167,11 +167,17 @@ class Operator(Certifiable, Protocol):
         """
         ...
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
-        """Return the cost between some rows (k,) and columns (l,), int64, or all of a side.
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> Operator:
+        """Return the cost between some rows (k,) and columns (l,), int64, with other masses.
 
-        With `masses`, which sum to 1 on each side, it is a cost with facts of its own. By default
-        points keep the masses that they have in the whole, and the part has the facts of the whole.
+        These sum to 1 on each side. The cost has facts of its own.
+        """
+        ...
+
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: Epsilon) -> Tensor:
+        """Compute `softmin_rows` (n,) over some columns (l,), int64, with potentials g (l,).
+
+        Columns keep the masses that they have in the whole.
         """
         ...
 
@@ -285,7 +291,7 @@ class EvaluatedPlan(ABC):
     half_products: HalfProducts | None = None
 
     def __init__(
-        self, operator: Operator, f: Tensor, g: Tensor | None, epsilon: float, most: int | None
+        self, operator: Certifiable, f: Tensor, g: Tensor | None, epsilon: float, most: int | None
     ) -> None:
         self.operator, self.symmetric = operator, g is None
         self.dtype, self.masses = operator.passes.dtype, (operator.a, operator.b)

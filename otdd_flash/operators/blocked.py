@@ -500,16 +500,14 @@ class BlockedOperator(BlockSums):
             return self
         return BlockedOperator(self.cost, self._build, coarse=self)
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
-        """Return the cost between some rows and columns; with `masses`, it is on the device.
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> Operator:
+        """Return the cost between some rows and columns, with other masses, on the device."""
+        return self._build(self.cost.sample(rows, columns, masses))
 
-        Without, it is streamed, and the packed blocks of the rows are reused if all are kept.
-        """
-        part = self.cost.cut(rows, columns, masses)
-        if masses is not None:
-            return self._build(part)
-        every = isinstance(rows, slice) and rows == slice(None)
-        return BlockedOperator(part, self._build, rows=self if every else None)
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: Epsilon) -> Tensor:
+        """Compute the softmin of rows, in packed blocks as before, over some columns (l,)."""
+        part = BlockedOperator(self.cost.part(slice(None), columns), self._build, rows=self)
+        return part.softmin_rows(g, epsilon)
 
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None

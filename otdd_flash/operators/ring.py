@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.host_points import Block
-from otdd_flash.cost.points import Cut, LabelledCost, Masses, Moments, normalised
+from otdd_flash.cost.points import LabelledCost, Moments, normalised
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Epsilon, Operator, Passes
 from otdd_flash.operators.blocked import (
@@ -123,17 +123,15 @@ class RingPart(BlockSums):
         given = self._ranks, self.cost, (sides[0], sides[1]), first, self._build
         return RingPart(*given, columns=self._columns, coarse=self)
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> RingPart:
-        """Return P_r of some columns (l,), int64; only these circulate."""
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: Epsilon) -> Tensor:
+        """Compute the softmin of own rows over some columns (l,), int64; only these circulate."""
         assert not self._columns
-        assert rows == EVERY
-        assert isinstance(columns, Tensor)
-        assert masses is None
         own, other = self._sides
         points = nowhere(self.cost, len(self.a)), nowhere(self.cost, len(columns))
         part = self.cost.part(EVERY, columns, points)
         sides = own, other.some(columns)
-        return RingPart(self._ranks, part, sides, self.first, self._build, columns=False)
+        some = RingPart(self._ranks, part, sides, self.first, self._build, columns=False)
+        return some.softmin_rows(g, epsilon)
 
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
@@ -495,7 +493,7 @@ class RingShare(BlockShare, NearShare):
     reach = FAR
     repairs_alone = False
 
-    def __init__(self, pairs: RingPairs, rows: Operator, own: Rows) -> None:
+    def __init__(self, pairs: RingPairs, rows: Operator | RingPart, own: Rows) -> None:
         super().__init__(pairs)
         self._ring, self._rows, self._own = pairs, rows, own
 

@@ -25,7 +25,6 @@ from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.cost.host_points import HostPoints, Streaming
 from otdd_flash.cost.points import (
-    Cut,
     LabelledCost,
     LessOrigin,
     Masses,
@@ -54,7 +53,7 @@ from otdd_flash.operators.blocked import Build as BlockBuild
 from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.parts import FIRST, Build, Owned, Parts, cost_error
-from otdd_flash.operators.ring import nowhere, ring_parts
+from otdd_flash.operators.ring import ring_parts
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, SelfShare, folded
 from otdd_flash.samples import LabeledSamples, unchecked
 
@@ -437,22 +436,13 @@ class ShardedOperator:
             self._refined = ShardedOperator(ranks, number, self.cost, self._error, self._sampled)
         return self._refined
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
-        """Return the cost between some rows and columns; with `masses`, of this process alone.
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> Operator:
+        """Return the cost between some rows and columns, with other masses, of this process."""
+        return self._sampled(self.cost.sample(rows, columns, masses))
 
-        Without, it is shared, for all rows and some columns (l,), int64, of the cost between two
-        clouds, and has no softmin of columns.
-        """
-        if masses is not None:
-            return self._sampled(self.cost.sample(rows, columns, masses))
-        assert rows == parts.EVERY
-        assert isinstance(columns, Tensor)
-        ranks, number = self.ranks, self.ranks.number()
-        ranks.order(parts.cut_columns, self.number, number, columns)
-        # The ranks' parts have the points.
-        points = nowhere(self.cost, len(self.a)), nowhere(self.cost, len(columns))
-        cost = self.cost.part(rows, columns, points)
-        return ShardedOperator(ranks, number, cost, self._error, self._sampled)
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: Epsilon) -> Tensor:
+        """Compute the softmin of rows over some columns (l,), int64, with potentials g (l,)."""
+        return self.ranks.order(parts.softmin_over, self.number, columns, g, epsilon)
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""

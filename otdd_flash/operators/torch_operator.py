@@ -25,7 +25,7 @@ from torch.nn.functional import threshold
 
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.host_points import spans
-from otdd_flash.cost.points import Cut, Masses
+from otdd_flash.cost.points import Masses
 from otdd_flash.memory import holds
 from otdd_flash.operators.base import (
     Applied,
@@ -129,8 +129,12 @@ class Source(Protocol):
         """Return C_ii (n,) for the cost of a cloud with itself, float64."""
         ...
 
-    def some(self, rows: Cut, columns: Cut, masses: Masses | None) -> Self:
-        """Return scores between some rows and columns, with facts for `masses` or of the whole."""
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> Self:
+        """Return scores between some rows and columns, int64, with facts for other masses."""
+        ...
+
+    def over(self, columns: Tensor) -> Self:
+        """Return scores between all rows and some columns, int64, with facts of the whole."""
         ...
 
 
@@ -207,10 +211,14 @@ class TorchOperator(Generic[S]):
         """The operator itself: nothing was rounded for passes alone."""
         return self
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> TorchOperator[S]:
-        """Return the cost between some rows and columns, with `masses` or those of the whole."""
-        a, b = masses or (self.a[rows], self.b[columns])
-        return TorchOperator(self.source.some(rows, columns, masses), a, b)
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> TorchOperator[S]:
+        """Return the cost between some rows and columns, with other masses."""
+        return TorchOperator(self.source.sample(rows, columns, masses), *masses)
+
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: Epsilon) -> Tensor:
+        """Compute the softmin of rows over some columns (l,), int64, with potentials g (l,)."""
+        part = TorchOperator(self.source.over(columns), self.a, self.b[columns])
+        return part.softmin_rows(g, epsilon)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""

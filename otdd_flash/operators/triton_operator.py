@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
-from otdd_flash.cost.points import Cut, LabelledCost, Masses
+from otdd_flash.cost.points import LabelledCost, Masses
 from otdd_flash.cost.rounding import Lattice, float16_rounding, lattice_of
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.fingerprint import remembered
@@ -227,17 +227,15 @@ class KernelOperator:
         """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
         return self.cost.expected_costs(masses)
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> KernelOperator:
-        """Return the cost between some rows and columns, with `masses` or those of the whole.
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> KernelOperator:
+        """Return the cost between some rows and columns, with other masses."""
+        return KernelOperator(self.cost.sample(rows, columns, masses), self._precision)
 
-        A side that keeps all points and masses keeps its packed form.
-        """
-        part = self.cost.cut(rows, columns, masses)
-        if masses is None:
-            every = [isinstance(cut, slice) and cut == slice(None) for cut in (rows, columns)]
-            x, y = (side if all_ else None for side, all_ in zip(self.packed, every, strict=True))
-            part.packed = x, y
-        return KernelOperator(part, self._precision)
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: Epsilon) -> Tensor:
+        """Compute the softmin of rows, in their packed form, over some columns (l,), int64."""
+        part = self.cost.part(slice(None), columns)
+        part.packed = self.packed[0], None
+        return KernelOperator(part, self._precision).softmin_rows(g, epsilon)
 
     def _half_step(
         self,

@@ -188,7 +188,7 @@ class Held:
 
     def part(self, rows: Tensor, columns: Tensor) -> Held:
         """The cost between some rows (k,) and columns (l,), of equal masses."""
-        part = self._operator.part(rows, columns, (equal_masses(rows), equal_masses(columns)))
+        part = self._operator.sample(rows, columns, (equal_masses(rows), equal_masses(columns)))
         exact, cost = (cost[rows][:, columns] for cost in (self.exact, self.cost))
         if isinstance(part, KernelOperator):
             # Its points are rounded on a scale of their own.
@@ -197,8 +197,7 @@ class Held:
 
     def softmin_over(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
         """The softmin of all rows over some columns (l,) with their masses."""
-        part = self._operator.part(slice(None), columns)
-        return _double(part.softmin_rows(self._in(g), epsilon))
+        return _double(self._operator.softmin_over(columns, self._in(g), epsilon))
 
     def refined(self) -> Held:
         """The same cost to the full accuracy of the potentials."""
