@@ -355,7 +355,7 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
     assert share is not None
     own = owned.of(ranks)
     found = merged(owned.exchanged(ranks, share.softmin(f, epsilon), math.inf), epsilon)
-    if isinstance(share, NearShare):
+    if isinstance(share, NearShare) and share.reach < math.inf:
         # Rows out of reach are computed again; a NaN is never within it.
         far = ~((found - f[own]).abs() <= share.reach * epsilon)
         # Whether there are any, the host has to know of a pass that all ranks do together alone.
@@ -478,7 +478,7 @@ def _marginals_self(
     parts: Parts = ranks.held[number]
     share, owned = parts.share, parts.sides[0]
     assert share is not None
-    part = share.marginals(f, epsilon, accurate=accurate)
+    part = share.marginals(f, None, epsilon, accurate=accurate)
     every = owned.exchanged(ranks, torch.stack((part.rows, part.row_errors), 1), 0.0)
     found = torch.stack((added(every[..., 0]), every[..., 1].amax(0)), 1)
     sums, errors = owned.gathered(ranks, found).unbind(1)

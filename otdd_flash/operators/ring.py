@@ -22,6 +22,7 @@ All ranks must call every operation together, also those that own no points.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
@@ -211,12 +212,7 @@ def ring_parts(
     rows = part(columns=False)
     if not cost.symmetric:
         return Parts(cost, sides, beginning, rows, part(columns=True))
-    pairs = RingPairs(ranks, cost, x, beginning, build)
-    # Blocks are packed for kernels, whose sums are relative to a potential near the result.
-    if pairs.packing is None:
-        share = BlockShare(pairs)
-    else:
-        share = RingShare(pairs, rows.operator, sides[0].of(ranks))
+    share = RingPairs(ranks, cost, x, beginning, build, rows.operator)
     return Parts(cost, sides, beginning, rows, None, share)
 
 
@@ -422,7 +418,7 @@ def count_of(block: Block) -> int:
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
-class RingPairs(BlockSums):
+class RingPairs(BlockShare, NearShare):
     """This rank's pairs of a self term.
 
     Args:
@@ -431,8 +427,11 @@ class RingPairs(BlockSums):
         blocks: of the cloud: two per rank if the number of ranks is even, else one.
         first: the operator of the first row and column; the others run as it does.
         build: builds the operator of a pair of blocks.
+        rows: P_r, which computes softmins out of reach again.
         coarse: the pairs that these refine.
     """
+
+    repairs_alone = False
 
     def __init__(
         self,
@@ -441,11 +440,14 @@ class RingPairs(BlockSums):
         blocks: RingBlocks,
         first: BlockOperator,
         build: Build,
+        rows: Operator | RingPart,
         *,
         coarse: RingPairs | None = None,
     ) -> None:
         super().__init__(cost, build, coarse=coarse)
-        self._ranks, self._blocks, self._first = ranks, blocks, first
+        self._ranks, self._blocks, self._first, self._rows = ranks, blocks, first, rows
+        # Blocks are packed for kernels, whose sums are relative to a potential near the result.
+        self.reach = math.inf if self.packing is None else FAR
 
     def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
         """Yield the pairs of blocks of this rank, each once."""
@@ -478,31 +480,11 @@ class RingPairs(BlockSums):
         if self._first.refined is self._first:
             return self
         first, (blocks,) = refined_blocks(self._first, self._blocks)
-        return RingPairs(self._ranks, self.cost, blocks, first, self._build, coarse=self)
-
-
-class RingShare(BlockShare, NearShare):
-    """One rank's share of the pairs of a self term with sharded points, in Triton.
-
-    Args:
-        pairs: of this rank.
-        rows: P_r, which computes softmins out of reach again.
-        own: indices of this rank's points in the whole cloud.
-    """
-
-    reach = FAR
-    repairs_alone = False
-
-    def __init__(self, pairs: RingPairs, rows: Operator | RingPart, own: Rows) -> None:
-        super().__init__(pairs)
-        self._ring, self._rows, self._own = pairs, rows, own
-
-    @property
-    def refined(self) -> RingShare:
-        return RingShare(self._ring.refined, self._rows.refined, self._own)
+        given = self._ranks, self.cost, blocks, first, self._build, self._rows.refined
+        return RingPairs(*given, coarse=self)
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
         """Compute T(f) (n,) for all rows of this rank, from all shards; 0 elsewhere."""
-        found = torch.zeros_like(self._pairs.a, dtype=self._pairs.dtype)
-        found[self._own] = self._rows.softmin_rows(f, epsilon)
+        found = torch.zeros_like(self.a, dtype=self.dtype)
+        found[sides_of(self.cost)[0].of(self._ranks)] = self._rows.softmin_rows(f, epsilon)
         return found

@@ -54,7 +54,7 @@ from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.parts import FIRST, Build, Owned, Parts, cost_error
 from otdd_flash.operators.ring import ring_parts
-from otdd_flash.operators.self_share import BlockShare, FoldedPairs, SelfShare, folded
+from otdd_flash.operators.self_share import FoldedPairs, SelfShare, folded
 from otdd_flash.samples import LabeledSamples, unchecked
 
 # Operators that a process holds for one cost: a part by rows and one by columns, or, for a self
@@ -366,7 +366,7 @@ def _of_one_rank(streaming: Streaming, ranks: Ranks, compute: ComputeOptions) ->
 def _block_share(cost: LabelledCost, ranks: Ranks, build: Build) -> tuple[SelfShare, Operator]:
     """Build this rank's share of a self term in PyTorch, and an operator that runs like it."""
     ranges = folded(cost.shape[0], ranks.rank, ranks.size)
-    share = BlockShare(FoldedPairs(cost, ranges, cast(BlockBuild, build)))
+    share = FoldedPairs(cost, ranges, cast(BlockBuild, build))
     return share, build(cost.part(FIRST, FIRST))
 
 

@@ -346,10 +346,10 @@ class KernelSelfShare(NearShare):
         repair(side, side, scores, bias, level, marked, found)
         return found
 
-    def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
+    def marginals(self, f: Tensor, g: None, epsilon: Epsilon, *, accurate: bool) -> Marginals:
         stripes = [(first * BLOCK_ROWS, end * BLOCK_ROWS) for first, end in self._blocks]
         fixed_point = self._operator._fixed_point
-        return fixed_point.marginals(f, None, float(epsilon), accurate=accurate, stripes=stripes)
+        return fixed_point.marginals(f, g, float(epsilon), accurate=accurate, stripes=stripes)
 
     def mean_error(self, ranks: Ranks) -> float:
         """Return `CostFacts.error` of the whole cost; every rank computes the same."""
