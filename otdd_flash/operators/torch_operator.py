@@ -25,7 +25,7 @@ from torch.nn.functional import threshold
 
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.host_points import spans
-from otdd_flash.cost.points import Masses
+from otdd_flash.cost.points import DOUBLE_UNIT, Masses
 from otdd_flash.memory import holds
 from otdd_flash.operators.base import (
     Applied,
@@ -57,8 +57,7 @@ LEAST_EXPONENT = -700.0
 # Entries of the plan up to this are taken to be 0 if pairs may be forbidden.
 NOTHING = 2 * math.exp(LEAST_EXPONENT)
 
-# Unit roundoff of float64, and the error of an exponent in these over the sizes of its terms.
-DOUBLE_UNIT = 2.0**-53
+# The error of an exponent in unit roundoffs of float64, over the sizes of its terms.
 EVALUATION = 8
 
 # The least float32 above 0.
