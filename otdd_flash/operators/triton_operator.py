@@ -153,11 +153,11 @@ class KernelOperator:
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
-        return self._half_step(self._rows, self._columns, self.scores[0], g, epsilon, guess)
+        return self._softmin(g, epsilon, guess if self._many else None, columns=False)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """Compute g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
-        return self._half_step(self._columns, self._rows, self.scores[1], f, epsilon, guess)
+        return self._softmin(f, epsilon, guess if self._many else None, columns=True)
 
     def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
         """Compute T(f) (n,) for the potential f of a self term, which is near T(f)."""
@@ -174,12 +174,7 @@ class KernelOperator:
 
         It is infinite where it changes the whole softmin by less than rounding.
         """
-        sides = (self._columns, self._rows, self.scores[1])
-        if not columns:
-            sides = (self._rows, self._columns, self.scores[0])
-        guess = None if near is None else single(near)
-        level = on_device(epsilon, potential.device)
-        return half_step(*sides, single(potential), level, guess, partly=guess is not None)
+        return self._softmin(potential, epsilon, near, columns=columns, partly=near is not None)
 
     def softmin_pair(self, f: Tensor, g: Tensor | None, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
         """Compute `softmin_part` of rows near f (n,) and columns near g (m,), float64, at once."""
@@ -237,18 +232,19 @@ class KernelOperator:
         part.packed = self.packed[0], None
         return KernelOperator(part, self._precision).softmin_rows(g, epsilon)
 
-    def _half_step(
+    def _softmin(
         self,
-        rows: Side,
-        columns: Side,
-        scores: Scores,
         potential: Tensor,
         epsilon: Epsilon,
         guess: Tensor | None,
+        *,
+        columns: bool,
+        partly: bool = False,
     ) -> Tensor:
-        near = None if guess is None or not self._many else single(guess)
-        level = on_device(epsilon, potential.device)
-        return half_step(rows, columns, scores, single(potential), level, near)
+        own, other = (self._columns, self._rows) if columns else (self._rows, self._columns)
+        near = None if guess is None else single(guess)
+        given = single(potential), on_device(epsilon, potential.device), near
+        return half_step(own, other, self.scores[columns], *given, partly=partly)
 
 
 def _pack_both(cost: LabelledCost, lattice: Lattice | None) -> tuple[PackedPoints, PackedPoints]:

@@ -151,65 +151,32 @@ class _RoundedPlan:
 
 
 class HeldPlan(_RoundedPlan):
-    """A plan P_ij = a_i unit Q_ij with Q (n, m) held in float16; a product reads Q once.
-
-    Args:
-        entries: Q, 0 in rows of padding and of points without mass, and in columns of padding.
-        unit: P_ij / a_i for Q_ij = 1; a power of two.
-        masses: a (N,) float64, in the order of the points.
-        layouts: of the rows and of the columns.
-        rows: P 1 (N,) float64, of the rounded numbers.
-    """
-
-    def __init__(
-        self,
-        entries: Tensor,
-        unit: float,
-        masses: Tensor,
-        layouts: tuple[Layout, Layout],
-        rows: Tensor,
-    ) -> None:
-        weights, ones = unit * masses, torch.ones_like(layouts[1].position, dtype=masses.dtype)
-        super().__init__(
-            HalfProduct(partial(_matrix_product, entries), None, weights, layouts),
-            HalfProduct(partial(_matrix_product, entries.T), weights, ones, layouts[::-1]),
-            rows,
-        )
+    """A plan P_ij = a_i unit Q_ij with Q (n, m) held in float16; a product reads Q once."""
 
     @classmethod
     def of(
         cls, entries: Tensor, unit: float, masses: Tensor, layouts: tuple[Layout, Layout]
     ) -> HeldPlan | None:
-        """Build the plan and its row sums; return None if a sum is out of range."""
+        """Build the plan and its row sums; return None if a sum is out of range.
+
+        Args:
+            entries: Q, 0 in rows of padding and of points without mass, and in columns of padding.
+            unit: P_ij / a_i for Q_ij = 1; a power of two.
+            masses: a (N,) float64, in the order of the points.
+            layouts: of the rows and of the columns.
+        """
         found = Unmerged.of(entries.sum(1, dtype=torch.float32)[:, None, None])
         rows, fits = row_sums(found, layouts[0], masses, unit)
-        return cls(entries, unit, masses, layouts, rows) if fits else None
+        if not fits:
+            return None
+        weights, ones = unit * masses, torch.ones_like(layouts[1].position, dtype=masses.dtype)
+        there = HalfProduct(partial(_matrix_product, entries), None, weights, layouts)
+        back = HalfProduct(partial(_matrix_product, entries.T), weights, ones, layouts[::-1])
+        return cls(there, back, rows)
 
 
 class FusedPlan(_RoundedPlan):
-    """A plan P_ij = a_i Q_ij = b_j Q'_ji, computed again and rounded to float16 in every product.
-
-    Args:
-        products: products with Q (n, m) and with Q' (m, n), of one part.
-        masses: a (N,) and b (M,) float64, in the order of the points.
-        layouts: of the rows and of the columns.
-        sums: P 1 (N,) and P^T 1 (M,) float64, of the rounded numbers.
-    """
-
-    def __init__(
-        self,
-        products: tuple[PackedProduct, PackedProduct],
-        masses: tuple[Tensor, Tensor],
-        layouts: tuple[Layout, Layout],
-        sums: tuple[Tensor, Tensor],
-    ) -> None:
-        of_rows, of_columns = (partial(_fused_product, product) for product in products)
-        super().__init__(
-            HalfProduct(of_rows, None, masses[0], layouts),
-            HalfProduct(of_columns, None, masses[1], layouts[::-1]),
-            sums[0],
-        )
-        self.columns = sums[1]
+    """A plan P_ij = a_i Q_ij = b_j Q'_ji that every product computes again, rounded to float16."""
 
     @classmethod
     def of(
@@ -218,16 +185,26 @@ class FusedPlan(_RoundedPlan):
         masses: tuple[Tensor, Tensor],
         layouts: tuple[Layout, Layout],
     ) -> FusedPlan | None:
-        """Build the plan and its sums; return None if a sum is out of range."""
+        """Build the plan and its sums; return None if a sum is out of range.
+
+        Args:
+            products: products with Q (n, m) and with Q' (m, n), of one part.
+            masses: a (N,) and b (M,) float64, in the order of the points.
+            layouts: of the rows and of the columns.
+        """
         sums: list[Tensor] = []
         for side, product in enumerate(products[: 1 if products[0] is products[1] else 2]):
             size, device = layouts[1 - side].size, masses[0].device
             ones = torch.ones((size, 1, 1), dtype=torch.float16, device=device)
-            found, fits = row_sums(product(ones)[0], layouts[side], masses[side])
+            of_side, fits = row_sums(product(ones)[0], layouts[side], masses[side])
             if not fits:
                 return None
-            sums.append(found)
-        return cls(products, masses, layouts, (sums[0], sums[-1]))
+            sums.append(of_side)
+        of_rows, of_columns = (partial(_fused_product, product) for product in products)
+        there = HalfProduct(of_rows, None, masses[0], layouts)
+        found = cls(there, HalfProduct(of_columns, None, masses[1], layouts[::-1]), sums[0])
+        found.columns = sums[-1]
+        return found
 
 
 class ExactFusedPlan:
