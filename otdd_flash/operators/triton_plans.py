@@ -359,8 +359,8 @@ class KernelPlan(EvaluatedPlan):
             packed_factors = (right, left) if transposed else (left, right)
         f, g = map(single, (g, f) if transposed else (f, g))
         packed = to_halves(values, columns.points.layout, multiple=8)
-        most = FEW_CHUNKS * most_columns(self._padded_dim, scores.parts, f.device)
-        fused = factors is None and values.shape[1] <= most
+        dim, count = self._padded_dim, values.shape[1]
+        fused = factors is None and count <= FEW_CHUNKS * most_columns(dim, scores.parts, f.device)
 
         def apply(f: Tensor) -> tuple[Tensor, Tensor]:
             given = rows, columns, scores, (f, g), epsilon
@@ -373,8 +373,7 @@ class KernelPlan(EvaluatedPlan):
         low, high = torch.stack(sums.aminmax()).tolist()
         # Comparisons with NaN are False.
         if not (low >= ROW_RANGE[0] and high <= ROW_RANGE[1]):
-            # Sums are far from the masses: use the f that makes row sums 1, and rescale the
-            # results.
+            # Sums are far from the masses: rescale what the f that makes row sums 1 gives.
             exact = half_step(rows, columns, scores, g, on_device(epsilon, g.device))
             out, sums = apply(exact)
             masses = masses * ((f.double() - exact.double()) / epsilon).exp()
