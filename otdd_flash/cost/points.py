@@ -588,16 +588,12 @@ class LabelledCost:
             found = by_class.index_select(0, labels_x).addmm_(x, y.T, alpha=2 * scale)
         return found.add_(u[:, None]).exp_()
 
-    def sample(self, rows: Cut, columns: Cut, masses: Masses) -> LabelledCost:
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> LabelledCost:
         """Return the cost of rows (k,) and columns (l,) with other masses and their own centre."""
         (x, y), (labels_x, labels_y) = self.points, self.labels
         of_rows = Cloud(x[rows], masses[0], labels_x[rows])
         of_columns = Cloud(y[columns], masses[1], labels_y[columns])
         return LabelledCost(of_rows, of_columns, self.class_costs, self.lambda_x)
-
-    def cut(self, rows: Cut, columns: Cut, masses: Masses | None) -> LabelledCost:
-        """Return the `part` of some rows and columns, or their `sample` if masses are given."""
-        return self.part(rows, columns) if masses is None else self.sample(rows, columns, masses)
 
     def part(
         self,

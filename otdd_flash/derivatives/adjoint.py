@@ -106,22 +106,20 @@ class Density:
         return cls(masses, plan, comparison.epsilon, comparison.constraints)
 
     def times(
-        self, values: Tensor, factors: Factors | None = None, weights: Sequence[Tensor] = ()
+        self,
+        values: Tensor,
+        pairs: Sequence[Factors] = (),
+        weights: Sequence[Tensor] = (),
+        *,
+        transposed: bool = False,
     ) -> Tensor:
-        """Return e V (n, k) for V (m, k), or (e o A B^T) V.
+        """Return e V (n, k) for V (m, k), or if `transposed` e^T U; see `Plan.times` for pairs.
 
         With weights w (m,), the products with w o V, side by side.
         """
-        left, right = self.masses
-        return self.plan.times(_weighted(values, weights, right), factors).div_(left[:, None])
-
-    def transposed_times(
-        self, values: Tensor, factors: Factors | None = None, weights: Sequence[Tensor] = ()
-    ) -> Tensor:
-        """Return e^T U (m, k) for U (n, k), or (e o A B^T)^T U; weights (n,) as in `times`."""
-        left, right = self.masses
-        found = self.plan.transposed_times(_weighted(values, weights, left), factors)
-        return found.div_(right[:, None])
+        own, other = self.masses[::-1] if transposed else self.masses
+        weighted = _weighted(values, weights, other)
+        return self.plan.times(weighted, pairs, transposed=transposed).div_(own[:, None])
 
     @cached_property
     def q(self) -> Tensor:
@@ -137,7 +135,7 @@ class Density:
         """Sums e^T a (m,)."""
         if self.whole:
             return self.plan.columns / self.b
-        found = self.transposed_times(self.a[:, None])[:, 0]
+        found = self.times(self.a[:, None], transposed=True)[:, 0]
         check_sums(found[self.b == 0], self._epsilon)
         return found
 
@@ -226,15 +224,12 @@ class _Weighted:
         self._density, self.precision = density, density.plan.precision
         self.rows, self.columns = density.a * density.q, density.b * density.p
 
-    def times(self, values: Tensor) -> Tensor:
-        """Return P V (n, k)."""
-        density = self._density
-        return density.a[:, None] * density.times(density.b[:, None] * values)
-
-    def transposed_times(self, values: Tensor) -> Tensor:
-        """Return P^T U (m, k)."""
-        density = self._density
-        return density.b[:, None] * density.transposed_times(density.a[:, None] * values)
+    def times(self, values: Tensor, *, transposed: bool = False) -> Tensor:
+        """Return P V (n, k), or if `transposed` P^T U (m, k)."""
+        density, own, other = self._density, self._density.a, self._density.b
+        if transposed:
+            own, other = other, own
+        return own[:, None] * density.times(other[:, None] * values, transposed=transposed)
 
 
 def _weighted(values: Tensor, weights: Sequence[Tensor], masses: Tensor) -> Tensor:
@@ -286,28 +281,24 @@ class CostWeights:
         self.density, self._factors = density, factors
         self._h, self._k = h, k
 
-    def times(self, values: Tensor) -> Tensor:
-        """Return M V (n, j) for V (m, j)."""
+    def times(self, values: Tensor, *, transposed: bool = False) -> Tensor:
+        """Return M V (n, j) for V (m, j), or if `transposed` M^T U (m, j) for U (n, j)."""
         if self._held is not None:
-            return self._held @ values
+            return (self._held.T if transposed else self._held) @ values
         density, b = self.density, self.density.b
-        of_b, of_k = density.times(values, weights=(b, self._k)).chunk(2, 1)
-        found = torch.addcmul(self._h[:, None] * of_b, density.a[:, None], of_k)
-        del of_b, of_k
+        # Of h_i b_j + a_i k_j.
+        own, other = (self._h, density.a), (b, self._k)
+        if transposed:
+            own, other = other, own
+        first, second = density.times(values, weights=other, transposed=transposed).chunk(2, 1)
+        found = torch.addcmul(own[0][:, None] * first, own[1][:, None], second)
+        del first, second
         if self._factors is not None:
-            found += density.times(values, self._factors, (b,))
-        return found
-
-    def transposed_times(self, values: Tensor) -> Tensor:
-        """Return M^T U (m, j) for U (n, j)."""
-        if self._held is not None:
-            return self._held.T @ values
-        density, b = self.density, self.density.b[:, None]
-        of_h, of_a = density.transposed_times(values, weights=(self._h, density.a)).chunk(2, 1)
-        found = torch.addcmul(b * of_h, self._k[:, None], of_a)
-        del of_h, of_a
-        if self._factors is not None:
-            found += density.transposed_times(values, self._factors).mul_(b)
+            pairs = [self._factors]
+            if transposed:
+                found += density.times(values, pairs, transposed=True).mul_(b[:, None])
+            else:
+                found += density.times(values, pairs, (b,))
         return found
 
     @cached_property
@@ -365,7 +356,7 @@ def cost_gradient(
             gradient["classes"] = comparison.classes.around("xy", ground.lambda_y * block)
     if needs & {"y", "lambda_x"}:
         ones = origin.new_ones((len(source), 1))
-        back = weights.transposed_times(torch.cat((ones, x()), 1) if "y" in needs else ones)
+        back = weights.times(torch.cat((ones, x()), 1) if "y" in needs else ones, transposed=True)
         if "y" in needs:
             gradient["y"] = factor * (back[:, :1] * y() - back[:, 1:])
         if "lambda_x" in needs:

@@ -188,7 +188,7 @@ class PlanPoints:
     @cached_property
     def transposed_images(self) -> Tensor:
         """P^T x (m, d)."""
-        return self.plan.transposed_times(self.x[ALL])
+        return self.plan.times(self.x[ALL], transposed=True)
 
     def directions(self, given: Tensor, *, of_y: bool = False, centred: bool = True) -> Directions:
         """Return centred directions of x (s, n, d), or of y; or as they are if not `centred`."""
@@ -244,21 +244,17 @@ class PlanPoints:
         # One tensor where both sides are equal: the plan then packs it once.
         x = y if self.x is self.y else self.x[ALL]
         of_y = None if b is None else of_x if b is a else b.values
-        times, values = self.plan.times, y
-        if transposed:
-            times, values = self.plan.transposed_times, x
-        found = []
+        values, found = x if transposed else y, []
         for k, left in enumerate(of_x):
-            other = None
+            pairs = [(left, y)]
             if of_y is not None:
-                other = x, left if of_y is of_x else of_y[k]
-            found.append(times(values, (left, y), other))
+                pairs.append((x, left if of_y is of_x else of_y[k]))
+            found.append(self.plan.times(values, pairs, transposed=transposed))
         return found[0][None] if len(found) == 1 else torch.stack(found)
 
     def _times(self, values: Tensor, *, transposed: bool) -> Tensor:
         """Return P V (s, n, k) for V (s, m, k), or P^T V."""
-        times = self.plan.transposed_times if transposed else self.plan.times
-        return _apart(times(_as_columns(values)), len(values))
+        return _apart(self.plan.times(_as_columns(values), transposed=transposed), len(values))
 
     @cached_property
     def _row_moments(self) -> Tensor | None:

@@ -205,7 +205,7 @@ class PlanSystem:
         plan, by_row = self.plan, self.matrix.by_row
         right, taken, first = t[:, None], None, None
         if s is not None:
-            taken = plan.transposed_times(by_row * s[:, None])
+            taken = plan.times(by_row * s[:, None], transposed=True)
             right = right - taken
         found, iterated = self.directly(right), None
         if found is None:
@@ -234,7 +234,7 @@ class PlanSystem:
         plan, metric = self.plan, self.matrix.metric
         first = metric.inverse * metric.in_range(right) / self.matrix.factor
         images = plan.times(torch.cat((first, first.abs()), 1))
-        moved = plan.transposed_times(self.matrix.by_row * images)
+        moved = plan.times(self.matrix.by_row * images, transposed=True)
         rest, rounding = metric.in_range(moved[:, :1]), plan.precision * moved[:, 1:]
         return first, torch.where(rest.abs() > rounding, rest, 0)
 
@@ -391,7 +391,8 @@ class PlanMatrix:
 
     def _taken(self, values: Tensor) -> Tensor:
         """Return P^T diag(1 / (alpha r)) P v (m, s)."""
-        return self._plan.transposed_times(self._plan.times(values).mul_(self.by_row))
+        images = self._plan.times(values).mul_(self.by_row)
+        return self._plan.times(images, transposed=True)
 
     def image(self, packed: Tensor, scales: Tensor) -> Image:
         """Return the product with values packed in float16, in the form that kernels read."""

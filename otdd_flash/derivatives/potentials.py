@@ -266,7 +266,7 @@ class PotentialGradient(_ImplicitGradient):
             h = torch.where(a > 0, 0, of_f / (alpha * density.q))
             k = torch.where(b > 0, 0, of_g / (beta * density.p))
             s = torch.where(a > 0, of_f, 0) - a * density.times(k[:, None])[:, 0]
-            t = torch.where(b > 0, of_g, 0) - b * density.transposed_times(h[:, None])[:, 0]
+            t = torch.where(b > 0, of_g, 0) - b * density.times(h[:, None], transposed=True)[:, 0]
         w1, w2 = density.solve(s, t, self._cg, self._options)
         if density.whole:
             h, k = a * w1, b * w2
@@ -278,7 +278,7 @@ class PotentialGradient(_ImplicitGradient):
             if of_rows is not None:
                 gradient["a"] += of_rows[1].double() * surplus
         if "b" in self._needs:
-            gradient["b"] = -epsilon * density.transposed_times(h[:, None])[:, 0]
+            gradient["b"] = -epsilon * density.times(h[:, None], transposed=True)[:, 0]
             if of_columns is not None:
                 gradient["b"] += of_columns[1].double() * surplus
         return gradient
@@ -437,7 +437,7 @@ class MapGradient(_ImplicitGradient):
         density.check_moving()
         a, b, per_q = density.a, density.b, 1 / density.q[:, None]
         left, right = self._factors(density, per_q, cotangent)
-        pulled = density.transposed_times(left)
+        pulled = density.times(left, transposed=True)
         sums = (right * pulled).sum(1)
         by_values = None
         if self._images is not None or "y" in self._needs:
@@ -455,7 +455,7 @@ class MapGradient(_ImplicitGradient):
             u = -per_q[:, 0] * density.times((b * w2)[:, None])[:, 0] / alpha
             gradient["a"] = constraints.rows.mass_slope(u, density.q, comparison.epsilon)
             if "b" in self._needs:
-                of_u = density.transposed_times((a * u)[:, None])[:, 0]
+                of_u = density.times((a * u)[:, None], transposed=True)[:, 0]
                 v = torch.where(b > 0, w2, (sums - of_u) / (beta * density.p))
                 gradient["b"] = constraints.columns.mass_slope(v, density.p, comparison.epsilon)
         if by_values is not None:

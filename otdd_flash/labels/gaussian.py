@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Progress
+from otdd_flash.cost.points import DOUBLE_UNIT
 from otdd_flash.derivatives.autograd import ONCE, LastDerivative
 from otdd_flash.labels.pairs import ClassCloud, chunk_size, equal_chunks, masses_of, used_classes
 
@@ -373,7 +374,7 @@ class _InGradients(torch.autograd.Function):
         mine, theirs = torch.cat((pairs, pairs.flip(1))).unbind(1)
         added = weights.detach().abs().repeat(2) * norms[theirs] * moving[mine]
         most = torch.zeros_like(norms).scatter_reduce(0, mine, added, "amax")
-        seen = (added > UNIT_ROUNDOFF * most[mine]).reshape(2, -1).any(0)
+        seen = (added > DOUBLE_UNIT * most[mine]).reshape(2, -1).any(0)
         return torch.where(seen, weights, 0.0), None, None
 
 
@@ -451,9 +452,6 @@ def _chunk_size(left: Tensor, right: Tensor) -> int:
     return min(size, max(1, FILLING_ENTRIES // (rows * more_rows))) if left.is_cuda else size
 
 
-UNIT_ROUNDOFF = 2.0**-53
-
-
 def reduced_factors(clouds: Sequence[ClassCloud], unbiased: bool) -> tuple[list[Tensor], Tensor]:
     """Return factors (r_c, d) and traces (V,) of all covariances, differentiable in the points.
 
@@ -504,7 +502,7 @@ def cholesky_qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     columns = matrix.shape[-1]
     # The rounding of a product of unit columns, with a margin.
-    shift = 100 * columns * UNIT_ROUNDOFF
+    shift = 100 * columns * DOUBLE_UNIT
     norms = torch.linalg.vector_norm(matrix, dim=-2)
     q = matrix / torch.where(norms > 0, norms, 1.0).unsqueeze(-2)
     r = torch.diag_embed(norms)

@@ -488,7 +488,8 @@ class MixtureOracle:
         count = len(sources.names)
         plan = operator.plan(*answer.potentials, epsilon)
         one_hot = torch.nn.functional.one_hot(sources.members, count).to(plan.dtype)
-        got = plan.transposed_times(one_hot.to(operator.a.device)).double() * count
+        of_members = plan.times(one_hot.to(operator.a.device), transposed=True)
+        got = of_members.double() * count
         held = torch.where(operator.b > 0, 1 / operator.b, 0.0)
         found: NDArray[np.float64] = (epsilon * (got.T @ (got * held[:, None]))).cpu().numpy()
         return (found + found.T) / 2

@@ -18,7 +18,7 @@ sums are those of the very numbers that are multiplied, after any rounding.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -167,11 +167,17 @@ class Operator(Certifiable, Protocol):
         """
         ...
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
-        """Return the cost between some rows (k,) and columns (l,), int64, or all of a side.
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> Operator:
+        """Return the cost between some rows (k,) and columns (l,), int64, with other masses.
 
-        With `masses`, which sum to 1 on each side, it is a cost with facts of its own. By default
-        points keep the masses that they have in the whole, and the part has the facts of the whole.
+        These sum to 1 on each side. The cost has facts of its own.
+        """
+        ...
+
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: Epsilon) -> Tensor:
+        """Compute `softmin_rows` (n,) over some columns (l,), int64, with potentials g (l,).
+
+        Columns keep the masses that they have in the whole.
         """
         ...
 
@@ -184,8 +190,8 @@ class Operator(Certifiable, Protocol):
 # Error of a long sum in unit roundoffs: a few, as rounding errors of its terms have both signs.
 SUM_UNITS = 8
 
-# A (n, r) and B (m, r): the entries of a plan are multiplied by those of A B^T, or with an `other`
-# pair C and D by those of A B^T + C D^T.
+# A (n, r) and B (m, r): the entries of a plan are multiplied by those of A B^T, or of the sum of
+# these over several pairs.
 Factors = tuple[Tensor, Tensor]
 
 
@@ -212,12 +218,8 @@ class Products(Protocol):
         """P^T 1 (m,), float64."""
         ...
 
-    def times(self, values: Tensor) -> Tensor:
-        """Compute P V (n, k) for V (m, k)."""
-        ...
-
-    def transposed_times(self, values: Tensor) -> Tensor:
-        """Compute P^T U (m, k) for U (n, k)."""
+    def times(self, values: Tensor, *, transposed: bool = False) -> Tensor:
+        """Compute P V (n, k) for V (m, k), or if `transposed` P^T U (m, k) for U (n, k)."""
         ...
 
 
@@ -240,15 +242,12 @@ class Plan(Products, Protocol):
         ...
 
     def times(
-        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+        self, values: Tensor, pairs: Sequence[Factors] = (), *, transposed: bool = False
     ) -> Tensor:
-        """Compute P V (n, k) for V (m, k), or (P o W) V, with W = A B^T (+ C D^T)."""
-        ...
+        """Compute P V (n, k) for V (m, k), or if `transposed` P^T U (m, k) for U (n, k).
 
-    def transposed_times(
-        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
-    ) -> Tensor:
-        """Compute P^T U (m, k) for U (n, k), or (P o W)^T U, with W = A B^T (+ C D^T)."""
+        With one or two pairs, the product is that of P o W, with W the sum of their A B^T.
+        """
         ...
 
 
@@ -276,26 +275,26 @@ class EvaluatedPlan(ABC):
     """A plan whose entries are computed again in every product, and its sums with them.
 
     Args:
-        dtype: of products.
-        masses: a (n,) and b (m,), float64.
+        operator: the cost and the masses.
         f: (n,) potential, in units of the cost.
         g: (m,) potential; None for the only potential of a cloud with itself.
         epsilon: regularisation, in units of the cost.
         most: bytes that a held plan may take, half of free memory for None.
+
+    Attributes:
+        operator: as given; a subclass names the kind that it multiplies by.
+        dtype: of products.
+        masses: a (n,) and b (m,), float64.
+        symmetric: whether f is on both sides of a self term.
     """
 
     half_products: HalfProducts | None = None
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        masses: tuple[Tensor, Tensor],
-        f: Tensor,
-        g: Tensor | None,
-        epsilon: float,
-        most: int | None,
+        self, operator: Certifiable, f: Tensor, g: Tensor | None, epsilon: float, most: int | None
     ) -> None:
-        self.dtype, self.masses = dtype, masses
+        self.operator, self.symmetric = operator, g is None
+        self.dtype, self.masses = operator.passes.dtype, (operator.a, operator.b)
         self._at, self._most = (f, f if g is None else g, epsilon), most
         # Row sums (False) and column sums (True), once a product has computed them.
         self._sums: dict[bool, Tensor] = {}
@@ -349,30 +348,21 @@ class EvaluatedPlan(ABC):
     def rows(self) -> Tensor:
         """P 1 (n,)."""
         if False not in self._sums:
-            self.times(_ones(self.masses[1]))
+            self.times(torch.ones_like(self.masses[1]).unsqueeze(1))
         return self._sums[False]
 
     @property
     def columns(self) -> Tensor:
         """P^T 1 (m,)."""
         if True not in self._sums:
-            self.transposed_times(_ones(self.masses[0]))
+            self.times(torch.ones_like(self.masses[0]).unsqueeze(1), transposed=True)
         return self._sums[True]
 
     def times(
-        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+        self, values: Tensor, pairs: Sequence[Factors] = (), *, transposed: bool = False
     ) -> Tensor:
-        """Compute P V (n, k), or (P o W) V, with W = A B^T (+ C D^T)."""
-        return self._times(values, _balanced(factors, other), transposed=False)
-
-    def transposed_times(
-        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
-    ) -> Tensor:
-        """Compute P^T U (m, k), or (P o W)^T U, with W = A B^T (+ C D^T)."""
-        return self._times(values, _balanced(factors, other), transposed=True)
-
-    def _times(self, values: Tensor, factors: Factors | None, *, transposed: bool) -> Tensor:
-        found = self.applied(values, transposed=transposed, factors=factors)
+        """Compute P V or P^T U, or these of P o W; see `Plan.times`."""
+        found = self.applied(values, transposed=transposed, factors=_balanced(pairs))
         self._sums.setdefault(transposed, found.masses)
         return found.values.to(self.dtype)
 
@@ -405,39 +395,28 @@ class StoredPlan:
         return self.entries.sum(0)
 
     def times(
-        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+        self, values: Tensor, pairs: Sequence[Factors] = (), *, transposed: bool = False
     ) -> Tensor:
-        """Compute P V (n, k) for V (m, k), or (P o W) V, with W = A B^T (+ C D^T)."""
-        factors = _side_by_side(factors, other)
-        if factors is not None and _few(factors, values):
-            left, right = (factor.double() for factor in factors)
-            return _unfolded(self.times, values.double(), left, right)
+        """Compute P V or P^T U, or these of P o W; see `Plan.times`."""
+        entries, values = self.entries.T if transposed else self.entries, values.double()
+        factors = _side_by_side(pairs)
         if factors is None:
-            return self.entries @ values.double()
-        found = values.new_empty((len(self.entries), values.shape[1]), dtype=torch.float64)
-        for rows, entries in self._blocks(factors):
-            torch.mm(entries, values.double(), out=found[rows])
+            return entries @ values
+        left, right = (factor.double() for factor in factors)
+        if left.shape[1] * values.shape[1] <= FEW_COLUMNS:
+            own, other = (right, left) if transposed else (left, right)
+            return _unfolded(entries, values, own, other)
+        found = values.new_zeros((len(entries), values.shape[1]))
+        for rows, weighted in self._weighted(left, right):
+            if transposed:
+                found.addmm_(weighted.T, values[rows])
+            else:
+                torch.mm(weighted, values, out=found[rows])
         return found
 
-    def transposed_times(
-        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
-    ) -> Tensor:
-        """Compute P^T U (m, k) for U (n, k), or (P o W)^T U, with W = A B^T (+ C D^T)."""
-        factors = _side_by_side(factors, other)
-        if factors is not None and _few(factors, values):
-            left, right = (factor.double() for factor in factors)
-            return _unfolded(self.transposed_times, values.double(), right, left)
-        if factors is None:
-            return self.entries.T @ values.double()
-        found = values.new_zeros((self.entries.shape[1], values.shape[1]), dtype=torch.float64)
-        for rows, entries in self._blocks(factors):
-            found.addmm_(entries.T, values[rows].double())
-        return found
-
-    def _blocks(self, factors: Factors) -> Iterator[tuple[slice, Tensor]]:
+    def _weighted(self, left: Tensor, right: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield blocks of rows and their entries, weighted by A B^T."""
         n, m = self.entries.shape
-        left, right = (factor.double() for factor in factors)
         height = max(1, (BLOCK_GPU if left.is_cuda else BLOCK_CPU) // m)
         for first in range(0, n, height):
             rows = slice(first, first + height)
@@ -452,42 +431,31 @@ BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 25
 FEW_COLUMNS = 128
 
 
-def _few(factors: Factors, values: Tensor) -> bool:
-    return factors[0].shape[1] * values.shape[1] <= FEW_COLUMNS
-
-
-def _unfolded(
-    times: Callable[[Tensor], Tensor], values: Tensor, left: Tensor, right: Tensor
-) -> Tensor:
+def _unfolded(entries: Tensor, values: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Compute (P o L R^T) V (n, k) as sum_r L_r o P (R_r o V), one product with r k columns."""
     weighted = (right[:, :, None] * values[:, None]).flatten(1)
-    images = times(weighted).view(len(left), left.shape[1], -1)
+    images = (entries @ weighted).view(len(left), left.shape[1], -1)
     return torch.einsum("nr,nrk->nk", left, images)
 
 
-def _side_by_side(factors: Factors | None, other: Factors | None) -> Factors | None:
-    """Return A B^T + C D^T as one product [A, C] [B, D]^T."""
-    if factors is None or other is None:
-        return factors
-    return torch.cat((factors[0], other[0]), 1), torch.cat((factors[1], other[1]), 1)
+def _side_by_side(pairs: Sequence[Factors]) -> Factors | None:
+    """Return A B^T + C D^T of two pairs as one product [A, C] [B, D]^T; None without any."""
+    if len(pairs) < 2:
+        return pairs[0] if pairs else None
+    left, right = (torch.cat(sides, 1) for sides in zip(*pairs, strict=True))
+    return left, right
 
 
-def _balanced(factors: Factors | None, other: Factors | None) -> Factors | None:
+def _balanced(pairs: Sequence[Factors]) -> Factors | None:
     """Return [A, C] and [B, D] with A, B and C, D rescaled, as each pair is rounded on one scale.
 
     A is multiplied by a power of two and B divided by it until both have one size, C and D too.
     """
-    if factors is None or other is None:
-        return factors
-    pairs = factors, other
+    if len(pairs) < 2:
+        return _side_by_side(pairs)
     norms = [torch.linalg.vector_norm(side, torch.inf) for pair in pairs for side in pair]
     logs = torch.stack(norms).clamp_min(torch.finfo(norms[0].dtype).tiny).log2().view(2, 2)
     scales = ((logs[:, 1] - logs[:, 0]) / 2).round().exp2()
-    first, second = (
-        (left * scale, right / scale) for (left, right), scale in zip(pairs, scales, strict=True)
+    return _side_by_side(
+        [(left * scale, right / scale) for (left, right), scale in zip(pairs, scales, strict=True)]
     )
-    return _side_by_side(first, second)
-
-
-def _ones(masses: Tensor) -> Tensor:
-    return torch.ones_like(masses).unsqueeze(1)

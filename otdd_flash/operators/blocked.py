@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,10 @@ from otdd_flash.operators.base import (
     PlanBlock,
 )
 from otdd_flash.operators.packed_blocks import DeviceBlock, PackedBlocks, Packing
+
+if TYPE_CHECKING:
+    # It imports this file.
+    from otdd_flash.operators.ring import RingPart
 
 # Largest |softmin - guess| over epsilon: sums relative to the guess then are within 2^90 of 1.
 FAR = 90 * math.log(2)
@@ -345,28 +349,18 @@ class BlockSums(ABC):
             self.cost.own_costs() if once else None,
         )
 
-    def plan(
-        self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
-    ) -> BlockPlan:
-        """Build the plan of f (n,) and g (m,); see `Operator.plan`."""
-        return BlockPlan(self, f, g, epsilon, most)
-
 
 class BlockPlan(EvaluatedPlan):
     """A plan whose products are sums over pairs of blocks; see `EvaluatedPlan`."""
 
-    def __init__(
-        self, operator: BlockSums, f: Tensor, g: Tensor | None, epsilon: float, most: int | None
-    ) -> None:
-        super().__init__(operator.dtype, (operator.a, operator.b), f, g, epsilon, most)
-        self._operator = operator
+    operator: BlockedOperator | RingPart
 
     def applied(
         self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
     ) -> Applied:
         masses = torch.zeros_like(self.masses[transposed])
         out = values.new_zeros((len(masses), values.shape[1]), dtype=self.dtype)
-        for tile in self._operator.tiles(points=True):
+        for tile in self.operator.tiles(points=True):
             own, other = (tile.columns, tile.rows) if transposed else (tile.rows, tile.columns)
             found = self.of_tile(tile, values[other], transposed=transposed, factors=factors)
             if found is not None:
@@ -506,16 +500,14 @@ class BlockedOperator(BlockSums):
             return self
         return BlockedOperator(self.cost, self._build, coarse=self)
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
-        """Return the cost between some rows and columns; with `masses`, it is on the device.
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> Operator:
+        """Return the cost between some rows and columns, with other masses, on the device."""
+        return self._build(self.cost.sample(rows, columns, masses))
 
-        Without, it is streamed, and the packed blocks of the rows are reused if all are kept.
-        """
-        part = self.cost.cut(rows, columns, masses)
-        if masses is not None:
-            return self._build(part)
-        every = isinstance(rows, slice) and rows == slice(None)
-        return BlockedOperator(part, self._build, rows=self if every else None)
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: Epsilon) -> Tensor:
+        """Compute the softmin of rows, in packed blocks as before, over some columns (l,)."""
+        part = BlockedOperator(self.cost.part(slice(None), columns), self._build, rows=self)
+        return part.softmin_rows(g, epsilon)
 
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
@@ -544,12 +536,12 @@ class BlockedOperator(BlockSums):
 class BlockedPlan(BlockPlan):
     """A plan of streamed points, whose products are computed one block of the result at a time."""
 
-    _operator: BlockedOperator
+    operator: BlockedOperator
 
     def blocks(
         self, points: tuple[Points, Points], make: Make, *, transposed: bool = False
     ) -> Iterator[PlanBlock]:
-        operator = self._operator
+        operator = self.operator
         tiles = operator.by_columns() if transposed else operator.tiles(points=True)
         own, other = (1, 0) if transposed else (0, 1)
         for _, stripe in groupby(tiles, lambda tile: id(tile.sides[own].block)):

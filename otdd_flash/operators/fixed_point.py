@@ -36,10 +36,9 @@ from otdd_flash.kernels.passes.plan_marginals import (
 from otdd_flash.kernels.points.digits import carry_error, digit_losses, longest
 from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.operators.base import Marginals
+from otdd_flash.operators.torch_operator import LOG2_E
 
 T = TypeVar("T")
-
-LOG2_E = math.log2(math.e)
 
 # The largest coordinate in units of the first digit.
 LARGEST = 127.0

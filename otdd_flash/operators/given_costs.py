@@ -27,7 +27,7 @@ from otdd_flash.arguments import Count, check_fields
 from otdd_flash.checks import shown
 from otdd_flash.cost.facts import CostFacts, CostRange
 from otdd_flash.cost.host_points import spans
-from otdd_flash.cost.points import Cut, Masses
+from otdd_flash.cost.points import Masses
 from otdd_flash.errors import InputError, UserCodeError
 from otdd_flash.operators.torch_operator import TILE_ELEMENTS_CPU, TorchOperator
 from otdd_flash.real_numbers import in_double, in_one_row
@@ -299,17 +299,13 @@ class HeldCosts:
         return self.matrix[rows[:, None], columns]
 
 
-class CutCosts:
-    """Some rows and columns of another source, which are read from it in every pass."""
+class SomeColumns:
+    """Some columns (l,), int64, of another source, which are read from it in every pass."""
 
-    def __init__(self, source: CostSource, rows: Cut, columns: Cut) -> None:
-        (n, m), device = source.shape, source.device
-        self._source, self._every = source, isinstance(rows, slice) and rows == slice(None)
-        self._rows, self._columns = (
-            torch.arange(count, device=device)[side] for count, side in ((n, rows), (m, columns))
-        )
-        self.shape = len(self._rows), len(self._columns)
-        self.dtype, self.device = source.dtype, device
+    def __init__(self, source: CostSource, columns: Tensor) -> None:
+        self._source, self._columns = source, columns
+        self.shape = source.shape[0], len(columns)
+        self.dtype, self.device = source.dtype, source.device
 
     @property
     def block_entries(self) -> int | None:
@@ -317,20 +313,13 @@ class CutCosts:
         entries, m = self._source.block_entries, self._source.shape[1]
         return None if entries is None else max(1, entries // m) * self.shape[1]
 
-    @property
-    def whole(self) -> Tensor:
-        """The matrix of these rows and columns, in memory."""
-        return self._source.between(self._rows, self._columns)
-
     def rows(self, rows: slice) -> Tensor:
         """Copy some of the rows."""
-        if self._every:
-            return self._source.rows(rows)[:, self._columns]
-        return self._source.between(self._rows[rows], self._columns)
+        return self._source.rows(rows)[:, self._columns]
 
     def between(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Copy C (k, l) of some of these rows (k,) and columns (l,)."""
-        return self._source.between(self._rows[rows], self._columns[columns])
+        """Copy C (k, l) of some rows (k,) and some of these columns (l,)."""
+        return self._source.between(rows, self._columns[columns])
 
 
 class GivenCosts:
@@ -375,15 +364,16 @@ class GivenCosts:
         found = [block[:, rows].diagonal().double() for rows, block in exact_blocks(self.costs)]
         return torch.cat(found)
 
-    def some(self, rows: Cut, columns: Cut, masses: Masses | None) -> GivenCosts:
-        cut, dtype = CutCosts(self.costs, rows, columns), self.row_offset.dtype
-        if masses is not None:
-            held = HeldCosts(cut.whole)
-            known, exact = matrix_facts(exact_blocks(held), *masses), torch.zeros_like(masses[0])
-            return GivenCosts(held, known, dtype, exact)
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> GivenCosts:
+        held = HeldCosts(self.costs.between(rows, columns))
+        known, exact = matrix_facts(exact_blocks(held), *masses), torch.zeros_like(masses[0])
+        return GivenCosts(held, known, self.row_offset.dtype, exact)
+
+    def over(self, columns: Tensor) -> GivenCosts:
         x, y = self.magnitudes
-        known = self._known._replace(magnitudes=(x[rows], y[columns]))
-        return GivenCosts(cut, known, dtype, self.cost_errors[0][rows])
+        known = self._known._replace(magnitudes=(x, y[columns]))
+        some = SomeColumns(self.costs, columns)
+        return GivenCosts(some, known, self.row_offset.dtype, self.cost_errors[0])
 
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield -C in blocks of rows, in a buffer that the next block overwrites."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts, CostRange
-from otdd_flash.cost.points import Cut, Masses
+from otdd_flash.cost.points import Masses
 from otdd_flash.engine.problems import Evaluated, Vectors
 from otdd_flash.formulas.decision import Form
 from otdd_flash.kernels.launch import on_device
@@ -30,7 +30,7 @@ from otdd_flash.kernels.matrix.sweep import (
     row_weights,
 )
 from otdd_flash.kernels.segments.step import Sums
-from otdd_flash.operators.base import Epsilon, Marginals, Operator, Passes
+from otdd_flash.operators.base import Epsilon, Marginals, Passes
 from otdd_flash.operators.given_costs import (
     GivenCosts,
     HeldCosts,
@@ -120,13 +120,13 @@ class MatrixKernelOperator:
         # A copy: Triton compiles a kernel again for a vector whose address is not aligned.
         return matrix_row_facts(self.place, len(self.a), masses.clone()).products
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
-        """Return the cost between some rows and columns, with `masses` or those of the whole.
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> MatrixKernelOperator:
+        """Return the cost between some rows and columns, with other masses."""
+        return MatrixKernelOperator(self._tiles.sample(rows, columns, masses))
 
-        Without `masses` nothing is copied, and passes run in PyTorch.
-        """
-        found = self._tiles.part(rows, columns, masses)
-        return found if masses is None else MatrixKernelOperator(found)
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: Epsilon) -> Tensor:
+        """Compute the softmin of rows over some columns, in PyTorch, which copies no matrix."""
+        return self._tiles.softmin_over(columns, g, epsilon)
 
     @property
     def refined(self) -> MatrixKernelOperator:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ from otdd_flash.fingerprint import remembered
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator
 from otdd_flash.operators.blocked import ROUNDINGS, BlockOperator
 from otdd_flash.operators.self_share import NearShare, SelfShare, merged
+
+if TYPE_CHECKING:
+    # It imports this file.
+    from otdd_flash.operators.ring import RingPart
 
 Rows = slice | Tensor
 
@@ -172,7 +176,7 @@ EVERY, FIRST = slice(None), slice(0, 1)
 class Part(NamedTuple):
     """The operator of some rows or columns, and their mass w_r."""
 
-    operator: Operator
+    operator: Operator | RingPart
     mass: float
 
     @property
@@ -197,7 +201,7 @@ class Parts:
 
     cost: LabelledCost
     sides: tuple[Owned, Owned]
-    first: Operator | None
+    first: Operator | RingPart | None
     rows: Part | None
     columns: Part | None
     share: SelfShare | None = None
@@ -247,7 +251,7 @@ class Parts:
         return cls(cost, sides, alone, own, theirs)
 
     @property
-    def representative(self) -> Operator:
+    def representative(self) -> Operator | RingPart:
         """An operator with the type, backend and precision of the parts of all ranks."""
         if self.first is not None:
             return self.first
@@ -334,13 +338,14 @@ def softmin(
     return owned.gathered(ranks, found)
 
 
-def cut_columns(ranks: Ranks, number: int, cut: int, columns: Tensor) -> None:
-    """Hold the P_r of some columns (l,), int64, under the number `cut`, without Q_r."""
+def softmin_over(ranks: Ranks, number: int, columns: Tensor, g: Tensor, epsilon: Epsilon) -> Tensor:
+    """Compute the softmin of all rows (n,) over some columns (l,), int64, of potentials g (l,)."""
     parts: Parts = ranks.held[number]
-    part, _ = parts.by(ranks, columns=False)
+    part, owned = parts.by(ranks, columns=False)
+    found = g.new_empty(0, dtype=parts.representative.passes.dtype)
     if part is not None:
-        part = part._replace(operator=part.operator.part(EVERY, columns))
-    ranks.held[cut] = replace(parts, first=parts.representative, rows=part, columns=None)
+        found = part.operator.softmin_over(columns, g, epsilon).to(found.dtype)
+    return owned.gathered(ranks, found)
 
 
 def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tensor:
@@ -350,7 +355,7 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
     assert share is not None
     own = owned.of(ranks)
     found = merged(owned.exchanged(ranks, share.softmin(f, epsilon), math.inf), epsilon)
-    if isinstance(share, NearShare):
+    if isinstance(share, NearShare) and share.reach < math.inf:
         # Rows out of reach are computed again; a NaN is never within it.
         far = ~((found - f[own]).abs() <= share.reach * epsilon)
         # Whether there are any, the host has to know of a pass that all ranks do together alone.
@@ -473,7 +478,7 @@ def _marginals_self(
     parts: Parts = ranks.held[number]
     share, owned = parts.share, parts.sides[0]
     assert share is not None
-    part = share.marginals(f, epsilon, accurate=accurate)
+    part = share.marginals(f, None, epsilon, accurate=accurate)
     every = owned.exchanged(ranks, torch.stack((part.rows, part.row_errors), 1), 0.0)
     found = torch.stack((added(every[..., 0]), every[..., 1].amax(0)), 1)
     sums, errors = owned.gathered(ranks, found).unbind(1)

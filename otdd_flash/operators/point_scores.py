@@ -198,15 +198,19 @@ class StoredScores:
     def diagonal(self) -> Tensor:
         return -self.scores.diagonal().double()
 
-    def some(self, rows: Cut, columns: Cut, masses: Masses | None) -> StoredScores:
-        scores, facts = self.scores[rows][:, columns], self.facts
-        if masses is not None:
-            a, b = masses
-            facts = facts._replace(mean=-float(a @ (scores.double() @ b)))
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> StoredScores:
+        found, (a, b) = self._part(rows, columns), masses
+        found.facts = self.facts._replace(mean=-float(a @ (found.scores.double() @ b)))
+        return found
+
+    def over(self, columns: Tensor) -> StoredScores:
+        return self._part(slice(None), columns)
+
+    def _part(self, rows: Cut, columns: Tensor) -> StoredScores:
         (x, y), (of_x, of_y) = self.magnitudes, self.cost_errors
         return StoredScores(
-            scores,
-            facts,
+            self.scores[rows][:, columns],
+            self.facts,
             magnitudes=(x[rows], y[columns]),
             cost_errors=(of_x[rows], of_y[columns]),
             cost_rounding=self.cost_rounding,
@@ -254,8 +258,11 @@ class StreamedScores:
     def diagonal(self) -> Tensor:
         return self._cost.own_costs()
 
-    def some(self, rows: Cut, columns: Cut, masses: Masses | None) -> StreamedScores:
-        return StreamedScores(self._cost.cut(rows, columns, masses), self.row_offset.dtype)
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> StreamedScores:
+        return StreamedScores(self._cost.sample(rows, columns, masses), self.row_offset.dtype)
+
+    def over(self, columns: Tensor) -> StreamedScores:
+        return StreamedScores(self._cost.part(slice(None), columns), self.row_offset.dtype)
 
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield S in blocks of rows, in a buffer that the next block overwrites."""

@@ -22,6 +22,7 @@ All ranks must call every operation together, also those that own no points.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
@@ -32,12 +33,13 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.host_points import Block
-from otdd_flash.cost.points import Cut, LabelledCost, Masses, Moments, normalised
+from otdd_flash.cost.points import LabelledCost, Moments, normalised
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Epsilon, Operator, Passes
 from otdd_flash.operators.blocked import (
     FAR,
     BlockOperator,
+    BlockPlan,
     BlockSums,
     Build,
     SoftminAccumulator,
@@ -122,17 +124,21 @@ class RingPart(BlockSums):
         given = self._ranks, self.cost, (sides[0], sides[1]), first, self._build
         return RingPart(*given, columns=self._columns, coarse=self)
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> RingPart:
-        """Return P_r of some columns (l,), int64; only these circulate."""
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: Epsilon) -> Tensor:
+        """Compute the softmin of own rows over some columns (l,), int64; only these circulate."""
         assert not self._columns
-        assert rows == EVERY
-        assert isinstance(columns, Tensor)
-        assert masses is None
         own, other = self._sides
         points = nowhere(self.cost, len(self.a)), nowhere(self.cost, len(columns))
         part = self.cost.part(EVERY, columns, points)
         sides = own, other.some(columns)
-        return RingPart(self._ranks, part, sides, self.first, self._build, columns=False)
+        some = RingPart(self._ranks, part, sides, self.first, self._build, columns=False)
+        return some.softmin_rows(g, epsilon)
+
+    def plan(
+        self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
+    ) -> BlockPlan:
+        """Build the plan of f (n,) and g (m,); see `Operator.plan`."""
+        return BlockPlan(self, f, g, epsilon, most)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Compute sum_j C_ij q_j (k,) for masses q (m,), float64; no points circulate."""
@@ -206,12 +212,7 @@ def ring_parts(
     rows = part(columns=False)
     if not cost.symmetric:
         return Parts(cost, sides, beginning, rows, part(columns=True))
-    pairs = RingPairs(ranks, cost, x, beginning, build)
-    # Blocks are packed for kernels, whose sums are relative to a potential near the result.
-    if pairs.packing is None:
-        share = BlockShare(pairs)
-    else:
-        share = RingShare(pairs, rows.operator, sides[0].of(ranks))
+    share = RingPairs(ranks, cost, x, beginning, build, rows.operator)
     return Parts(cost, sides, beginning, rows, None, share)
 
 
@@ -417,7 +418,7 @@ def count_of(block: Block) -> int:
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
-class RingPairs(BlockSums):
+class RingPairs(BlockShare, NearShare):
     """This rank's pairs of a self term.
 
     Args:
@@ -426,8 +427,11 @@ class RingPairs(BlockSums):
         blocks: of the cloud: two per rank if the number of ranks is even, else one.
         first: the operator of the first row and column; the others run as it does.
         build: builds the operator of a pair of blocks.
+        rows: P_r, which computes softmins out of reach again.
         coarse: the pairs that these refine.
     """
+
+    repairs_alone = False
 
     def __init__(
         self,
@@ -436,11 +440,14 @@ class RingPairs(BlockSums):
         blocks: RingBlocks,
         first: BlockOperator,
         build: Build,
+        rows: Operator | RingPart,
         *,
         coarse: RingPairs | None = None,
     ) -> None:
         super().__init__(cost, build, coarse=coarse)
-        self._ranks, self._blocks, self._first = ranks, blocks, first
+        self._ranks, self._blocks, self._first, self._rows = ranks, blocks, first, rows
+        # Blocks are packed for kernels, whose sums are relative to a potential near the result.
+        self.reach = math.inf if self.packing is None else FAR
 
     def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
         """Yield the pairs of blocks of this rank, each once."""
@@ -473,31 +480,11 @@ class RingPairs(BlockSums):
         if self._first.refined is self._first:
             return self
         first, (blocks,) = refined_blocks(self._first, self._blocks)
-        return RingPairs(self._ranks, self.cost, blocks, first, self._build, coarse=self)
-
-
-class RingShare(BlockShare, NearShare):
-    """One rank's share of the pairs of a self term with sharded points, in Triton.
-
-    Args:
-        pairs: of this rank.
-        rows: P_r, which computes softmins out of reach again.
-        own: indices of this rank's points in the whole cloud.
-    """
-
-    reach = FAR
-    repairs_alone = False
-
-    def __init__(self, pairs: RingPairs, rows: Operator, own: Rows) -> None:
-        super().__init__(pairs)
-        self._ring, self._rows, self._own = pairs, rows, own
-
-    @property
-    def refined(self) -> RingShare:
-        return RingShare(self._ring.refined, self._rows.refined, self._own)
+        given = self._ranks, self.cost, blocks, first, self._build, self._rows.refined
+        return RingPairs(*given, coarse=self)
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
         """Compute T(f) (n,) for all rows of this rank, from all shards; 0 elsewhere."""
-        found = torch.zeros_like(self._pairs.a, dtype=self._pairs.dtype)
-        found[self._own] = self._rows.softmin_rows(f, epsilon)
+        found = torch.zeros_like(self.a, dtype=self.dtype)
+        found[sides_of(self.cost)[0].of(self._ranks)] = self._rows.softmin_rows(f, epsilon)
         return found

@@ -43,8 +43,8 @@ class SelfShare(Protocol):
         """Return the p_ri (n,), float64."""
         ...
 
-    def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
-        """Compute sums (n,) of the plan of f and f over this rank's pairs.
+    def marginals(self, f: Tensor, g: None, epsilon: Epsilon, *, accurate: bool) -> Marginals:
+        """Compute sums (n,) of the plan of f and f over this rank's pairs; there is no g.
 
         The plan is the mean of the computed one and its transpose: row and column sums are equal.
         """
@@ -61,10 +61,10 @@ class SelfShare(Protocol):
 
 
 class NearShare(ABC):
-    """A `SelfShare` in Triton, whose sums are relative to f and leave the range of float32 far off.
+    """A `SelfShare` whose sums in Triton are relative to f and leave the range of float32 far off.
 
     Attributes:
-        reach: largest |f - T(f)| over epsilon for which `softmin` is accurate.
+        reach: largest |f - T(f)| over epsilon for which `softmin` is accurate; inf in PyTorch.
         repairs_alone: whether `repaired` computes the marked rows only, without other ranks, which
             takes nothing where there are none.
     """
@@ -99,36 +99,20 @@ def merged(parts: Tensor, epsilon: Epsilon) -> Tensor:
     return lowest - epsilon * total.log_()
 
 
-class BlockShare:
-    """A share of the pairs of a self term, as pairs of blocks.
-
-    Args:
-        pairs: of this rank, each once.
-    """
-
-    def __init__(self, pairs: BlockSums) -> None:
-        self._pairs = pairs
-
-    @property
-    def refined(self) -> SelfShare:
-        """The share itself: nothing was rounded."""
-        return self
+class BlockShare(BlockSums):
+    """A share of the pairs of a self term, as pairs of blocks, each once."""
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        return self._pairs.accumulate_pairs(f, epsilon).potential
-
-    def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
-        """Compute the sums of `SelfShare.marginals`, with the larger of row and column errors."""
-        return self._pairs.marginals(f, None, epsilon, accurate=accurate)
+        return self.accumulate_pairs(f, epsilon).potential
 
     def mean_error(self, ranks: Ranks) -> float:
-        of_rows, _ = self._pairs.accurate_errors
-        own = torch.cat((of_rows, of_rows.new_full((1,), self._pairs.rounding)))
+        of_rows, _ = self.accurate_errors
+        own = torch.cat((of_rows, of_rows.new_full((1,), self.rounding)))
         every = ranks.all_gathered(own).amax(0)
-        return float(every[-1] + 2 * (self._pairs.a @ every[:-1]))
+        return float(every[-1] + 2 * (self.a @ every[:-1]))
 
 
-class FoldedPairs(BlockSums):
+class FoldedPairs(BlockShare):
     """A rank's pairs in PyTorch, of points that are all on the device.
 
     Each range has a square, the pairs (i, j) and (j, i) of its own points, and a rectangle, those
@@ -152,6 +136,11 @@ class FoldedPairs(BlockSums):
             self._tiles.append(self.tile((one, one)))
             if len(later.points) > 0:
                 self._tiles.append(self.tile((one, later)))
+
+    @property
+    def refined(self) -> FoldedPairs:
+        """The share itself: nothing was rounded."""
+        return self
 
     @property
     def first(self) -> BlockOperator:

@@ -25,7 +25,6 @@ from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.cost.host_points import HostPoints, Streaming
 from otdd_flash.cost.points import (
-    Cut,
     LabelledCost,
     LessOrigin,
     Masses,
@@ -54,8 +53,8 @@ from otdd_flash.operators.blocked import Build as BlockBuild
 from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.parts import FIRST, Build, Owned, Parts, cost_error
-from otdd_flash.operators.ring import nowhere, ring_parts
-from otdd_flash.operators.self_share import BlockShare, FoldedPairs, SelfShare, folded
+from otdd_flash.operators.ring import ring_parts
+from otdd_flash.operators.self_share import FoldedPairs, SelfShare, folded
 from otdd_flash.samples import LabeledSamples, unchecked
 
 # Operators that a process holds for one cost: a part by rows and one by columns, or, for a self
@@ -364,16 +363,20 @@ def _of_one_rank(streaming: Streaming, ranks: Ranks, compute: ComputeOptions) ->
 def _block_share(cost: LabelledCost, ranks: Ranks, build: Build) -> tuple[SelfShare, Operator]:
     """Build this rank's share of a self term in PyTorch, and an operator that runs like it."""
     ranges = folded(cost.shape[0], ranks.rank, ranks.size)
-    share = BlockShare(FoldedPairs(cost, ranges, cast(BlockBuild, build)))
+    share = FoldedPairs(cost, ranges, cast(BlockBuild, build))
     return share, build(cost.part(FIRST, FIRST))
 
 
 def _kernel_share(cost: LabelledCost, ranks: Ranks, build: Build) -> tuple[SelfShare, Operator]:
     """Build this rank's share of a self term in Triton, and the operator of the whole."""
-    whole: Any = build(cost)
+    # Triton is not everywhere.
+    from otdd_flash.operators.triton_operator import KernelOperator, KernelSelfShare
+
+    whole = build(cost)
+    assert isinstance(whole, KernelOperator)
     # The part by rows reuses the packed points.
     cost.packed = whole.packed
-    return whole.self_share(ranks.rank, ranks.size), whole
+    return KernelSelfShare(whole, (ranks.rank, ranks.size)), whole
 
 
 def _holders(ranks: Ranks, compute: ComputeOptions, cost: LabelledCost) -> int:
@@ -430,22 +433,13 @@ class ShardedOperator:
             self._refined = ShardedOperator(ranks, number, self.cost, self._error, self._sampled)
         return self._refined
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
-        """Return the cost between some rows and columns; with `masses`, of this process alone.
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> Operator:
+        """Return the cost between some rows and columns, with other masses, of this process."""
+        return self._sampled(self.cost.sample(rows, columns, masses))
 
-        Without, it is shared, for all rows and some columns (l,), int64, of the cost between two
-        clouds, and has no softmin of columns.
-        """
-        if masses is not None:
-            return self._sampled(self.cost.sample(rows, columns, masses))
-        assert rows == parts.EVERY
-        assert isinstance(columns, Tensor)
-        ranks, number = self.ranks, self.ranks.number()
-        ranks.order(parts.cut_columns, self.number, number, columns)
-        # The ranks' parts have the points.
-        points = nowhere(self.cost, len(self.a)), nowhere(self.cost, len(columns))
-        cost = self.cost.part(rows, columns, points)
-        return ShardedOperator(ranks, number, cost, self._error, self._sampled)
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: Epsilon) -> Tensor:
+        """Compute the softmin of rows over some columns (l,), int64, with potentials g (l,)."""
+        return self.ranks.order(parts.softmin_over, self.number, columns, g, epsilon)
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
@@ -487,21 +481,12 @@ class ShardedOperator:
 class SharedPlan(EvaluatedPlan):
     """A plan whose products ranks share; see `EvaluatedPlan`."""
 
-    def __init__(
-        self,
-        operator: ShardedOperator,
-        f: Tensor,
-        g: Tensor | None,
-        epsilon: float,
-        most: int | None,
-    ) -> None:
-        super().__init__(operator.passes.dtype, (operator.a, operator.b), f, g, epsilon, most)
-        self._operator = operator
+    operator: ShardedOperator
 
     def applied(
         self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
     ) -> Applied:
-        operator, (f, g, epsilon), (left, right) = self._operator, self._at, factors or (None, None)
+        operator, (f, g, epsilon), (left, right) = self.operator, self._at, factors or (None, None)
         if transposed and operator.cost.symmetric:
             # P^T is the plan with f and g exchanged.
             f, g, left, right, transposed = g, f, right, left, False
@@ -511,7 +496,7 @@ class SharedPlan(EvaluatedPlan):
     def blocks(
         self, points: tuple[Points, Points], make: Make, *, transposed: bool = False
     ) -> Iterator[PlanBlock]:
-        operator, (f, g, epsilon), own = self._operator, self._at, points[transposed]
+        operator, (f, g, epsilon), own = self.operator, self._at, points[transposed]
         if not (operator.replicated and isinstance(make, LessOrigin)):
             yield from super().blocks(points, make, transposed=transposed)
             return

@@ -40,23 +40,24 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.host_points import spans
+from otdd_flash.cost.points import DOUBLE_UNIT
 from otdd_flash.engine.problems import Segments, Start, WeightedPoints
 from otdd_flash.engine.quasi_newton import ManyVectors, QuasiNewton
 from otdd_flash.formulas.decision import Form, Goal
 from otdd_flash.formulas.evidence import TRIFLE, PassErrors
 from otdd_flash.formulas.marginals import EXACT
-from otdd_flash.operators.torch_operator import TILE_ELEMENTS_CPU, TILE_ELEMENTS_GPU
+from otdd_flash.operators.torch_operator import (
+    LEAST_EXPONENT,
+    TILE_ELEMENTS_CPU,
+    TILE_ELEMENTS_GPU,
+)
 
 # Stands for log(0): finite, so that differences of two of them are 0 and not NaN.
 LOG_ZERO = -1e30
-LEAST_EXPONENT = -700.0
 
 # Differences that are remembered: more of them save few iterations, and half of the memory that
 # potentials take is theirs.
 MEMORY = 4
-
-# Unit roundoff.
-UNIT = 2.0**-53
 
 # Padded sizes are multiples of it, so that rows are whole vectors.
 SIZE_STEP = 16
@@ -143,7 +144,7 @@ class StoredSegments(PaddedSegments):
         self.mean_cost, self.cost_spread, mean, largest, peak = facts.unbind(1)
         self.offset = torch.zeros_like(self.mean_cost)
         none = self.offset
-        sums = torch.full_like(none, UNIT * (max(shape) + 512))
+        sums = torch.full_like(none, DOUBLE_UNIT * (max(shape) + 512))
         self.errors = PassErrors(mean, largest, peak, sums, *4 * (none,), none + TRIFLE)
         self.masses = [
             torch.stack([_padded(pair[side].masses, shape[side]) for pair in sides])
@@ -214,7 +215,7 @@ def _fill(out: Tensor, rows: WeightedPoints, columns: WeightedPoints) -> Tensor:
     squares_x, squares_y = x.square().sum(1), y.square().sum(1)
     cost = torch.addmm(squares_y, x, y.T, alpha=-2).add_(squares_x[:, None])
     out[: cost.shape[0], : cost.shape[1]] = cost
-    error = UNIT * (2 * x.shape[1] + 16)
+    error = DOUBLE_UNIT * (2 * x.shape[1] + 16)
     # (||x|| + ||y||)^2 <= 2 ||x||^2 + 2 ||y||^2.
     mean = 2 * error * (rows.masses @ squares_x + columns.masses @ squares_y)
     largest = 2 * error * (squares_x.max() + squares_y.max())

@@ -25,7 +25,7 @@ from torch.nn.functional import threshold
 
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.host_points import spans
-from otdd_flash.cost.points import Cut, Masses
+from otdd_flash.cost.points import DOUBLE_UNIT, Masses
 from otdd_flash.memory import holds
 from otdd_flash.operators.base import (
     Applied,
@@ -57,8 +57,7 @@ LEAST_EXPONENT = -700.0
 # Entries of the plan up to this are taken to be 0 if pairs may be forbidden.
 NOTHING = 2 * math.exp(LEAST_EXPONENT)
 
-# Unit roundoff of float64, and the error of an exponent in these over the sizes of its terms.
-DOUBLE_UNIT = 2.0**-53
+# The error of an exponent in unit roundoffs of float64, over the sizes of its terms.
 EVALUATION = 8
 
 # The least float32 above 0.
@@ -129,8 +128,12 @@ class Source(Protocol):
         """Return C_ii (n,) for the cost of a cloud with itself, float64."""
         ...
 
-    def some(self, rows: Cut, columns: Cut, masses: Masses | None) -> Self:
-        """Return scores between some rows and columns, with facts for `masses` or of the whole."""
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> Self:
+        """Return scores between some rows and columns, int64, with facts for other masses."""
+        ...
+
+    def over(self, columns: Tensor) -> Self:
+        """Return scores between all rows and some columns, int64, with facts of the whole."""
         ...
 
 
@@ -207,10 +210,14 @@ class TorchOperator(Generic[S]):
         """The operator itself: nothing was rounded for passes alone."""
         return self
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> TorchOperator[S]:
-        """Return the cost between some rows and columns, with `masses` or those of the whole."""
-        a, b = masses or (self.a[rows], self.b[columns])
-        return TorchOperator(self.source.some(rows, columns, masses), a, b)
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> TorchOperator[S]:
+        """Return the cost between some rows and columns, with other masses."""
+        return TorchOperator(self.source.sample(rows, columns, masses), *masses)
+
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: Epsilon) -> Tensor:
+        """Compute the softmin of rows over some columns (l,), int64, with potentials g (l,)."""
+        part = TorchOperator(self.source.over(columns), self.a, self.b[columns])
+        return part.softmin_rows(g, epsilon)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
@@ -364,20 +371,11 @@ class TorchOperator(Generic[S]):
 class TiledPlan(EvaluatedPlan):
     """A plan computed from tiles of scores; `prepared` may hold it as a matrix."""
 
-    def __init__(
-        self,
-        operator: TorchOperator[Source],
-        f: Tensor,
-        g: Tensor | None,
-        epsilon: float,
-        most: int | None,
-    ) -> None:
-        super().__init__(operator.dtype, (operator.a, operator.b), f, g, epsilon, most)
-        self._operator = operator
+    operator: TorchOperator[Source]
 
     @property
     def prepared(self) -> Plan:
-        operator = self._operator
+        operator = self.operator
         needed = 8 * math.prod(operator.shape)
         if operator.source.holds_plans and holds(needed, self._most, operator.device):
             return StoredPlan(operator.plan_entries(*self._at))
@@ -389,7 +387,7 @@ class TiledPlan(EvaluatedPlan):
         values = values.to(self.dtype)
         sums = torch.zeros_like(self.masses[transposed])
         out = values.new_zeros((len(sums), values.shape[1]))
-        for rows, plan in self._operator.plan_tiles(*self._at):
+        for rows, plan in self.operator.plan_tiles(*self._at):
             if transposed:
                 sums += plan.sum(0)
             else:

@@ -9,22 +9,21 @@ same cost in `high` precision and shares the packed coordinates. Points on a lat
 Of a self term that ranks share, a rank has two stripes of the upper triangle, `KernelSelfShare`,
 which `sharing` asks for. All ranks hold the whole cloud in the same packed order. With f as the
 shift of all exponentials, partial sums of all ranks simply add up. A softmin of one process over
-its own pairs of blocks uses `KernelSelf` as well.
+its own pairs of blocks is one stripe of all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
-from otdd_flash.cost.points import Cut, LabelledCost, Masses
+from otdd_flash.cost.points import LabelledCost, Masses
 from otdd_flash.cost.rounding import Lattice, float16_rounding, lattice_of
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.fingerprint import remembered
@@ -66,6 +65,9 @@ class KernelOperator:
 
     Attributes:
         packed: both clouds in float16 parts, as kernels read them.
+        sides: the same with norms and masses.
+        scores: parameters of the scores, and the same with sides exchanged.
+        plan_parts: number of products of float16 parts for each score of an evaluated plan.
         passes: how passes run.
     """
 
@@ -79,7 +81,7 @@ class KernelOperator:
         self._lattice: Lattice | None
         self.packed: tuple[PackedPoints, PackedPoints]
         self._fixed_point: FixedPoint
-        self._packed_sides: tuple[SideByParts, SideByParts]
+        self.sides: tuple[SideByParts, SideByParts]
         if coarse is None:
             self._lattice = lattice_of(cost)
             self.packed = x, y = _pack_both(cost, self._lattice)
@@ -88,21 +90,23 @@ class KernelOperator:
             of_x = of_y = _side_by_parts(x, masses, cost.lambda_x)
             if not cost.symmetric:
                 of_y = _side_by_parts(y, packed_masses(cost.b, y.layout), cost.lambda_x)
-            self._packed_sides = of_x, of_y
+            self.sides = of_x, of_y
             self._costs = cost.class_costs.float().contiguous()
             self._masses = masses.single if cost.symmetric else None
         else:
             self._lattice, self._fixed_point = coarse._lattice, coarse._fixed_point
-            self.packed, self._packed_sides = coarse.packed, coarse._packed_sides
+            self.packed, self.sides = coarse.packed, coarse.sides
             self._costs, self._masses = coarse._costs, coarse._masses
         self._parts = parts = 1 if self._lattice else PARTS[precision]
         x, y = self.packed
-        self._rows, self._columns = (by_parts[parts] for by_parts in self._packed_sides)
+        self._rows, self._columns = (by_parts[parts] for by_parts in self.sides)
         scale = 2 * cost.lambda_x / x.scale**2
-        self._scores = Scores(scale, self._costs, parts)
-        self._transposed = Scores(scale, self._costs.T.contiguous(), parts)
+        there, back = (
+            Scores(scale, costs, parts) for costs in (self._costs, self._costs.T.contiguous())
+        )
+        self.scores = there, back
         # Values that a plan multiplies are on no lattice.
-        self._plan_parts = PARTS["high" if self._lattice else precision]
+        self.plan_parts = PARTS["high" if self._lattice else precision]
         self._many = x.layout.size * y.layout.size >= MANY_SCORES
         products = self.shape[0] * self.shape[1] * x.coordinates.shape[1]
         backend = f"triton, scores streamed, {precision}"
@@ -149,11 +153,11 @@ class KernelOperator:
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
-        return self._half_step(self._rows, self._columns, self._scores, g, epsilon, guess)
+        return self._softmin(g, epsilon, guess if self._many else None, columns=False)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """Compute g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
-        return self._half_step(self._columns, self._rows, self._transposed, f, epsilon, guess)
+        return self._softmin(f, epsilon, guess if self._many else None, columns=True)
 
     def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
         """Compute T(f) (n,) for the potential f of a self term, which is near T(f)."""
@@ -161,7 +165,7 @@ class KernelOperator:
             return self.softmin_rows(f, epsilon)
         assert self._masses is not None
         level = on_device(epsilon, f.device)
-        return symmetric_step(self._rows, self._scores, self._masses, single(f), level)
+        return symmetric_step(self._rows, self.scores[0], self._masses, single(f), level)
 
     def softmin_part(
         self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
@@ -170,30 +174,37 @@ class KernelOperator:
 
         It is infinite where it changes the whole softmin by less than rounding.
         """
-        sides = (self._columns, self._rows, self._transposed)
-        if not columns:
-            sides = (self._rows, self._columns, self._scores)
-        guess = None if near is None else single(near)
-        level = on_device(epsilon, potential.device)
-        return half_step(*sides, single(potential), level, guess, partly=guess is not None)
+        return self._softmin(potential, epsilon, near, columns=columns, partly=near is not None)
 
     def softmin_pair(self, f: Tensor, g: Tensor | None, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
         """Compute `softmin_part` of rows near f (n,) and columns near g (m,), float64, at once."""
-        level = on_device(epsilon, f.device)
         if g is None:
-            assert self._masses is not None
-            one = KernelSelf(self._rows, self._scores, self._masses, self._fixed_point)
-            found = one.softmin(f, level)
+            found = self.softmin_of_pairs(f, epsilon)
             return found, found
+        level = on_device(epsilon, f.device)
         x, y = self.packed
         masses = packed_masses(self.a, x.layout).single, packed_masses(self.b, y.layout).single
         near = single(f), single(g)
-        sums = pair_sums(self._rows, self._columns, self._scores, masses, near, level)
+        sums = pair_sums(self._rows, self._columns, self.scores[0], masses, near, level)
         rows, columns = (
             potential.double() - level * found.log()
             for potential, found in zip(near, sums, strict=True)
         )
         return rows, columns
+
+    def softmin_of_pairs(
+        self, f: Tensor, epsilon: Epsilon, stripes: Sequence[tuple[int, int]] | None = None
+    ) -> Tensor:
+        """Compute the softmin (n,) of a self term near f, float64.
+
+        It is over the pairs of some stripes of blocks, or of all.
+        """
+        assert self._masses is not None
+        layout, potential = self.packed[0].layout, single(f)
+        level = on_device(epsilon, f.device)
+        given = self._rows, self.scores[0], self._masses, potential, level
+        sums = triangle_sums(*given, stripes or [(0, layout.size // BLOCK_ROWS)])
+        return potential.double() - level * sums.log_()[layout.position]
 
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
@@ -205,48 +216,35 @@ class KernelOperator:
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
     ) -> KernelPlan:
         """Build the plan of f (n,) and g (m,); see `Operator.plan`."""
-        scores = self._scores, self._transposed
-        return KernelPlan(
-            self.cost, self._packed_sides, scores, self._plan_parts, f, g, epsilon, most
-        )
+        return KernelPlan(self, f, g, epsilon, most)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
         return self.cost.expected_costs(masses)
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> KernelOperator:
-        """Return the cost between some rows and columns, with `masses` or those of the whole.
+    def sample(self, rows: Tensor, columns: Tensor, masses: Masses) -> KernelOperator:
+        """Return the cost between some rows and columns, with other masses."""
+        return KernelOperator(self.cost.sample(rows, columns, masses), self._precision)
 
-        A side that keeps all points and masses keeps its packed form.
-        """
-        part = self.cost.cut(rows, columns, masses)
-        if masses is None:
-            every = [isinstance(cut, slice) and cut == slice(None) for cut in (rows, columns)]
-            x, y = (side if all_ else None for side, all_ in zip(self.packed, every, strict=True))
-            part.packed = x, y
-        return KernelOperator(part, self._precision)
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: Epsilon) -> Tensor:
+        """Compute the softmin of rows, in their packed form, over some columns (l,), int64."""
+        part = self.cost.part(slice(None), columns)
+        part.packed = self.packed[0], None
+        return KernelOperator(part, self._precision).softmin_rows(g, epsilon)
 
-    def self_share(self, rank: int, size: int) -> KernelSelfShare:
-        """Return the share of this self term's pairs that `rank` of `size` ranks computes."""
-        assert self._masses is not None
-        return KernelSelfShare(
-            KernelSelf(self._rows, self._scores, self._masses, self._fixed_point),
-            (rank, size),
-            lambda: self.refined.self_share(rank, size),
-        )
-
-    def _half_step(
+    def _softmin(
         self,
-        rows: Side,
-        columns: Side,
-        scores: Scores,
         potential: Tensor,
         epsilon: Epsilon,
         guess: Tensor | None,
+        *,
+        columns: bool,
+        partly: bool = False,
     ) -> Tensor:
-        near = None if guess is None or not self._many else single(guess)
-        level = on_device(epsilon, potential.device)
-        return half_step(rows, columns, scores, single(potential), level, near)
+        own, other = (self._columns, self._rows) if columns else (self._rows, self._columns)
+        near = None if guess is None else single(guess)
+        given = single(potential), on_device(epsilon, potential.device), near
+        return half_step(own, other, self.scores[columns], *given, partly=partly)
 
 
 def _pack_both(cost: LabelledCost, lattice: Lattice | None) -> tuple[PackedPoints, PackedPoints]:
@@ -311,59 +309,31 @@ def packed_masses(masses: Tensor, layout: Layout) -> PackedMasses:
     return remembered(masses, name, lambda: PackedMasses(layout, layout.spread(masses, 0.0)))
 
 
-class KernelSelf(NamedTuple):
-    """The operands of kernels for the cost of a cloud with itself.
-
-    Attributes:
-        side: both sides of the cost.
-        scores: parameters of the scores.
-        masses: (n,) float32, packed, 0 for padding.
-        fixed_point: for the plan's marginals.
-    """
-
-    side: Side
-    scores: Scores
-    masses: Tensor
-    fixed_point: FixedPoint
-
-    def softmin(
-        self, f: Tensor, epsilon: Tensor, blocks: Sequence[tuple[int, int]] | None = None
-    ) -> Tensor:
-        """Compute the softmin (n,) near f, float64, over pairs of some stripes of blocks or all."""
-        layout, potential = self.side.points.layout, single(f)
-        stripes = [(0, layout.size // BLOCK_ROWS)] if blocks is None else blocks
-        given = self.side, self.scores, self.masses, potential, epsilon
-        return potential.double() - epsilon * triangle_sums(*given, stripes).log_()[layout.position]
-
-
 class KernelSelfShare(NearShare):
     """A rank's stripes of a self term between labelled points on a GPU.
 
     Args:
-        cost: the whole cost.
+        operator: of the whole cost.
         place: the rank and the number of ranks.
-        refine: builds the same share of the cost at full accuracy.
     """
 
     # Beyond it sums leave the range of float32.
     reach = math.log(LARGEST_SUM)
     repairs_alone = True
 
-    def __init__(
-        self, cost: KernelSelf, place: tuple[int, int], refine: Callable[[], KernelSelfShare]
-    ) -> None:
-        self._cost, self._refine = cost, refine
-        self._blocks = folded(cost.side.points.layout.size // BLOCK_ROWS, *place)
+    def __init__(self, operator: KernelOperator, place: tuple[int, int]) -> None:
+        self._operator, self._place = operator, place
+        self._blocks = folded(operator.packed[0].layout.size // BLOCK_ROWS, *place)
 
     @property
     def refined(self) -> KernelSelfShare:
-        return self._refine()
+        return KernelSelfShare(self._operator.refined, self._place)
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        return self._cost.softmin(f, on_device(epsilon, f.device), self._blocks)
+        return self._operator.softmin_of_pairs(f, epsilon, self._blocks)
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
-        (side, scores, _, _), potential = self._cost, single(f)
+        side, scores, potential = self._operator._rows, self._operator.scores[0], single(f)
         level, layout = on_device(epsilon, f.device), side.points.layout
         marked = torch.zeros_like(layout.block_class)
         blocks = layout.position // BLOCK_ROWS
@@ -372,11 +342,11 @@ class KernelSelfShare(NearShare):
         repair(side, side, scores, bias, level, marked, found)
         return found
 
-    def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
+    def marginals(self, f: Tensor, g: None, epsilon: Epsilon, *, accurate: bool) -> Marginals:
         stripes = [(first * BLOCK_ROWS, end * BLOCK_ROWS) for first, end in self._blocks]
-        fixed_point = self._cost.fixed_point
-        return fixed_point.marginals(f, None, float(epsilon), accurate=accurate, stripes=stripes)
+        fixed_point = self._operator._fixed_point
+        return fixed_point.marginals(f, g, float(epsilon), accurate=accurate, stripes=stripes)
 
     def mean_error(self, ranks: Ranks) -> float:
         """Return `CostFacts.error` of the whole cost; every rank computes the same."""
-        return self._cost.fixed_point.cost_error
+        return self._operator._fixed_point.cost_error

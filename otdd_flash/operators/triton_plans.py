@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.points import LabelledCost
 from otdd_flash.kernels.launch import on_device
 from otdd_flash.kernels.linear.cg_step import Image
 from otdd_flash.kernels.linear.halves import Unmerged, from_halves, onward, row_sums, to_halves
@@ -45,6 +44,10 @@ from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import Layout, PackedPoints, pack, power_of_two_scale
 from otdd_flash.memory import holds
 from otdd_flash.operators.base import Applied, EvaluatedPlan, Factors, Plan, Products, StoredPlan
+
+if TYPE_CHECKING:
+    # It imports this file.
+    from otdd_flash.operators.triton_operator import KernelOperator
 
 # product(values (m, copies, k) float16): Q V in packed order, and the row sums of Q.
 PackedProduct = Callable[[Tensor], tuple[Unmerged, Unmerged]]
@@ -139,77 +142,41 @@ class _RoundedPlan:
     def columns(self) -> Tensor:
         """P^T 1 (M,), float64."""
         ones = self.rows.new_ones(1, 1).expand(len(self.rows), 1)
-        return self.transposed_times(ones)[:, 0]
+        return self.times(ones, transposed=True)[:, 0]
 
-    def times(self, values: Tensor) -> Tensor:
-        """Compute P V (N, k) for V (M, k), float64."""
-        return self.half_products.there.times(values)
-
-    def transposed_times(self, values: Tensor) -> Tensor:
-        """Compute P^T U (M, k) for U (N, k), float64."""
-        return self.half_products.back.times(values)
+    def times(self, values: Tensor, *, transposed: bool = False) -> Tensor:
+        """Compute P V (N, k) for V (M, k), or if `transposed` P^T U (M, k), float64."""
+        products = self.half_products
+        return (products.back if transposed else products.there).times(values)
 
 
 class HeldPlan(_RoundedPlan):
-    """A plan P_ij = a_i unit Q_ij with Q (n, m) held in float16; a product reads Q once.
-
-    Args:
-        entries: Q, 0 in rows of padding and of points without mass, and in columns of padding.
-        unit: P_ij / a_i for Q_ij = 1; a power of two.
-        masses: a (N,) float64, in the order of the points.
-        layouts: of the rows and of the columns.
-        rows: P 1 (N,) float64, of the rounded numbers.
-    """
-
-    def __init__(
-        self,
-        entries: Tensor,
-        unit: float,
-        masses: Tensor,
-        layouts: tuple[Layout, Layout],
-        rows: Tensor,
-    ) -> None:
-        weights, ones = unit * masses, torch.ones_like(layouts[1].position, dtype=masses.dtype)
-        super().__init__(
-            HalfProduct(partial(_matrix_product, entries), None, weights, layouts),
-            HalfProduct(partial(_matrix_product, entries.T), weights, ones, layouts[::-1]),
-            rows,
-        )
+    """A plan P_ij = a_i unit Q_ij with Q (n, m) held in float16; a product reads Q once."""
 
     @classmethod
     def of(
         cls, entries: Tensor, unit: float, masses: Tensor, layouts: tuple[Layout, Layout]
     ) -> HeldPlan | None:
-        """Build the plan and its row sums; return None if a sum is out of range."""
+        """Build the plan and its row sums; return None if a sum is out of range.
+
+        Args:
+            entries: Q, 0 in rows of padding and of points without mass, and in columns of padding.
+            unit: P_ij / a_i for Q_ij = 1; a power of two.
+            masses: a (N,) float64, in the order of the points.
+            layouts: of the rows and of the columns.
+        """
         found = Unmerged.of(entries.sum(1, dtype=torch.float32)[:, None, None])
         rows, fits = row_sums(found, layouts[0], masses, unit)
-        return cls(entries, unit, masses, layouts, rows) if fits else None
+        if not fits:
+            return None
+        weights, ones = unit * masses, torch.ones_like(layouts[1].position, dtype=masses.dtype)
+        there = HalfProduct(partial(_matrix_product, entries), None, weights, layouts)
+        back = HalfProduct(partial(_matrix_product, entries.T), weights, ones, layouts[::-1])
+        return cls(there, back, rows)
 
 
 class FusedPlan(_RoundedPlan):
-    """A plan P_ij = a_i Q_ij = b_j Q'_ji, computed again and rounded to float16 in every product.
-
-    Args:
-        products: products with Q (n, m) and with Q' (m, n), of one part.
-        masses: a (N,) and b (M,) float64, in the order of the points.
-        layouts: of the rows and of the columns.
-        sums: P 1 (N,) and P^T 1 (M,) float64, of the rounded numbers.
-    """
-
-    def __init__(
-        self,
-        products: tuple[PackedProduct, PackedProduct],
-        masses: tuple[Tensor, Tensor],
-        layouts: tuple[Layout, Layout],
-        sums: tuple[Tensor, Tensor],
-    ) -> None:
-        of_rows, of_columns = (partial(_fused_product, product) for product in products)
-        super().__init__(
-            HalfProduct(of_rows, None, masses[0], layouts),
-            HalfProduct(of_columns, None, masses[1], layouts[::-1]),
-            sums[0],
-        )
-        self.columns = sums[1]
+    """A plan P_ij = a_i Q_ij = b_j Q'_ji that every product computes again, rounded to float16."""
 
     @classmethod
     def of(
@@ -218,16 +185,26 @@ class FusedPlan(_RoundedPlan):
         masses: tuple[Tensor, Tensor],
         layouts: tuple[Layout, Layout],
     ) -> FusedPlan | None:
-        """Build the plan and its sums; return None if a sum is out of range."""
+        """Build the plan and its sums; return None if a sum is out of range.
+
+        Args:
+            products: products with Q (n, m) and with Q' (m, n), of one part.
+            masses: a (N,) and b (M,) float64, in the order of the points.
+            layouts: of the rows and of the columns.
+        """
         sums: list[Tensor] = []
         for side, product in enumerate(products[: 1 if products[0] is products[1] else 2]):
             size, device = layouts[1 - side].size, masses[0].device
             ones = torch.ones((size, 1, 1), dtype=torch.float16, device=device)
-            found, fits = row_sums(product(ones)[0], layouts[side], masses[side])
+            of_side, fits = row_sums(product(ones)[0], layouts[side], masses[side])
             if not fits:
                 return None
-            sums.append(found)
-        return cls(products, masses, layouts, (sums[0], sums[-1]))
+            sums.append(of_side)
+        of_rows, of_columns = (partial(_fused_product, product) for product in products)
+        there = HalfProduct(of_rows, None, masses[0], layouts)
+        found = cls(there, HalfProduct(of_columns, None, masses[1], layouts[::-1]), sums[0])
+        found.columns = sums[-1]
+        return found
 
 
 class ExactFusedPlan:
@@ -287,28 +264,17 @@ class ExactFusedPlan:
         )
 
     def times(
-        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+        self, values: Tensor, pairs: Sequence[Factors] = (), *, transposed: bool = False
     ) -> Tensor:
-        """Compute P V (N, k) for V (M, k), or (P o W) V, with W = A B^T (+ C D^T), float64."""
-        if factors is None:
-            found = self._multiply(values, 0)
+        """Compute P V or P^T U, or these of P o W, float64; see `Plan.times`."""
+        side = self._back if transposed else 0
+        if pairs:
+            turned = [pair[::-1] for pair in pairs] if transposed else pairs
+            found = self._weigh(values, turned, side)
         else:
-            found = self._weigh(values, [pair for pair in (factors, other) if pair is not None], 0)
+            found = self._multiply(values, side)
         if found is None:
-            return self._streamed.times(values, factors, other).double()
-        return found
-
-    def transposed_times(
-        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
-    ) -> Tensor:
-        """Compute P^T U (M, k) for U (N, k), or (P o W)^T U, with W = A B^T (+ C D^T), float64."""
-        if factors is None:
-            found = self._multiply(values, self._back)
-        else:
-            turned = [pair[::-1] for pair in (factors, other) if pair is not None]
-            found = self._weigh(values, turned, self._back)
-        if found is None:
-            return self._streamed.transposed_times(values, factors, other).double()
+            return self._streamed.times(values, pairs, transposed=transposed).double()
         return found
 
     def _sums_of(self, side: int) -> Tensor:
@@ -365,61 +331,53 @@ Sides = tuple[Computed, Computed]
 
 
 class KernelPlan(EvaluatedPlan):
-    """The plan of two potentials and a cost in Triton; see `EvaluatedPlan`.
+    """The plan of two potentials and a cost in Triton; see `EvaluatedPlan`."""
 
-    Args:
-        cost: between two labelled clouds.
-        packed_sides: both sides, packed.
-        scores: parameters of the scores, and the same with sides exchanged.
-        parts: number of products of float16 parts per score in `applied`.
-        f: (N,) potential.
-        g: (M,) potential; None for f on both sides of a self term.
-        epsilon: in units of the cost.
-        most: bytes that a held plan may take, half of free memory for None.
+    operator: KernelOperator
 
-    Attributes:
-        layouts: of the rows and of the columns.
-    """
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """The packed order of the rows and of the columns."""
+        x, y = self.operator.packed
+        return x.layout, y.layout
 
-    def __init__(
-        self,
-        cost: LabelledCost,
-        packed_sides: tuple[SideByParts, SideByParts],
-        scores: tuple[Scores, Scores],
-        parts: int,
-        f: Tensor,
-        g: Tensor | None,
-        epsilon: float,
-        most: int | None,
-    ) -> None:
-        super().__init__(torch.float32, (cost.a, cost.b), f, g, epsilon, most)
-        self._cost, self._packed_sides, self._scores, self._parts = (
-            cost,
-            packed_sides,
-            scores,
-            parts,
-        )
-        self._symmetric = g is None
-        x, y = (side[scores[0].parts].points.layout for side in packed_sides)
-        self.layouts = x, y
+    @property
+    def _parts(self) -> int:
+        """The number of products of float16 parts for each score of the operator."""
+        return self.operator.scores[0].parts
 
     def applied(
         self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
     ) -> Applied:
-        (f, g, epsilon), own = self._at, int(transposed)
-        rows, columns = (self._packed_sides[side][self._scores[0].parts] for side in (own, 1 - own))
-        scores = self._scores[own]._replace(parts=self._parts)
-        packed = None
+        operator, (f, g, epsilon), own = self.operator, self._at, int(transposed)
+        sides = [by_parts[self._parts] for by_parts in operator.sides]
+        rows, columns = sides[own], sides[1 - own]
+        scores = operator.scores[own]._replace(parts=operator.plan_parts)
+        packed_factors = None
         if factors is not None:
-            left, right = (
-                _packed_matrix(factor, side[self._scores[0].parts])
-                for factor, side in zip(factors, self._packed_sides, strict=True)
-            )
-            packed = (right, left) if transposed else (left, right)
-        potentials = (g, f) if transposed else (f, g)
-        return _applied(
-            rows, columns, scores, self.masses[own], potentials, epsilon, values, packed
-        )
+            left, right = map(_packed_matrix, factors, sides)
+            packed_factors = (right, left) if transposed else (left, right)
+        f, g = map(single, (g, f) if transposed else (f, g))
+        packed = to_halves(values, columns.points.layout, multiple=8)
+        dim, count = self._padded_dim, values.shape[1]
+        fused = factors is None and count <= FEW_CHUNKS * most_columns(dim, scores.parts, f.device)
+
+        def apply(f: Tensor) -> tuple[Tensor, Tensor]:
+            given = rows, columns, scores, (f, g), epsilon
+            if fused:
+                return apply_plan_fused(*given, packed)
+            return apply_plan_blocks(*given, packed, packed_factors)
+
+        out, sums = apply(f)
+        masses = self.masses[own]
+        low, high = torch.stack(sums.aminmax()).tolist()
+        # Comparisons with NaN are False.
+        if not (low >= ROW_RANGE[0] and high <= ROW_RANGE[1]):
+            # Sums are far from the masses: rescale what the f that makes row sums 1 gives.
+            exact = half_step(rows, columns, scores, g, on_device(epsilon, g.device))
+            out, sums = apply(exact)
+            masses = masses * ((f.double() - exact.double()) / epsilon).exp()
+        return Applied(out.mul_(masses.to(out.dtype).unsqueeze(1)), sums * masses)
 
     @cached_property
     def quick(self) -> Products:
@@ -429,7 +387,7 @@ class KernelPlan(EvaluatedPlan):
     @property
     def prepared(self) -> Plan:
         """The plan of the original points for many products: held in float64, or fused."""
-        (f, g, epsilon), cost, parts = self._at, self._cost, self._scores[0].parts
+        (f, g, epsilon), cost, parts = self._at, self.operator.cost, self._parts
         (n, m), dim = cost.shape, cost.points[0].shape[1]
         needed = 8 * n * m
         worthwhile = needed <= KEPT_BYTES or dim <= FEW_COORDINATES
@@ -453,83 +411,32 @@ class KernelPlan(EvaluatedPlan):
         """
         of_rows, of_columns = self.layouts
         if holds(2 * of_rows.size * of_columns.size, self._most, self._at[0].device):
-            entries = hold_plan(*(there or self._there(self._scores[0].parts)))
+            entries = hold_plan(*(there or self._computed(self._parts)))
             return HeldPlan.of(entries, 2.0**-LOG2_SCALE, self.masses[0], self.layouts)
         return FusedPlan.of(_products(self._sides(1)), self.masses, self.layouts)
 
     @cached_property
     def with_points(self) -> PointProducts | None:
         """Products with packed points, if they have too many coordinates for fused products."""
-        (f, g, epsilon), dim = self._at, self._cost.points[0].shape[1]
-        if self._parts != 3 or dim <= HELD_COORDINATES:
-            return None
-        there, back = self._scores
-        return PointProducts(
-            (self._packed_sides[0][3], self._packed_sides[1][3]),
-            (there._replace(parts=3), back._replace(parts=3)),
-            (single(f), single(g)),
-            epsilon,
-            self.masses,
-            self,
-            dim,
-        )
+        few = self.operator.cost.points[0].shape[1] <= HELD_COORDINATES
+        return None if few or self.operator.plan_parts != 3 else PointProducts(self)
 
     @property
     def _padded_dim(self) -> int:
-        return self._packed_sides[0][1].points.coordinates.shape[1]
+        return self.operator.packed[0].coordinates.shape[1]
 
-    def _there(self, parts: int) -> Computed:
-        f, g, epsilon = self._at
-        there = (
-            self._packed_sides[0][parts],
-            self._packed_sides[1][parts],
-            self._scores[0]._replace(parts=parts),
-        )
-        return *there, plan_terms(*there, (single(f), single(g)), epsilon, self.masses[0])
+    def _computed(self, parts: int, *, transposed: bool = False) -> Computed:
+        """Return the operands of a kernel that computes the plan, or its transpose."""
+        operator, (f, g, epsilon), own = self.operator, self._at, int(transposed)
+        rows, columns = (operator.sides[side][parts] for side in (own, 1 - own))
+        given = rows, columns, operator.scores[own]._replace(parts=parts)
+        potentials = (single(g), single(f)) if transposed else (single(f), single(g))
+        return *given, plan_terms(*given, potentials, epsilon, self.masses[own])
 
     def _sides(self, parts: int) -> Sides:
         """Return the operands of the plan and of its transpose; the same twice if symmetric."""
-        there, (f, g, epsilon) = self._there(parts), self._at
-        if self._symmetric:
-            return there, there
-        back = (
-            self._packed_sides[1][parts],
-            self._packed_sides[0][parts],
-            self._scores[1]._replace(parts=parts),
-        )
-        return there, (*back, plan_terms(*back, (single(g), single(f)), epsilon, self.masses[1]))
-
-
-def _applied(
-    rows: Side,
-    columns: Side,
-    scores: Scores,
-    masses: Tensor,
-    potentials: tuple[Tensor, Tensor],
-    epsilon: float,
-    values: Tensor,
-    factors: tuple[PackedPoints, PackedPoints] | None,
-) -> Applied:
-    f, g = map(single, potentials)
-    packed = to_halves(values, columns.points.layout, multiple=8)
-    device, dim, count = f.device, rows.points.coordinates.shape[1], values.shape[1]
-    fused = factors is None and count <= FEW_CHUNKS * most_columns(dim, scores.parts, device)
-
-    def apply(f: Tensor) -> tuple[Tensor, Tensor]:
-        given = rows, columns, scores, (f, g), epsilon
-        if fused:
-            return apply_plan_fused(*given, packed)
-        return apply_plan_blocks(*given, packed, factors)
-
-    out, sums = apply(f)
-    low, high = torch.stack(sums.aminmax()).tolist()
-    # Comparisons with NaN are False.
-    if not (low >= ROW_RANGE[0] and high <= ROW_RANGE[1]):
-        # Sums are far from the masses: use the f that makes row sums 1, and rescale the results.
-        exact = half_step(rows, columns, scores, g, on_device(epsilon, g.device))
-        out, sums = apply(exact)
-        masses = masses * ((f.double() - exact.double()) / epsilon).exp()
-    return Applied(out.mul_(masses.to(out.dtype).unsqueeze(1)), sums * masses)
+        there = self._computed(parts)
+        return there, there if self.symmetric else self._computed(parts, transposed=True)
 
 
 def _packed_matrix(values: Tensor, side: Side) -> PackedPoints:
@@ -550,49 +457,19 @@ def single(potential: Tensor) -> Tensor:
     return potential.to(torch.float32).contiguous()
 
 
-class Sums(Protocol):
-    """Row and column sums of a plan."""
-
-    @property
-    def rows(self) -> Tensor:
-        """P 1 (N,), float64."""
-        ...
-
-    @property
-    def columns(self) -> Tensor:
-        """P^T 1 (M,), float64."""
-        ...
-
-
 class PointProducts:
     """Products of P with values packed like the column points, and of P^T with those of the rows.
 
     Args:
-        sides: packed points of the rows and of the columns.
-        scores: parameters of scores of three parts, and the same with sides exchanged.
-        potentials: f (N,) and g (M,), float32, in units of the cost.
-        epsilon: in units of the cost.
-        masses: a (N,) and b (M,) float64.
-        sums: of the plan; read when they are needed.
-        dim: coordinates of a point.
+        plan: P, whose sums are read when they are needed.
 
     Attributes:
         points: the packed points of both sides.
     """
 
-    def __init__(
-        self,
-        sides: tuple[Side, Side],
-        scores: tuple[Scores, Scores],
-        potentials: tuple[Tensor, Tensor],
-        epsilon: float,
-        masses: tuple[Tensor, Tensor],
-        sums: Sums,
-        dim: int,
-    ) -> None:
-        self.points = sides[0].points, sides[1].points
-        self._sides, self._scores, self._potentials = sides, scores, potentials
-        self._epsilon, self._masses, self._sums, self._dim = epsilon, masses, sums, dim
+    def __init__(self, plan: KernelPlan) -> None:
+        self._plan, self.points = plan, plan.operator.packed
+        self._dim = plan.operator.cost.points[0].shape[1]
         self._products: dict[bool, BlockProduct] = {}
 
     def some(self, side: int, rows: Rows) -> Tensor:
@@ -644,15 +521,16 @@ class PointProducts:
 
     def _product(self, transposed: bool) -> BlockProduct:
         if transposed not in self._products:
-            own, other = (1, 0) if transposed else (0, 1)
+            plan, own = self._plan, int(transposed)
+            operator, (f, g, epsilon) = plan.operator, plan._at
             self._products[transposed] = BlockProduct(
-                self._sides[own],
-                self._sides[other],
-                self._scores[own],
-                (self._potentials[own], self._potentials[other]),
-                self._epsilon,
-                self._masses[own],
-                self._sums.columns if transposed else self._sums.rows,
+                operator.sides[own][3],
+                operator.sides[1 - own][3],
+                operator.scores[own]._replace(parts=3),
+                (single(g), single(f)) if transposed else (single(f), single(g)),
+                epsilon,
+                plan.masses[own],
+                plan.columns if transposed else plan.rows,
             )
         return self._products[transposed]
 

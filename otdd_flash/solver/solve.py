@@ -413,7 +413,7 @@ def draw_sample(operator: Operator) -> tuple[Tensor, Operator] | None:
     draw = torch.Generator().manual_seed(0)
     of_rows, of_columns = _drawn(operator.a, rows, draw), _drawn(operator.b, columns, draw)
     masses = equal_masses(of_rows), equal_masses(of_columns)
-    return of_columns, operator.part(of_rows, of_columns, masses)
+    return of_columns, operator.sample(of_rows, of_columns, masses)
 
 
 def _drawn(masses: Tensor, count: int, draw: torch.Generator) -> Tensor:
@@ -454,8 +454,7 @@ def _extended(
     drawn, place = torch.unique(columns, return_inverse=True)
     g = potential.new_empty(len(drawn))
     g[place] = potential
-    some = operator.part(slice(None), drawn)
-    return some.softmin_rows(g, level), len(drawn) / len(operator.b)
+    return operator.softmin_over(drawn, g, level), len(drawn) / len(operator.b)
 
 
 def _scale(operator: Operator) -> Tensor:

@@ -6,7 +6,7 @@ for. What is asked and answered is float64 on the device of the problems.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,9 +71,9 @@ SMALL: list[tuple[Any, str, Any]] = [
 
 
 class Plan:
-    """A plan: `rows` P 1, `columns` P^T 1, `times` P V and `transposed_times` P^T U, float64.
+    """A plan: `rows` P 1, `columns` P^T 1, `times` P V or P^T U, float64.
 
-    Products with factors are those with P o (A B^T + C D^T).
+    Products with pairs are those with P o (A B^T + C D^T).
 
     Attributes:
         cost: that it is of, (n, m) float64.
@@ -84,9 +84,18 @@ class Plan:
     def __init__(self, products: Any, cost: Tensor, precision: str, *, weighs: bool = True) -> None:
         self._products, self.cost, self.precision, self.weighs = products, cost, precision, weighs
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._products, name)
-        return _double(found) if isinstance(found, Tensor) else lambda *of: _double(found(*of))
+    @property
+    def rows(self) -> Tensor:
+        return _double(self._products.rows)
+
+    @property
+    def columns(self) -> Tensor:
+        return _double(self._products.columns)
+
+    def times(
+        self, values: Tensor, *pairs: Sequence[tuple[Tensor, Tensor]], transposed: bool = False
+    ) -> Tensor:
+        return _double(self._products.times(values, *pairs, transposed=transposed))
 
 
 class Held:
@@ -179,7 +188,7 @@ class Held:
 
     def part(self, rows: Tensor, columns: Tensor) -> Held:
         """The cost between some rows (k,) and columns (l,), of equal masses."""
-        part = self._operator.part(rows, columns, (equal_masses(rows), equal_masses(columns)))
+        part = self._operator.sample(rows, columns, (equal_masses(rows), equal_masses(columns)))
         exact, cost = (cost[rows][:, columns] for cost in (self.exact, self.cost))
         if isinstance(part, KernelOperator):
             # Its points are rounded on a scale of their own.
@@ -188,8 +197,7 @@ class Held:
 
     def softmin_over(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
         """The softmin of all rows over some columns (l,) with their masses."""
-        part = self._operator.part(slice(None), columns)
-        return _double(part.softmin_rows(self._in(g), epsilon))
+        return _double(self._operator.softmin_over(columns, self._in(g), epsilon))
 
     def refined(self) -> Held:
         """The same cost to the full accuracy of the potentials."""
@@ -337,8 +345,7 @@ class HeldByRanks(Held):
         products = SimpleNamespace(
             rows=ask("rows", *at),
             columns=ask("columns", *at),
-            times=partial(ask, "times", *at),
-            transposed_times=partial(ask, "transposed_times", *at),
+            times=lambda *given, transposed: ask("times", *at, transposed, *given),
         )
         return {"evaluated": Plan(products, self.cost, self.precision)}
 
@@ -364,7 +371,7 @@ def _asked(case: Case, way: Way, name: str, arguments: tuple[Any, ...]) -> Any:
         if name == "product":
             kind, f, g, epsilon, *given = arguments
             found = getattr(operator.plan(held._in(f), held._in(g), epsilon), kind)
-            return _double(found(*given) if given else found)
+            return _double(found(*given[1:], transposed=given[0]) if given else found)
         return getattr(held, name)(*arguments)
 
     try:

@@ -267,7 +267,7 @@ def test_products_with_a_plan_and_its_sums(way: str, case: Case) -> None:
     for name, plan in one.plans(f, g, given.epsilon).items():
         entries = reference.plan(plan.cost, given.a, given.b, f, g, given.epsilon)
         off = PRODUCTS[plan.precision] + 4 * error(one.precision, given) / given.epsilon
-        there, back = plan.times(right), plan.transposed_times(left)
+        there, back = plan.times(right), plan.times(left, transposed=True)
         rows, columns = plan.rows[:, None], plan.columns[:, None]
         rounded = plan.precision == "blocks" or (plan.precision == "fast" and plan.weighs)
         near = PRODUCTS["fast"] if rounded else 1e-5
@@ -290,17 +290,23 @@ def test_products_with_a_plan_whose_entries_are_weighted(way: str, case: Case) -
     f, g = given.potentials_within_reach
     right, left = given.values(len(g), 2), given.values(len(f), 2)
     sizes = ((1e3, 1), (1, 1e3)) if case.near else ((1e3, 1),)
-    factors = [(s * given.values(len(f), 4), t * given.values(len(g), 4)) for s, t in sizes]
+    pairs = tuple((s * given.values(len(f), 4), t * given.values(len(g), 4)) for s, t in sizes)
     for name, plan in one.plans(f, g, given.epsilon).items():
         if not plan.weighs:
             continue
         entries = reference.plan(plan.cost, given.a, given.b, f, g, given.epsilon)
         off = 4 * (PRODUCTS[plan.precision] + error(one.precision, given) / given.epsilon)
-        weighted = sum(a @ b.T for a, b in factors) * entries
-        bound = sum(float(a.norm(dim=1).max() * b.norm(dim=1).max()) for a, b in factors)
+        weighted = sum(a @ b.T for a, b in pairs) * entries
+        bound = sum(float(a.norm(dim=1).max() * b.norm(dim=1).max()) for a, b in pairs)
         for what, found, weights, sums, values in (
-            ("P V", plan.times(right, *factors), weighted, entries.sum(1), right),
-            ("P^T U", plan.transposed_times(left, *factors), weighted.T, entries.sum(0), left),
+            ("P V", plan.times(right, pairs), weighted, entries.sum(1), right),
+            (
+                "P^T U",
+                plan.times(left, pairs, transposed=True),
+                weighted.T,
+                entries.sum(0),
+                left,
+            ),
         ):
             allowed = off * bound * sums[:, None] * values.abs().amax(0)
             within = (found - weights @ values).abs() <= allowed + 1e-30

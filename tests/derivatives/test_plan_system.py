@@ -141,11 +141,9 @@ class InFloat32(StoredPlan):
 
     precision = 8 * 2.0**-24
 
-    def times(self, values: Tensor, *_: object) -> Tensor:
-        return (self.entries.float() @ values.float()).double()
-
-    def transposed_times(self, values: Tensor, *_: object) -> Tensor:
-        return (self.entries.float().T @ values.float()).double()
+    def times(self, values: Tensor, *_: object, transposed: bool = False) -> Tensor:
+        entries = self.entries.float()
+        return ((entries.T if transposed else entries) @ values.float()).double()
 
 
 @by_iterations

@@ -92,7 +92,7 @@ def test_what_weights_entries_on_both_sides_is_packed_once(monkeypatch: pytest.M
     points = 1e3 * x.double()
     found, along = cost.plan(f, None, EPSILON).prepared, points.flip(0)
     with operation_counts.OperationCounts(monkeypatch) as counts:
-        got = found.times(points, (along, points), (points, along))
+        got = found.times(points, [(along, points), (points, along)])
     assert counts.launches["pack_kernel"] == 2
     costs = dense_labelled_cost(cost.cost, cost.rounded_points())
     plan = reference.plan(costs, cost.a, cost.b, f, f, EPSILON)

@@ -22,9 +22,9 @@ from otdd_flash.kernels.passes import symmetric_step
 from otdd_flash.operators import parts
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.point_scores import stored_operator, streamed_operator
-from otdd_flash.operators.self_share import BlockShare, FoldedPairs, folded, merged
+from otdd_flash.operators.self_share import FoldedPairs, folded, merged
 from otdd_flash.operators.sharing import ShardedOperator
-from otdd_flash.operators.triton_operator import KernelOperator
+from otdd_flash.operators.triton_operator import KernelOperator, KernelSelfShare
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -37,10 +37,10 @@ def cost_of(n: int) -> LabelledCost:
     return labelled_cost(torch.randn(n, 5, generator=torch.Generator().manual_seed(n)).to(DEVICE))
 
 
-def shares(cost: LabelledCost, hold: Callable[[LabelledCost], Any], size: int) -> list[BlockShare]:
+def shares(cost: LabelledCost, hold: Callable[[LabelledCost], Any], size: int) -> list[FoldedPairs]:
     """Of every rank, in PyTorch."""
     places = [folded(len(cost.a), rank, size) for rank in range(size)]
-    return [BlockShare(FoldedPairs(cost, ranges, hold)) for ranges in places]
+    return [FoldedPairs(cost, ranges, hold) for ranges in places]
 
 
 def test_all_ranks_have_as_many_pairs() -> None:
@@ -77,7 +77,7 @@ def test_kernels_compute_each_pair_of_blocks_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(symmetric_step, "ranges_of_stripe", counted)
     operator = KernelOperator(cost_of(500), "fast")
     for rank in range(2):
-        operator.self_share(rank, 2).softmin(torch.zeros(500, device=DEVICE), EPSILON)
+        KernelSelfShare(operator, (rank, 2)).softmin(torch.zeros(500, device=DEVICE), EPSILON)
     # Two a class.
     blocks = 6
     assert sorted(seen) == [(row, column) for row in range(blocks) for column in range(row, blocks)]
@@ -87,7 +87,7 @@ def test_kernels_compute_each_pair_of_blocks_once(monkeypatch: pytest.MonkeyPatc
 def test_pytorch_computes_pairs_of_one_range_twice(size: int) -> None:
     n = 64
     held = shares(cost_of(n), partial(stored_operator, dtype=torch.float64), size)
-    scores = [sum(math.prod(tile.operator.shape) for tile in part._pairs.tiles()) for part in held]
+    scores = [sum(math.prod(tile.operator.shape) for tile in part.tiles()) for part in held]
     # Half of all, and half of the squares on the diagonal once more.
     assert sum(scores) == n**2 / 2 + 2 * size * (n / (2 * size)) ** 2 / 2
     assert len(set(scores)) == 1

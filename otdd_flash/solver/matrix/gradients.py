@@ -343,7 +343,9 @@ class PlanGradient:
             slope = comparison.constraints.rows.mass_slope(slope, density.q, epsilon)
             found["a"] = unit * _along_simplex(slope, a)
         if "b" in self._needs:
-            alone = (t - density.transposed_times((a * w1)[:, None])[:, 0]) / (beta * density.p)
+            alone = (t - density.times((a * w1)[:, None], transposed=True)[:, 0]) / (
+                beta * density.p
+            )
             slope = torch.where(b > 0, w2, alone)
             slope = comparison.constraints.columns.mass_slope(slope, density.p, epsilon)
             found["b"] = unit * _along_simplex(slope, b)

@@ -287,13 +287,13 @@ def upper_bound(operator: TorchOperator[GivenCosts], term: TransportTerm) -> flo
     # Two steps: the second removes the rounding error of the first.
     for _ in range(2):
         s = a - products.rows * (1 + u) - products.times(v[:, None])[:, 0]
-        t = b - products.columns * (1 + v) - products.transposed_times(u[:, None])[:, 0]
-        right = t[:, None] - products.transposed_times(per_row * s[:, None])
+        t = b - products.columns * (1 + v) - products.times(u[:, None], transposed=True)[:, 0]
+        right = t[:, None] - products.times(per_row * s[:, None], transposed=True)
         step = system.solve(right).values
         u = u + (per_row * (s[:, None] - products.times(step)))[:, 0]
         v = v + step[:, 0]
     s = a - products.rows * (1 + u) - products.times(v[:, None])[:, 0]
-    t = b - products.columns * (1 + v) - products.transposed_times(u[:, None])[:, 0]
+    t = b - products.columns * (1 + v) - products.times(u[:, None], transposed=True)[:, 0]
     units = MOST_UNITS + len(a) + len(b)
     exact = float(s.abs().sum() + t.abs().sum()) <= units * 2 * DOUBLE_UNIT
     if not exact or not _least_change(operator, u, v) > -1:
@@ -333,15 +333,8 @@ class ExactProducts:
         sums = operator.marginals(f, g, epsilon)
         self.rows, self.columns, self.precision = sums.rows, sums.columns, sums.relative_error
 
-    def times(self, values: Tensor) -> Tensor:
-        """Return P V (n, k) for V (m, k)."""
-        return self._apply(values, transposed=False)
-
-    def transposed_times(self, values: Tensor) -> Tensor:
-        """Return P^T U (m, k) for U (n, k)."""
-        return self._apply(values, transposed=True)
-
-    def _apply(self, values: Tensor, *, transposed: bool) -> Tensor:
+    def times(self, values: Tensor, *, transposed: bool = False) -> Tensor:
+        """Return P V (n, k) for V (m, k), or if `transposed` P^T U (m, k) for U (n, k)."""
         (f, g), sums = self._at, self.columns if transposed else self.rows
         found = torch.zeros(len(sums), values.shape[1], dtype=sums.dtype, device=sums.device)
         for place, column in enumerate(values.unbind(1)):
