@@ -8,7 +8,7 @@ the problem. `derivatives.loss` chooses by `suits` as well, and solves many pair
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -183,16 +183,17 @@ def solve_small(
         )
         if small is None:
             return None
+        terms, costs = small
         if gradient_callbacks is not None:
             for place, take in gradient_callbacks.items():
                 take(solve.gradient(place)[0, : batch.sizes[place]])
         elif solved is not None:
             assert isinstance(solve.pool, ScorePool)
             for name in (*compared.terms[1:], "xy"):
-                operator = solve.pool.operator(name, batch.sizes, small.costs[name])
-                solved(name, operator, small.terms[name])
+                operator = solve.pool.operator(name, batch.sizes, costs[name])
+                solved(name, operator, terms[name])
     backend = f"{'triton' if in_triton else 'torch'}, scores kept"
-    return Divergence.of_terms(small.terms, options, compared.offset, backend)
+    return Divergence.of_terms(terms, options, compared.offset, backend)
 
 
 def _solve_swept(
@@ -222,7 +223,8 @@ def _solve_swept(
         )
     if small is None:
         return None
-    term = small.terms["xy"]
+    terms, _ = small
+    term = terms["xy"]
     if operator.transposed:
         term = replace(term, f=term.g, g=term.f)
     if solved is not None:
@@ -238,13 +240,6 @@ def facts_of(read: TermRead) -> CostFacts:
     return facts._replace(error=UNIT * (1 + 2.0**-8) * facts.magnitude)
 
 
-class SolvedTerms(NamedTuple):
-    """The terms of one problem, and what is known of the costs of each, by name."""
-
-    terms: dict[str, TransportTerm]
-    costs: dict[str, CostFacts]
-
-
 def solve_single(
     solve: PooledSolve,
     batch: Batch | GivenCosts,
@@ -254,7 +249,7 @@ def solve_single(
     start: Potentials | None = None,
     progress: SolverProgress | None = None,
     constraints: Constraints = EXACT,
-) -> SolvedTerms | None:
+) -> tuple[dict[str, TransportTerm], dict[str, CostFacts]] | None:
     """Solve a batch of one problem; None where one of its terms needs another solve.
 
     Args:
@@ -265,6 +260,9 @@ def solve_single(
         start: potentials to start from, by term.
         progress: called for every term whenever the device was asked.
         constraints: what marginals owe.
+
+    Returns:
+        The terms, and what is known of the costs of each, by name.
 
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
@@ -291,21 +289,49 @@ def solve_single(
                 progress(name, int(read.iterations), read.error)
         # Costs that are not finite end nowhere.
         done = found.done or any(math.isnan(read.error) for read in reads.values())
-    apart, largest = found.asymmetry[0].view(2, 2)
+    f, *others = solve.potentials(batch.sizes)
+    evidence = [
+        each._replace(f=f if k == 0 else g, g=g)
+        for k, (each, g) in enumerate(zip(found.evidence, others, strict=True))
+    ]
+    terms = _terms_of(reads, costs, found.asymmetry[0], evidence, epsilon, options)
+    if terms is None:
+        return None
+    for name, term in terms.items():
+        # The certificate of a self term is an iteration more.
+        if progress is not None and term.iterations > reads[name].iterations and not in_triton:
+            progress(name, term.iterations, term.marginal_error)
+    return terms, costs
+
+
+def _terms_of(
+    reads: Mapping[str, TermRead],
+    costs: Mapping[str, CostFacts],
+    asymmetry: Tensor,
+    evidence: Sequence[PlanEvidence],
+    epsilon: float,
+    options: Converged,
+) -> dict[str, TransportTerm] | None:
+    """Return the terms of one problem by name, or None where one of them needs another solve.
+
+    Args:
+        reads: what was read of each.
+        costs: what is known of the costs of each.
+        asymmetry: `Pool.asymmetry` (4,).
+        evidence: of each, with the potentials that the term gets.
+        epsilon: regularisation, in units of the cost.
+        options: when to stop.
+    """
+    apart, largest = asymmetry.view(2, 2)
     if len(reads) > 1 and bool((apart > ROUNDING * largest).any()):
         return None
-    f, *others = solve.potentials(batch.sizes)
     terms: dict[str, TransportTerm] = {}
-    for (name, read), evidence, g in zip(reads.items(), found.evidence, others, strict=True):
-        evidence = evidence._replace(f=f if name == "xy" else g, g=g)
-        term = _concluded(name, read, costs[name], evidence, epsilon, options)
+    for (name, read), each in zip(reads.items(), evidence, strict=True):
+        term = _concluded(name, read, costs[name], each, epsilon, options)
         if term is None:
             return None
-        # The certificate of a self term is an iteration more.
-        if progress is not None and term.iterations > read.iterations and not in_triton:
-            progress(name, term.iterations, term.marginal_error)
         terms[name] = term
-    return SolvedTerms(terms, costs)
+    return terms
 
 
 def _in_range(costs: CostFacts, epsilon: float, options: Converged) -> bool:
@@ -389,36 +415,20 @@ def solve_terms(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    problems, one = len(batch.points[0]), batch.room(1, in_triton=in_triton)
-    most = MOST_BYTES if in_triton else MOST_BYTES_CPU
-    at_once = max(1, min(MOST_PROBLEMS, most // one.bytes))
-    size = -(-problems // -(-problems // at_once))
     found: list[dict[str, TransportTerm] | None] = []
-    for first in range(0, problems, size):
-        part = batch.part(slice(first, first + size))
-        room = one._replace(problems=len(part.points[0]))
+    most = MOST_BYTES if in_triton else MOST_BYTES_CPU
+    for part, room in _parts(batch, most, in_triton=in_triton):
         with kept(room, debias, constraints) as solve:
-            # As for a single problem.
-            solve.begin(part, goal_of(options, epsilon, TOLERANCE_AIM), {}, constraints)
-            done = False
-            while not done:
-                solve.iterate()
-                read = solve.read()
-                reads = [
-                    _Reached(term, options, epsilon, constraints, cross=k == 0)
-                    for k, term in enumerate(read.terms())
-                ]
-                # What is hopeless ends nowhere, and is left to a solve of its own.
-                done = read.done or any(bool(term.hopeless.any()) for term in reads)
+            read, _ = _iterated(solve, part, epsilon, options, constraints)
             evidence = [each._replace(f=each.f.clone(), g=each.g.clone()) for each in read.evidence]
             found += [
-                _terms_of(read, evidence, place, batch.sizes, epsilon, options)
+                _terms_at(read, evidence, place, batch.sizes, epsilon, options)
                 for place in range(room.problems)
             ]
     return found
 
 
-def _terms_of(
+def _terms_at(
     read: Read,
     evidence: Sequence[PlanEvidence],
     place: int,
@@ -428,22 +438,15 @@ def _terms_of(
 ) -> dict[str, TransportTerm] | None:
     """Return the terms of one of B problems, or None where one of them needs another solve."""
     reads = dict(zip(TERMS, read.terms(place), strict=False))
-    apart, largest = read.asymmetry[place].view(2, 2)
-    if len(reads) > 1 and bool((apart > ROUNDING * largest).any()):
-        return None
-    terms: dict[str, TransportTerm] = {}
+    costs, own = {}, []
     for (name, one), each in zip(reads.items(), evidence, strict=True):
-        costs = facts_of(one)
-        if math.isnan(one.error) or not _in_range(costs, epsilon, options):
+        costs[name] = facts_of(one)
+        if math.isnan(one.error) or not _in_range(costs[name], epsilon, options):
             return None
         rows, columns = (sizes[side] for side in SIDES[name])
         g = each.g[place, :columns]
-        own = each._replace(f=each.f[place, :rows] if name == "xy" else g, g=g)
-        term = _concluded(name, one, costs, own, epsilon, options)
-        if term is None:
-            return None
-        terms[name] = term
-    return terms
+        own.append(each._replace(f=each.f[place, :rows] if name == "xy" else g, g=g))
+    return _terms_of(reads, costs, read.asymmetry[place], own, epsilon, options)
 
 
 class BatchSolved(NamedTuple):
@@ -485,67 +488,68 @@ def solve_batch(
         budget: bytes of the problems that a processor solves at once, if fewer are wanted.
         constraints: what marginals owe.
     """
-    problems = len(batch.points[0])
-    one = batch.room(1, in_triton=in_triton)
     most = MOST_BYTES if in_triton else min(MOST_BYTES_CPU, budget or MOST_BYTES_CPU)
-    at_once = max(1, min(MOST_PROBLEMS, most // one.bytes))
-    parts = -(-problems // at_once)
-    size = -(-problems // parts)
-    solved = [
-        _solve_part(
-            batch.part(slice(first, first + size)),
-            one,
-            epsilon,
-            options,
-            debias,
-            wanted,
-            constraints,
-        )
-        for first in range(0, problems, size)
-    ]
+    solved = []
+    for part, room in _parts(batch, most, in_triton=in_triton):
+        with kept(room, debias, constraints) as solve:
+            read, reached = _iterated(solve, part, epsilon, options, constraints)
+            solved.append(_concluded_batch(solve, read, reached, part, epsilon, wanted))
     values, proved, gradients = zip(*solved, strict=True)
     by_side = tuple(torch.cat(parts) for parts in zip(*gradients, strict=True))
     return BatchSolved(torch.cat(values), torch.cat(proved), by_side)
 
 
-def _solve_part(
+def _concluded_batch(
+    solve: PooledSolve,
+    read: Read,
+    reached: Sequence[_Reached],
     batch: Batch,
-    room: Room,
     epsilon: float,
-    options: Converged,
-    debias: bool,
     wanted: Sequence[int],
-    constraints: Constraints,
 ) -> BatchSolved:
-    problems = len(batch.points[0])
-    # As for a single problem.
-    goal = goal_of(options, epsilon, TOLERANCE_AIM)
-    with kept(room._replace(problems=problems), debias, constraints) as solve:
-        solve.begin(batch, goal, {}, constraints)
-        done = False
-        while not done:
-            solve.iterate()
-            found = solve.read()
-            reads = [
-                _Reached(read, options, epsilon, constraints, cross=k == 0)
-                for k, read in enumerate(found.terms())
-            ]
-            # What is hopeless ends nowhere, and is refused when it is solved alone.
-            done = found.done or any(bool(read.hopeless.any()) for read in reads)
-        apart, largest = found.asymmetry.split(2, 1)  # type: ignore[no-untyped-call]
-        proved = torch.ones(problems, dtype=torch.bool)
-        if debias:
-            proved = (apart <= ROUNDING * largest).all(1)
-        values = torch.zeros(problems, dtype=torch.float64)
-        for read, evidence in zip(reads, found.evidence, strict=True):
-            value, error, holds = conclude_many(read.numbers, evidence.sums, UNIT, epsilon)
-            values += value if read.cross else -value / 2
-            proved &= holds & read.within(error)
-        fine = proved.to(batch.points[0].device)[:, None, None] if wanted else proved
-        gradients = tuple(
-            torch.where(fine, solve.gradient(place)[:, : batch.sizes[place]], 0) for place in wanted
-        )
+    """Compute the divergences of a batch from what was read of it, while its solve is lent."""
+    apart, largest = read.asymmetry.split(2, 1)  # type: ignore[no-untyped-call]
+    proved = torch.ones(len(apart), dtype=torch.bool)
+    if len(reached) > 1:
+        proved = (apart <= ROUNDING * largest).all(1)
+    values = torch.zeros(len(apart), dtype=torch.float64)
+    for term, evidence in zip(reached, read.evidence, strict=True):
+        value, error, holds = conclude_many(term.numbers, evidence.sums, UNIT, epsilon)
+        values += value if term.cross else -value / 2
+        proved &= holds & term.within(error)
+    fine = proved.to(batch.points[0].device)[:, None, None] if wanted else proved
+    gradients = tuple(
+        torch.where(fine, solve.gradient(place)[:, : batch.sizes[place]], 0) for place in wanted
+    )
     return BatchSolved(values, proved, gradients)
+
+
+def _parts(batch: Batch, most: int, *, in_triton: bool) -> Iterator[tuple[Batch, Room]]:
+    """Yield parts of about equal size of a batch, and room of up to `most` bytes for each."""
+    problems, one = len(batch.points[0]), batch.room(1, in_triton=in_triton)
+    at_once = max(1, min(MOST_PROBLEMS, most // one.bytes))
+    size = -(-problems // -(-problems // at_once))
+    for first in range(0, problems, size):
+        part = batch.part(slice(first, first + size))
+        yield part, one._replace(problems=len(part.points[0]))
+
+
+def _iterated(
+    solve: PooledSolve, batch: Batch, epsilon: float, options: Converged, constraints: Constraints
+) -> tuple[Read, list[_Reached]]:
+    """Iterate on a batch to its end; return what was read last, and the tolerance of each term."""
+    # As for a single problem.
+    solve.begin(batch, goal_of(options, epsilon, TOLERANCE_AIM), {}, constraints)
+    while True:
+        solve.iterate()
+        read = solve.read()
+        reached = [
+            _Reached(term, options, epsilon, constraints, cross=k == 0)
+            for k, term in enumerate(read.terms())
+        ]
+        # What is hopeless ends nowhere, and is left to a solve of its own.
+        if read.done or any(bool(term.hopeless.any()) for term in reached):
+            return read, reached
 
 
 class _Reached:
