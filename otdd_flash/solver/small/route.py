@@ -492,8 +492,8 @@ def solve_batch(
     solved = []
     for part, room in _parts(batch, most, in_triton=in_triton):
         with kept(room, debias, constraints) as solve:
-            read, reached = _iterated(solve, part, epsilon, options, constraints)
-            solved.append(_concluded_batch(solve, read, reached, part, epsilon, wanted))
+            read, terms = _iterated(solve, part, epsilon, options, constraints)
+            solved.append(_concluded_batch(solve, read, terms, part, epsilon, wanted))
     values, proved, gradients = zip(*solved, strict=True)
     by_side = tuple(torch.cat(parts) for parts in zip(*gradients, strict=True))
     return BatchSolved(torch.cat(values), torch.cat(proved), by_side)
@@ -502,7 +502,7 @@ def solve_batch(
 def _concluded_batch(
     solve: PooledSolve,
     read: Read,
-    reached: Sequence[_Reached],
+    terms: Sequence[tuple[TermRead, Tensor]],
     batch: Batch,
     epsilon: float,
     wanted: Sequence[int],
@@ -510,13 +510,14 @@ def _concluded_batch(
     """Compute the divergences of a batch from what was read of it, while its solve is lent."""
     apart, largest = read.asymmetry.split(2, 1)  # type: ignore[no-untyped-call]
     proved = torch.ones(len(apart), dtype=torch.bool)
-    if len(reached) > 1:
+    if len(terms) > 1:
         proved = (apart <= ROUNDING * largest).all(1)
     values = torch.zeros(len(apart), dtype=torch.float64)
-    for term, evidence in zip(reached, read.evidence, strict=True):
+    for k, (term, tolerance) in enumerate(terms):
+        evidence = read.evidence[k]
         value, error, holds = conclude_many(term.numbers, evidence.sums, UNIT, epsilon)
-        values += value if term.cross else -value / 2
-        proved &= holds & term.within(error)
+        values += value if k == 0 else -value / 2
+        proved &= holds & (error <= tolerance)
     fine = proved.to(batch.points[0].device)[:, None, None] if wanted else proved
     gradients = tuple(
         torch.where(fine, solve.gradient(place)[:, : batch.sizes[place]], 0) for place in wanted
@@ -536,46 +537,36 @@ def _parts(batch: Batch, most: int, *, in_triton: bool) -> Iterator[tuple[Batch,
 
 def _iterated(
     solve: PooledSolve, batch: Batch, epsilon: float, options: Converged, constraints: Constraints
-) -> tuple[Read, list[_Reached]]:
-    """Iterate on a batch to its end; return what was read last, and the tolerance of each term."""
+) -> tuple[Read, list[tuple[TermRead, Tensor]]]:
+    """Iterate on a batch to its end; return what was read last, and each term's `_tolerance`."""
     # As for a single problem.
     solve.begin(batch, goal_of(options, epsilon, TOLERANCE_AIM), {}, constraints)
     while True:
         solve.iterate()
         read = solve.read()
-        reached = [
-            _Reached(term, options, epsilon, constraints, cross=k == 0)
+        terms = [
+            (term, _tolerance(term, epsilon, options, constraints, cross=k == 0))
             for k, term in enumerate(read.terms())
         ]
         # What is hopeless ends nowhere, and is left to a solve of its own.
-        if read.done or any(bool(term.hopeless.any()) for term in reached):
-            return read, reached
+        if read.done or any(bool(tolerance.isnan().any()) for _, tolerance in terms):
+            return read, terms
 
 
-class _Reached:
-    """What rounding makes of the tolerance for the terms (B,) that were read."""
+def _tolerance(
+    term: TermRead, epsilon: float, options: Converged, constraints: Constraints, *, cross: bool
+) -> Tensor:
+    """Return the marginal error to reach in a term, (B,), as rounding allows.
 
-    def __init__(
-        self,
-        read: TermRead,
-        options: Converged,
-        epsilon: float,
-        constraints: Constraints,
-        *,
-        cross: bool,
-    ) -> None:
-        self.cross, self.numbers = cross, read.numbers
-        least = 2 * rounding_floor(facts_of(read), read.numbers.size, epsilon)
-        asked, gives_way = options.asked_tolerance, options.tolerance is None
-        self.tolerance = least.clamp_min(asked) if gives_way else torch.full_like(least, asked)
-        largest = torch.maximum(read.costs.lowest.abs(), read.costs.highest.abs())
-        in_range = largest < torch.finfo(torch.float32).max / 4
-        within_rounding = least <= (LOOSEST_DEFAULT if gives_way else asked)
-        self.hopeless = ~(in_range & within_rounding) | read.error.isnan()
-        if cross:
-            self.hopeless |= beyond_digits(constraints, largest.clamp_min(epsilon))
-
-    def within(self, error: Tensor) -> Tensor:
-        """Whether marginal errors (B,) are small enough."""
-        reached: Tensor = (error <= self.tolerance) & ~self.hopeless
-        return reached
+    It is NaN where a problem is hopeless, whatever its iterations.
+    """
+    least = 2 * rounding_floor(facts_of(term), term.numbers.size, epsilon)
+    asked, gives_way = options.asked_tolerance, options.tolerance is None
+    tolerance = least.clamp_min(asked) if gives_way else torch.full_like(least, asked)
+    largest = torch.maximum(term.costs.lowest.abs(), term.costs.highest.abs())
+    in_range = largest < torch.finfo(torch.float32).max / 4
+    within_rounding = least <= (LOOSEST_DEFAULT if gives_way else asked)
+    hopeless = ~(in_range & within_rounding) | term.error.isnan()
+    if cross:
+        hopeless |= beyond_digits(constraints, largest.clamp_min(epsilon))
+    return tolerance.masked_fill(hopeless, torch.nan)
