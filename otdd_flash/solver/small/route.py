@@ -8,7 +8,7 @@ the problem. `derivatives.loss` chooses by `suits` as well, and solves many pair
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -289,49 +289,21 @@ def solve_single(
                 progress(name, int(read.iterations), read.error)
         # Costs that are not finite end nowhere.
         done = found.done or any(math.isnan(read.error) for read in reads.values())
-    f, *others = solve.potentials(batch.sizes)
-    evidence = [
-        each._replace(f=f if k == 0 else g, g=g)
-        for k, (each, g) in enumerate(zip(found.evidence, others, strict=True))
-    ]
-    terms = _terms_of(reads, costs, found.asymmetry[0], evidence, epsilon, options)
-    if terms is None:
-        return None
-    for name, term in terms.items():
-        # The certificate of a self term is an iteration more.
-        if progress is not None and term.iterations > reads[name].iterations and not in_triton:
-            progress(name, term.iterations, term.marginal_error)
-    return terms, costs
-
-
-def _terms_of(
-    reads: Mapping[str, TermRead],
-    costs: Mapping[str, CostFacts],
-    asymmetry: Tensor,
-    evidence: Sequence[PlanEvidence],
-    epsilon: float,
-    options: Converged,
-) -> dict[str, TransportTerm] | None:
-    """Return the terms of one problem by name, or None where one of them needs another solve.
-
-    Args:
-        reads: what was read of each.
-        costs: what is known of the costs of each.
-        asymmetry: `Pool.asymmetry` (4,).
-        evidence: of each, with the potentials that the term gets.
-        epsilon: regularisation, in units of the cost.
-        options: when to stop.
-    """
-    apart, largest = asymmetry.view(2, 2)
+    apart, largest = found.asymmetry[0].view(2, 2)
     if len(reads) > 1 and bool((apart > ROUNDING * largest).any()):
         return None
+    f, *others = solve.potentials(batch.sizes)
     terms: dict[str, TransportTerm] = {}
-    for (name, read), each in zip(reads.items(), evidence, strict=True):
-        term = _concluded(name, read, costs[name], each, epsilon, options)
+    for (name, read), evidence, g in zip(reads.items(), found.evidence, others, strict=True):
+        evidence = evidence._replace(f=f if name == "xy" else g, g=g)
+        term = _concluded(name, read, costs[name], evidence, epsilon, options)
         if term is None:
             return None
+        # The certificate of a self term is an iteration more.
+        if progress is not None and term.iterations > read.iterations and not in_triton:
+            progress(name, term.iterations, term.marginal_error)
         terms[name] = term
-    return terms
+    return terms, costs
 
 
 def _in_range(costs: CostFacts, epsilon: float, options: Converged) -> bool:
@@ -422,13 +394,13 @@ def solve_terms(
             read, _ = _iterated(solve, part, epsilon, options, constraints)
             evidence = [each._replace(f=each.f.clone(), g=each.g.clone()) for each in read.evidence]
             found += [
-                _terms_at(read, evidence, place, batch.sizes, epsilon, options)
+                _terms_of(read, evidence, place, batch.sizes, epsilon, options)
                 for place in range(room.problems)
             ]
     return found
 
 
-def _terms_at(
+def _terms_of(
     read: Read,
     evidence: Sequence[PlanEvidence],
     place: int,
@@ -438,15 +410,22 @@ def _terms_at(
 ) -> dict[str, TransportTerm] | None:
     """Return the terms of one of B problems, or None where one of them needs another solve."""
     reads = dict(zip(TERMS, read.terms(place), strict=False))
-    costs, own = {}, []
+    apart, largest = read.asymmetry[place].view(2, 2)
+    if len(reads) > 1 and bool((apart > ROUNDING * largest).any()):
+        return None
+    terms: dict[str, TransportTerm] = {}
     for (name, one), each in zip(reads.items(), evidence, strict=True):
-        costs[name] = facts_of(one)
-        if math.isnan(one.error) or not _in_range(costs[name], epsilon, options):
+        costs = facts_of(one)
+        if math.isnan(one.error) or not _in_range(costs, epsilon, options):
             return None
         rows, columns = (sizes[side] for side in SIDES[name])
         g = each.g[place, :columns]
-        own.append(each._replace(f=each.f[place, :rows] if name == "xy" else g, g=g))
-    return _terms_of(reads, costs, read.asymmetry[place], own, epsilon, options)
+        own = each._replace(f=each.f[place, :rows] if name == "xy" else g, g=g)
+        term = _concluded(name, one, costs, own, epsilon, options)
+        if term is None:
+            return None
+        terms[name] = term
+    return terms
 
 
 class BatchSolved(NamedTuple):
