@@ -167,15 +167,32 @@ class Divergence:
 
     @classmethod
     def of_terms(
-        cls, terms: Mapping[str, TransportTerm], options: Schedule, offset: Offset, backend: str
+        cls,
+        terms: Mapping[str, TransportTerm],
+        options: Schedule,
+        offset: Offset,
+        backend: str,
+        passes: float | None = None,
+        *,
+        identical: bool = False,
     ) -> Divergence:
-        """Build the divergence of terms that were solved together on stored scores."""
+        """Build the divergence from its terms by name; `passes` are theirs unless given."""
         xy, xx, yy = (terms.get(name) for name in TERMS)
         assert xy is not None
-        cells = {"xy": len(xy.f) * len(xy.g), "xx": len(xy.f) ** 2, "yy": len(xy.g) ** 2}
-        swept = sum(term.passes * cells[name] for name, term in terms.items())
-        found = (backend, str(xy.f.device), swept / cells["xy"])
-        return cls(xy, xx, yy, *found, schedule=options.name, offset=offset)
+        if passes is None:
+            cells = {"xy": len(xy.f) * len(xy.g), "xx": len(xy.f) ** 2, "yy": len(xy.g) ** 2}
+            passes = sum(term.passes * cells[name] for name, term in terms.items()) / cells["xy"]
+        return cls(
+            xy,
+            xx,
+            yy,
+            backend,
+            str(xy.f.device),
+            passes,
+            identical=identical,
+            schedule=options.name,
+            offset=offset,
+        )
 
     @property
     def terms(self) -> dict[str, TransportTerm]:
@@ -355,12 +372,7 @@ def solve_divergence(
                 solved(name, compared.operator(name), solves.terms[name])
     else:
         solves.solve(dict.fromkeys(unknown, options.tolerance), solved)
-    xy, xx, yy = (solves.terms.get(name) for name in TERMS)
-    assert xy is not None
-    backend, passes = solves.backends["xy"], solves.passes
-    return Divergence(
-        xy, xx, yy, backend, str(xy.f.device), passes, schedule=options.name, offset=offset
-    )
+    return Divergence.of_terms(solves.terms, options, offset, solves.backends["xy"], solves.passes)
 
 
 def solve_identical(
@@ -385,17 +397,9 @@ def solve_identical(
     solves = TermSolves(compared, options, start=start, progress=progress)
     solves.solve({"xx": options.tolerance}, solved_each)
     term = solves.terms["xx"]
-    device, passes = str(term.f.device), float(term.passes)
-    return Divergence(
-        term,
-        term,
-        term,
-        solves.backends["xx"],
-        device,
-        passes,
-        identical=True,
-        schedule=options.name,
-    )
+    terms, passes = dict.fromkeys(TERMS, term), float(term.passes)
+    backend = solves.backends["xx"]
+    return Divergence.of_terms(terms, options, NO_OFFSET, backend, passes, identical=True)
 
 
 def report_convergence(divergence: Divergence, options: Schedule) -> None:

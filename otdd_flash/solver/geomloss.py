@@ -22,7 +22,7 @@ side, the highest class index; `blur` there is epsilon^(1/2) here. `solver.diver
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from otdd_flash.formulas.decision import Form
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.schedules import Schedule
-from otdd_flash.solver.term import TermProgress, TransportTerm, check_usable
+from otdd_flash.solver.term import TermProgress, TransportTerm
 
 
 @dataclass(frozen=True)
@@ -87,23 +87,20 @@ def solve_by_schedule(
     else:
         f, g = _cross(refined, epsilons)
         certificate = certify(refined, f, g, epsilon)
-    check_usable(certificate.undetectable, epsilon, certificate.f.dtype)
     iterations = len(epsilons) + 3
-    if progress is not None:
-        progress(iterations, certificate.marginal_error)
-    return TransportTerm(
-        certificate.f,
-        certificate.g,
+    term = TransportTerm.from_certificate(
+        certificate,
         epsilon,
-        value=float(refined.a @ f.double() + refined.b @ g.double()),
-        bounds=certificate.bounds,
-        marginal_error=certificate.marginal_error,
-        tolerance=options.asked_tolerance,
         iterations=iterations,
         passes=iterations if form.symmetric else 2 * iterations + 1,
-        converged=certificate.marginal_error <= options.asked_tolerance,
-        stopped_by="schedule",
+        tolerance=options.asked_tolerance,
+        asked=options.asked_tolerance,
+        unless_converged="schedule",
     )
+    if progress is not None:
+        progress(iterations, certificate.marginal_error)
+    value = float(refined.a @ f.double() + refined.b @ g.double())
+    return replace(term, value=value, stopped_by="schedule")
 
 
 def schedule(epsilon: float, diameter: float, scaling: float) -> list[float]:

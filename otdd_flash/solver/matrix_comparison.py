@@ -37,6 +37,7 @@ from otdd_flash.operators.given_costs import (
 )
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.real_numbers import in_double, in_floating_point, real_tensor
+from otdd_flash.solver.penalties import Unbalanced, resolve_constraints
 from otdd_flash.solver.tensors import MASS_TOLERANCE
 
 # The types of the costs that `matrix_transport` takes.
@@ -153,8 +154,14 @@ class MatrixComparison:
         object.__setattr__(found, "epsilon", epsilon)
         return found
 
-    def with_constraints(self, constraints: Constraints) -> MatrixComparison:
-        """Return the comparison with what the marginals of plans owe; it shares what is cached."""
+    def with_penalties(
+        self, unbalanced: Unbalanced | None, relative: Unbalanced | None = None
+    ) -> MatrixComparison:
+        """Return the comparison at these penalties of marginals; it shares what is cached.
+
+        Arguments and errors are those of `resolve_constraints`.
+        """
+        constraints = resolve_constraints(unbalanced, relative, lambda: self.facts.mean)
         found = copy(self)
         object.__setattr__(found, "constraints", constraints)
         return found
@@ -262,19 +269,6 @@ class MatrixComparison:
         from otdd_flash.operators.matrix_kernel import MatrixKernelOperator
 
         return MatrixKernelOperator(operator)
-
-
-def relative_to_mean(multiple: float, facts: MatrixFacts) -> float:
-    """Convert an epsilon given as a multiple of the mean cost to units of the cost.
-
-    Raises:
-        InputError: the mean cost is not positive.
-    """
-    if not facts.mean > 0:
-        raise InputError(
-            f"epsilon_relative needs a positive mean cost; here it is {facts.mean:g}: set epsilon"
-        )
-    return multiple * facts.mean
 
 
 def given_matrix(name: str, given: Any) -> Tensor:

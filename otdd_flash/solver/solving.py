@@ -78,14 +78,14 @@ def solve(
             return solve_exact(comparison, options, progress=progress)
     if isinstance(options, GeomlossSchedule) and options.diameter is None:
         options = replace(options, diameter=comparison.diameter)
+    found: Divergence | None = None
     with comparison.within_memory():
         if len(comparison.terms) > 1 and comparison.identical:
             found = solve_identical(
                 comparison, options, start=start, progress=progress, solved=solved
             )
-            return found.widened(comparison.cost_error)
-        if isinstance(options, Converged) and is_small(comparison, options):
-            small = solve_small(
+        elif isinstance(options, Converged) and is_small(comparison, options):
+            found = solve_small(
                 comparison,
                 options,
                 start=start,
@@ -93,11 +93,10 @@ def solve(
                 solved=solved,
                 gradient_callbacks=gradient_callbacks,
             )
-            if small is not None:
-                return small.widened(comparison.cost_error)
-        found = solve_divergence(
-            comparison, options, start=start, known=known, progress=progress, solved=solved
-        )
+        if found is None:
+            found = solve_divergence(
+                comparison, options, start=start, known=known, progress=progress, solved=solved
+            )
         return found.widened(comparison.cost_error)
 
 

@@ -2,9 +2,9 @@
 
 Entry points resolve epsilon here; errors name the setting and the unit in which it was given.
 `solver.solve` and `solver.small` take the stopping rule of the iterations and of the term from
-here, and make terms by `TransportTerm.from_certificate`. That and `geomloss` call `check_usable`,
-which refuses a plan that rounding alone decides; `labels.sinkhorn_pairs` raises the same error by
-`rounded_away`. `certificate` takes the advice to use float64 from `or_double`.
+here, and make terms by `TransportTerm.from_certificate`, as `geomloss` does. That refuses a plan
+that rounding alone decides; `labels.sinkhorn_pairs` raises the same error by `rounded_away`.
+`certificate` takes the advice to use float64 from `or_double`.
 
 `ExactTerm` is the term at epsilon 0, unregularised, with its plan, which has few entries. It is a
 `TransportTerm`, so that divergences and results hold either. What asks for a plan asks the term

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ Vector = NDArray[np.float64]
 Places = NDArray[np.int64]
 
 
-class ExactCosts(Protocol):
+class ExactCosts(ABC):
     """A cost C (n, m) between masses, in float64; +inf forbids a pair.
 
     Attributes:
@@ -59,8 +59,6 @@ class ExactCosts(Protocol):
         highest: none that is finite is above it.
         mean: sum_ij a_i b_j C_ij over finite costs.
         forbidden: whether a cost is +inf.
-        orders: of rows (n,) and of columns (m,), in which a plan by the north-west corner rule is a
-            good one, if costs have any: along their common principal axis for points.
     """
 
     a: Tensor
@@ -72,34 +70,12 @@ class ExactCosts(Protocol):
     forbidden: bool
 
     @property
-    def orders(self) -> tuple[Places, Places]: ...
+    @abstractmethod
+    def orders(self) -> tuple[Places, Places]:
+        """Orders of rows (n,) and columns (m,) in which the corner rule's plan is a good one.
 
-    def price(
-        self,
-        f: Vector,
-        g: Vector,
-        count: int,
-        *,
-        below: float = np.inf,
-        wanted: tuple[Places, Places] | None = None,
-    ) -> Priced:
-        """Pass over all costs, at potentials f (n,) and g (m,).
-
-        Args:
-            f: in units of the cost; read where rows have mass.
-            g: likewise of columns.
-            count: arcs of every row, and of every column, that have the least reduced costs.
-            below: only those whose reduced cost is less; infinite ones never count.
-            wanted: rows, sorted, and columns of further arcs to return.
+        That is along their common principal axis for points; other costs may have none.
         """
-        ...
-
-
-class _InBlocks(ABC):
-    """A cost that this process passes over, in blocks of rows."""
-
-    a: Tensor
-    b: Tensor
 
     @abstractmethod
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -114,7 +90,15 @@ class _InBlocks(ABC):
         below: float = np.inf,
         wanted: tuple[Places, Places] | None = None,
     ) -> Priced:
-        """Pass over all costs as `ExactCosts.price`; rows that are not in a block have inf."""
+        """Pass over all costs, at potentials f (n,) and g (m,); rows in no block have inf.
+
+        Args:
+            f: in units of the cost; read where rows have mass.
+            g: likewise of columns.
+            count: arcs of every row, and of every column, that have the least reduced costs.
+            below: only those whose reduced cost is less; infinite ones never count.
+            wanted: rows, sorted, and columns of further arcs to return.
+        """
         a, b, m = self.a, self.b, len(g)
         # Points without mass get arcs of infinite reduced cost.
         of_rows, of_columns = (
@@ -156,7 +140,7 @@ class _InBlocks(ABC):
         return Priced(least.cpu().numpy(), feasible.cpu().numpy(), arcs, wanted_arcs)
 
 
-class PointCosts(_InBlocks):
+class PointCosts(ExactCosts):
     """The cost between two labelled clouds; see `ExactCosts`. Points may be streamed.
 
     Args:
@@ -198,7 +182,7 @@ class PointCosts(_InBlocks):
             yield rows, block
 
 
-class MatrixCosts(_InBlocks):
+class MatrixCosts(ExactCosts):
     """A given cost, in memory or computed by a user's function; see `ExactCosts`."""
 
     def __init__(self, operator: TorchOperator[GivenCosts]) -> None:
@@ -295,7 +279,7 @@ def _on_host(rows: Tensor, columns: Tensor, costs: Tensor) -> Arcs:
     return Arcs(*(side.cpu().numpy() for side in (rows, columns, costs)))
 
 
-class SharedCosts:
+class SharedCosts(PointCosts):
     """The cost between two labelled clouds that ranks share; see `ExactCosts`.
 
     Args:
@@ -313,15 +297,8 @@ class SharedCosts:
                 "epsilon=0 needs all points on every process of compute.group, which do not fit "
                 "here; raise memory_budget, or set a positive epsilon"
             )
-        whole = PointCosts(cost, error)
-        self.a, self.b, self.errors = whole.a, whole.b, whole.errors
-        self.lowest, self.highest, self.mean = whole.lowest, whole.highest, whole.mean
-        self.forbidden, self._operator, self._error = False, operator, error
-        self._whole = whole
-
-    @property
-    def orders(self) -> tuple[Places, Places]:
-        return self._whole.orders
+        super().__init__(cost, error)
+        self._operator, self._error = operator, error
 
     def price(
         self,

@@ -146,44 +146,29 @@ def solve_exact(
     if len(compared.terms) > 1 and compared.identical:
         term = _free_term(compared, "xx") or _started(compared, "xx", options, end, progress).run()
         terms = dict.fromkeys(TERMS, term)
-        return _divergence(compared, terms, options, identical=True)
+        return _divergence(terms, options, NO_OFFSET, identical=True)
     terms, solves = {}, {}
     for name in (*compared.terms[1:], "xy"):
         free = _free_term(compared, name)
         if free is None:
             solves[name] = _started(compared, name, options, end, progress)
         terms[name] = free or solves[name].run()
-    divergence = _divergence(compared, terms, options)
+    divergence = _divergence(terms, options, compared.offset)
     if divergence.converged and divergence.bound_width > options.bound_width:
         # Terms of which each is narrow enough, and whose difference is small, go on to the end.
         for name, solve in solves.items():
             if terms[name].stopped_by != "optimal":
                 solve.width = 0.0
                 terms[name] = solve.run()
-        divergence = _divergence(compared, terms, options)
+        divergence = _divergence(terms, options, compared.offset)
     return divergence
 
 
 def _divergence(
-    compared: Compared,
-    terms: Mapping[str, ExactTerm],
-    options: Exact,
-    *,
-    identical: bool = False,
+    terms: Mapping[str, ExactTerm], options: Exact, offset: Offset, *, identical: bool = False
 ) -> Divergence:
-    xy, xx, yy = (terms.get(name) for name in TERMS)
-    assert xy is not None
-    return Divergence(
-        xy,
-        xx,
-        yy,
-        backend="torch, network simplex of POT",
-        device=str(xy.f.device),
-        passes=sum(term.passes for term in terms.values()),
-        identical=identical,
-        schedule=options.name,
-        offset=NO_OFFSET if identical else compared.offset,
-    )
+    backend, passes = "torch, network simplex of POT", sum(term.passes for term in terms.values())
+    return Divergence.of_terms(terms, options, offset, backend, passes, identical=identical)
 
 
 def _free_term(compared: Compared, name: str) -> ExactTerm | None:

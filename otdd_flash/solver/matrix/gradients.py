@@ -50,7 +50,7 @@ from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.divergence import Potentials
 from otdd_flash.solver.matrix.transport import check_one_epsilon, solve_matrix
 from otdd_flash.solver.matrix_comparison import MatrixComparison
-from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
+from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced
 from otdd_flash.solver.schedules import Converged, Schedule
 from otdd_flash.solver.term import TransportTerm
 
@@ -119,8 +119,7 @@ def matrix_loss(
         check_gradient_type(name, inputs.tensors[name])
     refuse_unbalanced(unbalanced, None, options, debias=self_costs is not None)
     comparison = MatrixComparison.prepare(costs, a, b, compute, self_costs)
-    constraints = resolve_constraints(unbalanced, None, lambda: comparison.facts.mean)
-    comparison = comparison.with_constraints(constraints)
+    comparison = comparison.with_penalties(unbalanced)
     backward = LossGradient(comparison, frozenset(inputs.tensors))
     with torch.no_grad():
         divergence, short = solve_matrix(
@@ -262,10 +261,7 @@ def matrix_plan(
         check_gradient_type("costs", costs)
     refuse_unbalanced(unbalanced, unbalanced_relative, options)
     comparison = MatrixComparison.prepare(costs, a, b, compute)
-    constraints = resolve_constraints(
-        unbalanced, unbalanced_relative, lambda: comparison.facts.mean
-    )
-    comparison = comparison.with_constraints(constraints)
+    comparison = comparison.with_penalties(unbalanced, unbalanced_relative)
     with torch.no_grad():
         divergence, _ = solve_matrix(comparison, epsilon, epsilon_relative, options, start=start)
         term = divergence.xy

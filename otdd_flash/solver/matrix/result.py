@@ -24,12 +24,11 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
 from otdd_flash.files.tensor_file import read_result, write_result
-from otdd_flash.formulas.marginals import Constraints
 from otdd_flash.operators.given_costs import CostSource, exact_blocks
 from otdd_flash.real_numbers import in_one_row, real_tensor
 from otdd_flash.shown import bounded, convergence_text
 from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison
-from otdd_flash.solver.penalties import penalties_of, resolve_constraints
+from otdd_flash.solver.penalties import Unbalanced, penalties_of
 from otdd_flash.solver.term import ExactTerm, StoppedBy, TransportTerm, plan_tensors, with_plan
 
 
@@ -233,7 +232,7 @@ class MatrixTransport:
                 summary["seconds"],
                 summary["costs"]["fingerprint"],
                 summary["precision"],
-                resolve_constraints(summary.get("unbalanced"), None, lambda: 1.0),
+                summary.get("unbalanced"),
             )
 
         saved = read_result(Path(path), restore, "MatrixTransport")
@@ -247,7 +246,7 @@ class MatrixTransport:
                 f"{path} holds the result of other costs; pass those that were solved for, in the "
                 "same type"
             )
-        comparison = comparison.with_constraints(saved.constraints)
+        comparison = comparison.with_penalties(saved.unbalanced)
         short, device = saved.short_rows.to(comparison.device), comparison.device
         return cls(saved.term.moved(device), saved.seconds, short, comparison)
 
@@ -289,7 +288,7 @@ class _Saved(NamedTuple):
     seconds: float
     fingerprint: str
     precision: str
-    constraints: Constraints
+    unbalanced: Unbalanced | None
 
 
 def fingerprint(source: CostSource) -> str:

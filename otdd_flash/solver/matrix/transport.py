@@ -50,12 +50,18 @@ from otdd_flash.solver.divergence import (
 )
 from otdd_flash.solver.evidence import DOUBLE_UNIT, widen_bounds
 from otdd_flash.solver.matrix.result import MatrixTransport
-from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison, relative_to_mean
-from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced, resolve_constraints
+from otdd_flash.solver.matrix_comparison import Costs, MatrixComparison
+from otdd_flash.solver.penalties import Unbalanced, refuse_unbalanced
 from otdd_flash.solver.schedules import Converged, Exact, Schedule, refuse_start, schedule_of
 from otdd_flash.solver.solving import solve
 from otdd_flash.solver.tensors import MASS_TOLERANCE
-from otdd_flash.solver.term import SolverProgress, TransportTerm, epsilon_given_as, refuse_both
+from otdd_flash.solver.term import (
+    SolverProgress,
+    TransportTerm,
+    epsilon_given_as,
+    refuse_both,
+    resolve_epsilon,
+)
 
 # Most iterations for masses that admit no plan, and most rows that a message names.
 INFEASIBLE_ITERATIONS, NAMED = 1, 5
@@ -140,10 +146,7 @@ def matrix_transport(
         short = comparison.a.new_empty(0, dtype=torch.int64)
         seconds = time.perf_counter() - started
         return MatrixTransport(divergence.xy, seconds, short, comparison)
-    constraints = resolve_constraints(
-        unbalanced, unbalanced_relative, lambda: comparison.facts.mean
-    )
-    comparison = comparison.with_constraints(constraints)
+    comparison = comparison.with_penalties(unbalanced, unbalanced_relative)
     with torch.no_grad():
         divergence, short = solve_matrix(
             comparison, epsilon, epsilon_relative, options, start=start, progress=progress
@@ -182,19 +185,12 @@ def solve_matrix(
     Warns:
         NotConvergedWarning: as `matrix_transport`.
     """
-    if epsilon is None:
-        assert relative is not None
-        given, epsilon = (
-            ("epsilon_relative", relative),
-            relative_to_mean(relative, comparison.facts),
-        )
-    else:
-        given = "epsilon", epsilon
+    name, given, epsilon = resolve_epsilon(epsilon, relative, lambda: comparison.facts.mean)
     # Relaxed marginals admit any plan of the allowed pairs, whose primal value is at hand.
     forbidden = comparison.facts.forbidden and comparison.constraints.exact
     short = comparison.a.new_empty(0, dtype=torch.int64)
     torch_operator = comparison.torch_operator("xy")
-    with epsilon_given_as(*given, epsilon):
+    with epsilon_given_as(name, given, epsilon):
         comparison = comparison.at(epsilon)
         start = checked_start(comparison, start)
         if forbidden:

@@ -19,7 +19,6 @@ the cross terms, and 2 B of the self terms, in which x and y of a problem follow
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
@@ -610,7 +609,8 @@ MOST_KEPT, MOST_BYTES, MOST_BYTES_CPU = 16, 1 << 32, 1 << 25
 # recordings their kinds alone.
 Key = tuple[Room, bool, Constraints]
 
-_kept: OrderedDict[Key, list[PooledSolve]] = OrderedDict()
+# The least recently used first.
+_kept: list[tuple[Key, PooledSolve]] = []
 _changing = Lock()
 
 # Of each device, an event that follows all launches of the last solve.
@@ -647,8 +647,7 @@ def kept(room: Room, debias: bool, constraints: Constraints = EXACT) -> Iterator
                 _left[room.device] = torch.cuda.current_stream(room.device).record_event()
         # After an exception this is not reached: a solve that failed is not cached.
         with _changing:
-            _kept.setdefault(key, []).append(solve)
-            _kept.move_to_end(key)
+            _kept.append((key, solve))
             while _too_many(room.device.type):
                 # The stream that used it last may be another one.
                 if room.device in _left:
@@ -658,7 +657,7 @@ def kept(room: Room, debias: bool, constraints: Constraints = EXACT) -> Iterator
 
 def is_kept(room: Room) -> bool:
     """Whether a solve with this room, whatever its number of classes, is in the cache."""
-    return any(key[0]._replace(classes=room.classes) == room for key in list(_kept))
+    return any(one._replace(classes=room.classes) == room for (one, *_), _ in list(_kept))
 
 
 def forget() -> None:
@@ -669,24 +668,18 @@ def forget() -> None:
 
 def _taken(key: Key) -> PooledSolve | None:
     """Take a solve out of the cache; None if there is none."""
-    if key not in _kept:
-        return None
-    solve = _kept[key].pop()
-    if not _kept[key]:
-        del _kept[key]
-    return solve
+    place = next((k for k, (known, _) in enumerate(_kept) if known == key), None)
+    return None if place is None else _kept.pop(place)[1]
 
 
 def _kept_on(kind: str) -> list[Key]:
     """List the keys of the cache on a kind of device, the least recently used first."""
-    return [key for key in _kept if key[0].device.type == kind]
+    return [key for key, _ in _kept if key[0].device.type == kind]
 
 
 def _too_many(kind: str) -> bool:
     """Return whether the solves cached on a kind of device exceed a limit."""
-    keys = _kept_on(kind)
-    counts = [len(_kept[key]) for key in keys]
-    taken = sum(room.bytes * count for (room, *_), count in zip(keys, counts, strict=True))
+    rooms = [room for room, *_ in _kept_on(kind)]
     # Triton's interpreter runs kernels on a processor: its solves have the limit of a GPU's.
-    most = MOST_BYTES if any(room.in_triton for room, *_ in keys) else MOST_BYTES_CPU
-    return sum(counts) > MOST_KEPT or taken > most
+    most = MOST_BYTES if any(room.in_triton for room in rooms) else MOST_BYTES_CPU
+    return len(rooms) > MOST_KEPT or sum(room.bytes for room in rooms) > most

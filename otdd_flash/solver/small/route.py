@@ -8,7 +8,7 @@ the problem. `derivatives.loss` chooses by `suits` as well, and solves many pair
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -183,16 +183,17 @@ def solve_small(
         )
         if small is None:
             return None
+        terms, costs = small
         if gradient_callbacks is not None:
             for place, take in gradient_callbacks.items():
                 take(solve.gradient(place)[0, : batch.sizes[place]])
         elif solved is not None:
             assert isinstance(solve.pool, ScorePool)
             for name in (*compared.terms[1:], "xy"):
-                operator = solve.pool.operator(name, batch.sizes, small.costs[name])
-                solved(name, operator, small.terms[name])
+                operator = solve.pool.operator(name, batch.sizes, costs[name])
+                solved(name, operator, terms[name])
     backend = f"{'triton' if in_triton else 'torch'}, scores kept"
-    return Divergence.of_terms(small.terms, options, compared.offset, backend)
+    return Divergence.of_terms(terms, options, compared.offset, backend)
 
 
 def _solve_swept(
@@ -222,7 +223,8 @@ def _solve_swept(
         )
     if small is None:
         return None
-    term = small.terms["xy"]
+    terms, _ = small
+    term = terms["xy"]
     if operator.transposed:
         term = replace(term, f=term.g, g=term.f)
     if solved is not None:
@@ -238,13 +240,6 @@ def facts_of(read: TermRead) -> CostFacts:
     return facts._replace(error=UNIT * (1 + 2.0**-8) * facts.magnitude)
 
 
-class SolvedTerms(NamedTuple):
-    """The terms of one problem, and what is known of the costs of each, by name."""
-
-    terms: dict[str, TransportTerm]
-    costs: dict[str, CostFacts]
-
-
 def solve_single(
     solve: PooledSolve,
     batch: Batch | GivenCosts,
@@ -254,7 +249,7 @@ def solve_single(
     start: Potentials | None = None,
     progress: SolverProgress | None = None,
     constraints: Constraints = EXACT,
-) -> SolvedTerms | None:
+) -> tuple[dict[str, TransportTerm], dict[str, CostFacts]] | None:
     """Solve a batch of one problem; None where one of its terms needs another solve.
 
     Args:
@@ -265,6 +260,9 @@ def solve_single(
         start: potentials to start from, by term.
         progress: called for every term whenever the device was asked.
         constraints: what marginals owe.
+
+    Returns:
+        The terms, and what is known of the costs of each, by name.
 
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
@@ -305,7 +303,7 @@ def solve_single(
         if progress is not None and term.iterations > read.iterations and not in_triton:
             progress(name, term.iterations, term.marginal_error)
         terms[name] = term
-    return SolvedTerms(terms, costs)
+    return terms, costs
 
 
 def _in_range(costs: CostFacts, epsilon: float, options: Converged) -> bool:
@@ -389,27 +387,11 @@ def solve_terms(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    problems, one = len(batch.points[0]), batch.room(1, in_triton=in_triton)
-    most = MOST_BYTES if in_triton else MOST_BYTES_CPU
-    at_once = max(1, min(MOST_PROBLEMS, most // one.bytes))
-    size = -(-problems // -(-problems // at_once))
     found: list[dict[str, TransportTerm] | None] = []
-    for first in range(0, problems, size):
-        part = batch.part(slice(first, first + size))
-        room = one._replace(problems=len(part.points[0]))
+    most = MOST_BYTES if in_triton else MOST_BYTES_CPU
+    for part, room in _parts(batch, most, in_triton=in_triton):
         with kept(room, debias, constraints) as solve:
-            # As for a single problem.
-            solve.begin(part, goal_of(options, epsilon, TOLERANCE_AIM), {}, constraints)
-            done = False
-            while not done:
-                solve.iterate()
-                read = solve.read()
-                reads = [
-                    _Reached(term, options, epsilon, constraints, cross=k == 0)
-                    for k, term in enumerate(read.terms())
-                ]
-                # What is hopeless ends nowhere, and is left to a solve of its own.
-                done = read.done or any(bool(term.hopeless.any()) for term in reads)
+            read, _ = _iterated(solve, part, epsilon, options, constraints)
             evidence = [each._replace(f=each.f.clone(), g=each.g.clone()) for each in read.evidence]
             found += [
                 _terms_of(read, evidence, place, batch.sizes, epsilon, options)
@@ -485,93 +467,85 @@ def solve_batch(
         budget: bytes of the problems that a processor solves at once, if fewer are wanted.
         constraints: what marginals owe.
     """
-    problems = len(batch.points[0])
-    one = batch.room(1, in_triton=in_triton)
     most = MOST_BYTES if in_triton else min(MOST_BYTES_CPU, budget or MOST_BYTES_CPU)
-    at_once = max(1, min(MOST_PROBLEMS, most // one.bytes))
-    parts = -(-problems // at_once)
-    size = -(-problems // parts)
-    solved = [
-        _solve_part(
-            batch.part(slice(first, first + size)),
-            one,
-            epsilon,
-            options,
-            debias,
-            wanted,
-            constraints,
-        )
-        for first in range(0, problems, size)
-    ]
+    solved = []
+    for part, room in _parts(batch, most, in_triton=in_triton):
+        with kept(room, debias, constraints) as solve:
+            read, terms = _iterated(solve, part, epsilon, options, constraints)
+            solved.append(_concluded_batch(solve, read, terms, part, epsilon, wanted))
     values, proved, gradients = zip(*solved, strict=True)
     by_side = tuple(torch.cat(parts) for parts in zip(*gradients, strict=True))
     return BatchSolved(torch.cat(values), torch.cat(proved), by_side)
 
 
-def _solve_part(
+def _concluded_batch(
+    solve: PooledSolve,
+    read: Read,
+    terms: Sequence[tuple[TermRead, Tensor]],
     batch: Batch,
-    room: Room,
     epsilon: float,
-    options: Converged,
-    debias: bool,
     wanted: Sequence[int],
-    constraints: Constraints,
 ) -> BatchSolved:
-    problems = len(batch.points[0])
-    # As for a single problem.
-    goal = goal_of(options, epsilon, TOLERANCE_AIM)
-    with kept(room._replace(problems=problems), debias, constraints) as solve:
-        solve.begin(batch, goal, {}, constraints)
-        done = False
-        while not done:
-            solve.iterate()
-            found = solve.read()
-            reads = [
-                _Reached(read, options, epsilon, constraints, cross=k == 0)
-                for k, read in enumerate(found.terms())
-            ]
-            # What is hopeless ends nowhere, and is refused when it is solved alone.
-            done = found.done or any(bool(read.hopeless.any()) for read in reads)
-        apart, largest = found.asymmetry.split(2, 1)  # type: ignore[no-untyped-call]
-        proved = torch.ones(problems, dtype=torch.bool)
-        if debias:
-            proved = (apart <= ROUNDING * largest).all(1)
-        values = torch.zeros(problems, dtype=torch.float64)
-        for read, evidence in zip(reads, found.evidence, strict=True):
-            value, error, holds = conclude_many(read.numbers, evidence.sums, UNIT, epsilon)
-            values += value if read.cross else -value / 2
-            proved &= holds & read.within(error)
-        fine = proved.to(batch.points[0].device)[:, None, None] if wanted else proved
-        gradients = tuple(
-            torch.where(fine, solve.gradient(place)[:, : batch.sizes[place]], 0) for place in wanted
-        )
+    """Compute the divergences of a batch from what was read of it, while its solve is lent."""
+    apart, largest = read.asymmetry.split(2, 1)  # type: ignore[no-untyped-call]
+    proved = torch.ones(len(apart), dtype=torch.bool)
+    if len(terms) > 1:
+        proved = (apart <= ROUNDING * largest).all(1)
+    values = torch.zeros(len(apart), dtype=torch.float64)
+    for k, (term, tolerance) in enumerate(terms):
+        evidence = read.evidence[k]
+        value, error, holds = conclude_many(term.numbers, evidence.sums, UNIT, epsilon)
+        values += value if k == 0 else -value / 2
+        proved &= holds & (error <= tolerance)
+    fine = proved.to(batch.points[0].device)[:, None, None] if wanted else proved
+    gradients = tuple(
+        torch.where(fine, solve.gradient(place)[:, : batch.sizes[place]], 0) for place in wanted
+    )
     return BatchSolved(values, proved, gradients)
 
 
-class _Reached:
-    """What rounding makes of the tolerance for the terms (B,) that were read."""
+def _parts(batch: Batch, most: int, *, in_triton: bool) -> Iterator[tuple[Batch, Room]]:
+    """Yield parts of about equal size of a batch, and room of up to `most` bytes for each."""
+    problems, one = len(batch.points[0]), batch.room(1, in_triton=in_triton)
+    at_once = max(1, min(MOST_PROBLEMS, most // one.bytes))
+    size = -(-problems // -(-problems // at_once))
+    for first in range(0, problems, size):
+        part = batch.part(slice(first, first + size))
+        yield part, one._replace(problems=len(part.points[0]))
 
-    def __init__(
-        self,
-        read: TermRead,
-        options: Converged,
-        epsilon: float,
-        constraints: Constraints,
-        *,
-        cross: bool,
-    ) -> None:
-        self.cross, self.numbers = cross, read.numbers
-        least = 2 * rounding_floor(facts_of(read), read.numbers.size, epsilon)
-        asked, gives_way = options.asked_tolerance, options.tolerance is None
-        self.tolerance = least.clamp_min(asked) if gives_way else torch.full_like(least, asked)
-        largest = torch.maximum(read.costs.lowest.abs(), read.costs.highest.abs())
-        in_range = largest < torch.finfo(torch.float32).max / 4
-        within_rounding = least <= (LOOSEST_DEFAULT if gives_way else asked)
-        self.hopeless = ~(in_range & within_rounding) | read.error.isnan()
-        if cross:
-            self.hopeless |= beyond_digits(constraints, largest.clamp_min(epsilon))
 
-    def within(self, error: Tensor) -> Tensor:
-        """Whether marginal errors (B,) are small enough."""
-        reached: Tensor = (error <= self.tolerance) & ~self.hopeless
-        return reached
+def _iterated(
+    solve: PooledSolve, batch: Batch, epsilon: float, options: Converged, constraints: Constraints
+) -> tuple[Read, list[tuple[TermRead, Tensor]]]:
+    """Iterate on a batch to its end; return what was read last, and each term's `_tolerance`."""
+    # As for a single problem.
+    solve.begin(batch, goal_of(options, epsilon, TOLERANCE_AIM), {}, constraints)
+    while True:
+        solve.iterate()
+        read = solve.read()
+        terms = [
+            (term, _tolerance(term, epsilon, options, constraints, cross=k == 0))
+            for k, term in enumerate(read.terms())
+        ]
+        # What is hopeless ends nowhere, and is left to a solve of its own.
+        if read.done or any(bool(tolerance.isnan().any()) for _, tolerance in terms):
+            return read, terms
+
+
+def _tolerance(
+    term: TermRead, epsilon: float, options: Converged, constraints: Constraints, *, cross: bool
+) -> Tensor:
+    """Return the marginal error to reach in a term, (B,), as rounding allows.
+
+    It is NaN where a problem is hopeless, whatever its iterations.
+    """
+    least = 2 * rounding_floor(facts_of(term), term.numbers.size, epsilon)
+    asked, gives_way = options.asked_tolerance, options.tolerance is None
+    tolerance = least.clamp_min(asked) if gives_way else torch.full_like(least, asked)
+    largest = torch.maximum(term.costs.lowest.abs(), term.costs.highest.abs())
+    in_range = largest < torch.finfo(torch.float32).max / 4
+    within_rounding = least <= (LOOSEST_DEFAULT if gives_way else asked)
+    hopeless = ~(in_range & within_rounding) | term.error.isnan()
+    if cross:
+        hopeless |= beyond_digits(constraints, largest.clamp_min(epsilon))
+    return tolerance.masked_fill(hopeless, torch.nan)
