@@ -20,17 +20,7 @@ def with_a_far_point(seed: int, far: float, mass: float) -> LabelledCost:
     y[0] = far
     a, b = torch.ones(90, dtype=torch.float64), torch.ones(50, dtype=torch.float64)
     b[0] = mass
-    labels = [torch.zeros(len(side), dtype=torch.int64) for side in (x, y)]
-    return cost_between(
-        x,
-        y,
-        a / a.sum(),
-        b / b.sum(),
-        labels_x=labels[0],
-        labels_y=labels[1],
-        class_costs=torch.zeros(1, 1, dtype=torch.float64),
-        lambda_x=0.5,
-    )
+    return cost_between(x, y, a / a.sum(), b / b.sum())
 
 
 @pytest.mark.slow
@@ -70,12 +60,7 @@ def test_the_change_of_costs_by_rounding_points_to_float16(spread: float) -> Non
     """Root mean square of all pairs, of points rounded where kernels do, about the centre."""
     draw = torch.Generator().manual_seed(int(spread))
     x, y = torch.randn(200, 5, generator=draw), spread * torch.randn(120, 5, generator=draw) + 1
-    masses = [torch.full((len(side),), 1 / len(side), dtype=torch.float64) for side in (x, y)]
-    labels = [torch.zeros(len(side), dtype=torch.int64) for side in (x, y)]
-    none = torch.zeros(1, 1, dtype=torch.float64)
-    cost = cost_between(
-        x, y, *masses, labels_x=labels[0], labels_y=labels[1], class_costs=none, lambda_x=0.5
-    )
+    cost = cost_between(x, y)
     # A power of two of which numbers near the largest keep the precision of float16 whole.
     sides = [(side - cost.centre).double() * 256 for side in (x, y)]
     exact, rounded = (
