@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime import interpreter
+from operation_counts import OperationCounts
 
 import otdd_flash as otdd
 from otdd_flash.cost.compute import ComputeOptions
@@ -29,52 +24,6 @@ pytestmark = [
 SIZE, DIM, EPSILON = 32, 5, 0.7
 ROWS, COLUMNS = 2, 1
 PAIRS = ROWS * COLUMNS
-
-
-class Counted(TorchDispatchMode):
-    """Launches of kernels, and operations outside of them that a GPU would be waited for."""
-
-    waits = frozenset(
-        ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
-    )
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        launch = interpreter.GridExecutor.__call__
-        self._inside = False
-
-        def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
-            self.counts["launches"] += 1
-            self._inside = True
-            try:
-                launch(executor, *args, **kwargs)
-            finally:
-                self._inside = False
-
-        monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
-        read = Tensor.tolist
-
-        def listed(tensor: Tensor) -> Any:
-            # On a CPU no operation tells of it.
-            self.counts["waits"] += not self._inside
-            return read(tensor)
-
-        monkeypatch.setattr(Tensor, "tolist", listed)
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        waits = function.__name__.split(".")[0] in self.waits
-        self.counts["waits"] += waits and not self._inside
-        return function(*args, **(kwargs or {}))
-
-    def of(self, work: Callable[[], object]) -> tuple[int, int]:
-        """Launches and waits of some work."""
-        before = self.counts.copy()
-        with self:
-            work()
-        return tuple(self.counts[name] - before[name] for name in ("launches", "waits"))
 
 
 def operator(folder: Path, host_room: int, monkeypatch: pytest.MonkeyPatch) -> BlockedOperator:
@@ -110,7 +59,8 @@ def test_a_pair_of_blocks_is_few_launches_and_no_wait(
     # What comes as it is is packed: rows once, columns once for each block of rows.
     packs = ROWS + PAIRS
     copied = 0 if held else packs
-    counted = Counted(monkeypatch)
+    # Rows of files are chosen by numbers of the host.
+    counted = OperationCounts(monkeypatch, reads=("tolist", "item", "__bool__", "__float__"))
     for name, launches, waits, work in (
         ("softmin", 3 * PAIRS + copied, 0, lambda: found.softmin_rows(g, EPSILON)),
         ("beside a guess", 3 * PAIRS + copied, 1, lambda: found.softmin_columns(f, EPSILON, g)),
@@ -119,6 +69,8 @@ def test_a_pair_of_blocks_is_few_launches_and_no_wait(
         ("plan", 4 * PAIRS + packs, PAIRS, lambda: found.plan(f, g, EPSILON).applied(values)),
         ("costs", ROWS + COLUMNS, 0, lambda: found.expected_costs(found.b)),
     ):
-        got = counted.of(work)
-        assert got[0] <= launches, (name, got)
-        assert got[1] == waits, (name, got)
+        before = counted.launches.total(), counted.reads
+        with counted:
+            work()
+        assert counted.launches.total() - before[0] <= launches, name
+        assert counted.reads - before[1] == waits, name
