@@ -18,7 +18,6 @@ from otdd_flash.operators.torch_pool import MOST_SHIFT, TILE, TorchPool, TorchTe
 from otdd_flash.solver.small import forget
 from otdd_flash.solver.small.pooled_solve import Batch
 from otdd_flash.solver.small.route import MOST_POINTS, is_small, solve_batch
-from otdd_flash.solver.solving import solve
 
 # The most operations of PyTorch in a certified divergence of 50 points at a tenth of the mean cost.
 MOST_OPERATIONS = 1200
@@ -110,20 +109,6 @@ def test_a_problem_that_is_done_waits_for_the_others(
     ]
     torch.testing.assert_close(solved.values.tolist(), expected, rtol=1e-4, atol=1e-4)
     forget()
-
-
-def test_every_iteration_is_told() -> None:
-    """That of a self term's certificate included."""
-    draw = torch.Generator().manual_seed(0)
-    x, y = torch.randn(30, 2, generator=draw), torch.randn(20, 2, generator=draw)
-    told: dict[str, list[int]] = {}
-    found = solve(
-        Comparison.between(x, y, 0.5, compute=otdd.ComputeOptions("cpu")),
-        otdd.Converged(),
-        progress=lambda name, step, _: told.setdefault(name, []).append(step),
-    )
-    for name, term in found.terms.items():
-        assert told[name] == list(range(1, term.iterations + 1)), name
 
 
 SMALL = {
