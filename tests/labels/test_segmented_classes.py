@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from sinkhorn_cases import make_clouds, moved
+from spying import calls_of
 
 from otdd_flash.engine.problems import WeightedPoints
 from otdd_flash.engine.quasi_newton import QuasiNewton
@@ -195,19 +196,12 @@ def test_kernels_agree_with_float64_and_pairs_do_not_depend_on_others(in_kernels
     pairs = all_pairs(3)
     in_kernels(True, only_of=len(pairs))
     found = sinkhorn_distances(clouds, pairs, 8.0)
-    solved = []
-    solve = transport_terms.solve_segments
-
-    def counting(segments, form, *args):
-        if form is CROSS:
-            solved.append(len(segments.mean_cost))
-        return solve(segments, form, *args)
-
-    monkeypatch.setattr(transport_terms, "solve_segments", counting)
+    solves = calls_of(monkeypatch, transport_terms, "solve_segments")
     monkeypatch.setattr(transport_terms, "free_memory", lambda _: 20_000)
     for one, two in zip(found, sinkhorn_distances(clouds, pairs.flip(0), 8.0), strict=True):
         assert torch.equal(one, two.flip(0))
-    assert solved == [1, 1, 1]
+    crossing = [segments for segments, form, *_ in solves if form is CROSS]
+    assert [len(segments.mean_cost) for segments in crossing] == [1, 1, 1]
     in_kernels(False)
     expected = sinkhorn_distances(clouds, pairs, 8.0, 1e-9)
     assert bool((found.lower <= expected.upper).all())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from operation_counts import OperationCounts
+from spying import calls_of
 
 import otdd_flash as otdd
 from otdd_flash.cost.compute import ComputeOptions
@@ -135,14 +135,7 @@ def test_a_cloud_that_fits_is_one_block_of_half_the_pairs(
     found, tally = operator(tmp_path, SYMMETRIC, 1 << 20, on_device=DIM * 8 * N)
     assert "in blocks of 100 x 100" in found.passes.backend
     f = torch.randn(N, generator=torch.Generator().manual_seed(1))
-    triangles: list[bool] = []
-    launch = plan_marginals._Launch.__call__
-
-    def noted(self: plan_marginals._Launch, *args: Any) -> Any:
-        triangles.append(self._symmetric)
-        return launch(self, *args)
-
-    monkeypatch.setattr(plan_marginals._Launch, "__call__", noted)
+    launches = calls_of(monkeypatch, plan_marginals._Launch, "__call__")
     monkeypatch.setattr(KernelOperator, "softmin_part", None)
     before = tally.moved
     _ = found.costs
@@ -151,7 +144,7 @@ def test_a_cloud_that_fits_is_one_block_of_half_the_pairs(
     found.marginals(f, None, EPSILON)
     assert tally.moved - before == floats(N)
     assert tally.copied == 0
-    assert triangles == [True]
+    assert [launch._symmetric for launch, *_ in launches] == [True]
 
 
 @pytest.mark.gpu

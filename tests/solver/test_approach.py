@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from itertools import chain
 
 import pytest
 import reference
 import torch
 from labelled_costs import cost_between, dense_labelled_cost
+from spying import calls_of
 from torch import Tensor
 
 from otdd_flash.cost.compute import ComputeOptions
@@ -51,18 +53,13 @@ def test_the_solution_is_that_of_dense_newton(
     relative: float, uniform: bool, small_samples: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every pass is counted, those of the sample by their share."""
-    cost, passes = labelled_cost(uniform=uniform), []
-    for name in ("softmin_rows", "softmin_columns", "marginals"):
-        run = getattr(TorchOperator, name)
-
-        def counted(self: TorchOperator[Any], *given: Any, run: Any = run, **named: Any) -> Any:
-            passes.append(self.shape[0] * self.shape[1] / (N * M))
-            return run(self, *given, **named)
-
-        monkeypatch.setattr(TorchOperator, name, counted)
+    cost = labelled_cost(uniform=uniform)
+    names = "softmin_rows", "softmin_columns", "marginals"
+    calls = [calls_of(monkeypatch, TorchOperator, name) for name in names]
     operator = streamed_operator(cost, torch.float64)
     epsilon = relative * operator.costs.mean
     term = solve_term(operator, epsilon, Converged(1e-8))
+    passes = [math.prod(given.shape) / (N * M) for given, *_ in chain(*calls)]
     assert min(passes) < 1 == max(passes)
     assert term.passes == pytest.approx(sum(passes))
     value, _, _ = reference.entropic_transport(dense_labelled_cost(cost), cost.a, cost.b, epsilon)

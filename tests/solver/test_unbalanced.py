@@ -15,6 +15,7 @@ import pytest
 import reference
 import torch
 from refusals import Refusals
+from spying import calls_of
 from torch import Tensor
 
 import otdd_flash as otdd
@@ -31,6 +32,7 @@ from otdd_flash.formulas.marginals import (
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.operators.one_problem import OneTorchProblem, problem_of
+from otdd_flash.solver import solve
 from otdd_flash.solver.certificate import (
     MOST_UNMOVED,
     Certificate,
@@ -522,14 +524,18 @@ def test_a_filled_plan_of_any_mass(mass: float) -> None:
     assert found == pytest.approx(float(truth), rel=1e-12)
 
 
+def drawn() -> tuple[torch.Generator, Tensor, Tensor, Tensor]:
+    """Masses of six rows and five columns and a cost, and what draws more."""
+    draw = torch.Generator().manual_seed(4)
+    a, b = (torch.rand(k, generator=draw).double() + 0.2 for k in (6, 5))
+    return draw, a / a.sum(), b / b.sum(), torch.rand(6, 5, generator=draw).double()
+
+
 @pytest.mark.parametrize("rows", [0.3, INFINITY])
 def test_the_upper_bound_is_the_cost_of_a_plan(rows: float) -> None:
     """Of the plan that is filled up, where moving mass anywhere would cost far more."""
-    draw, epsilon = torch.Generator().manual_seed(4), 0.5
-    a, b = (torch.rand(k, generator=draw).double() + 0.2 for k in (6, 5))
-    a, b = a / a.sum(), b / b.sum()
-    cost = torch.rand(6, 5, generator=draw).double()
-    cost[0, 0] = 1e3
+    draw, a, b, cost = drawn()
+    epsilon, cost[0, 0] = 0.5, 1e3
     rho = (rows, 0.4 if rows == INFINITY else INFINITY)
     constraints = Constraints(*map(marginal, rho))
     f, g = (0.3 * torch.randn(k, generator=draw).double() for k in (6, 5))
@@ -572,10 +578,7 @@ def test_the_upper_bound_is_the_cost_of_a_plan(rows: float) -> None:
 
 @pytest.mark.parametrize("rows", [0.3, INFINITY])
 def test_beside_an_exact_side_the_primal_value_bounds_that_of_the_updated_plan(rows: float) -> None:
-    draw, epsilon = torch.Generator().manual_seed(4), 0.5
-    a, b = (torch.rand(k, generator=draw).double() + 0.2 for k in (6, 5))
-    a, b = a / a.sum(), b / b.sum()
-    cost = torch.rand(6, 5, generator=draw).double()
+    (draw, a, b, cost), epsilon = drawn(), 0.5
     rho = (rows, 0.4 if rows == INFINITY else INFINITY)
     f, g = (0.3 * torch.randn(k, generator=draw).double() for k in (6, 5))
     for step in range(4):
@@ -677,11 +680,10 @@ def test_penalties_take_few_more_iterations(relative: float) -> None:
 @pytest.mark.parametrize("rho", [(0.3, 0.3), (0.3, INFINITY), (INFINITY, 0.3), (2.0, 0.1)])
 @pytest.mark.parametrize("t", [-0.2, 0.0, 0.4])
 def test_a_translated_update_is_taken_back(rho: tuple[float, float], t: float) -> None:
-    draw, epsilon = torch.Generator().manual_seed(4), 0.5
-    a, b = (torch.rand(k, generator=draw).double() for k in (6, 5))
-    a, b, constraints = a / a.sum(), b / b.sum(), Constraints(*map(marginal, rho))
+    (draw, a, b, cost), epsilon = drawn(), 0.5
+    constraints = Constraints(*map(marginal, rho))
     b[2], b[3] = 0, b[2] + b[3]
-    operator = matrix_operator(torch.rand(6, 5, generator=draw).double(), a, b)
+    operator = matrix_operator(cost, a, b)
     g = 0.3 * torch.randn(5, generator=draw).double()
     f = constraints.rows.updated(operator.softmin_rows(g, epsilon), epsilon)
     updated = constraints.columns.updated(operator.softmin_columns(f, epsilon), epsilon)
@@ -762,13 +764,7 @@ def test_what_moves_nothing_is_refused_early_of_any_masses_and_pairs(
     own: list[list[float]] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken: list[int] = []
-
-    def counting(plan: Certificate, level: float, iterations: int, *, settled: bool) -> None:
-        taken.append(iterations)
-        check_moving(plan, level, iterations, settled=settled)
-
-    monkeypatch.setattr("otdd_flash.solver.solve.check_moving", counting)
+    checks = calls_of(monkeypatch, solve, "check_moving")
     with pytest.raises(otdd.InputError, match="no mass moves"):
         otdd.matrix_loss(
             torch.tensor(costs, dtype=torch.float64),
@@ -779,7 +775,7 @@ def test_what_moves_nothing_is_refused_early_of_any_masses_and_pairs(
             options=otdd.Converged(max_iterations=1000),
             self_costs=own and [torch.tensor(own).double(), torch.zeros(1, 1).double()],
         )
-    assert max(taken) <= MOST_UNMOVED
+    assert max(iterations for _, _, iterations, *_ in checks) <= MOST_UNMOVED
 
 
 @pytest.mark.parametrize(
