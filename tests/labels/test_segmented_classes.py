@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from sinkhorn_cases import make_clouds, moved
-from spying import calls_of
 
 from otdd_flash.engine.problems import WeightedPoints
 from otdd_flash.engine.quasi_newton import QuasiNewton
@@ -196,12 +195,19 @@ def test_kernels_agree_with_float64_and_pairs_do_not_depend_on_others(in_kernels
     pairs = all_pairs(3)
     in_kernels(True, only_of=len(pairs))
     found = sinkhorn_distances(clouds, pairs, 8.0)
-    solves = calls_of(monkeypatch, transport_terms, "solve_segments")
+    solved = []
+    solve = transport_terms.solve_segments
+
+    def counting(segments, form, *args):
+        if form is CROSS:
+            solved.append(len(segments.mean_cost))
+        return solve(segments, form, *args)
+
+    monkeypatch.setattr(transport_terms, "solve_segments", counting)
     monkeypatch.setattr(transport_terms, "free_memory", lambda _: 20_000)
     for one, two in zip(found, sinkhorn_distances(clouds, pairs.flip(0), 8.0), strict=True):
         assert torch.equal(one, two.flip(0))
-    crossing = [segments for segments, form, *_ in solves if form is CROSS]
-    assert [len(segments.mean_cost) for segments in crossing] == [1, 1, 1]
+    assert solved == [1, 1, 1]
     in_kernels(False)
     expected = sinkhorn_distances(clouds, pairs, 8.0, 1e-9)
     assert bool((found.lower <= expected.upper).all())
@@ -220,16 +226,6 @@ def test_memory_counts_all_vectors():
     taken = sum(values.numel() * values.element_size() for values in held)
     counted = bytes_of(pool.sizes[torch.stack((rows, columns), 1)])
     assert taken < int(counted.sum()) - 3 * BYTES_PER_SEGMENT < 3 * taken
-
-
-@pytest.mark.slow
-def test_what_float32_cannot_reach_is_solved_in_float64(in_kernels):
-    clouds = moved(make_clouds((3, 9, 5), dim=2, spread=0.3), DEVICE)
-    found = sinkhorn_distances(clouds, all_pairs(3), 2.0, 1e-8)
-    in_kernels(False)
-    expected = sinkhorn_distances(clouds, all_pairs(3), 2.0, 1e-8)
-    for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
 
 
 # Sizes, dimension, epsilon and spread of classes; the last ones take several ranges of columns.
