@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -28,16 +28,11 @@ from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.small import forget, pooled_solve, route
 from otdd_flash.solver.term import TransportTerm
 
+pytestmark = pytest.mark.usefixtures("nothing_kept")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_TRITON = ComputeOptions(device=DEVICE, backend="triton")
 CLASSES, SIDES = 3, ("rows", "columns")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_kept() -> Iterator[None]:
-    forget()
-    yield
-    forget()
 
 
 def side(n: int, seed: int, *, labels: bool = True, weights: bool = False) -> LabeledSamples:

@@ -15,7 +15,6 @@ from otdd_flash.operators import torch_pool
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.operators.torch_pool import MOST_SHIFT, TILE, TorchPool, TorchTerm, _Anchor
-from otdd_flash.solver.small import forget
 from otdd_flash.solver.small.pooled_solve import Batch
 from otdd_flash.solver.small.route import MOST_POINTS, is_small, solve_batch
 
@@ -90,13 +89,13 @@ def test_sums_of_a_symmetric_plan_take_half_of_it(n: int) -> None:
     assert found.columns is found.rows
 
 
+@pytest.mark.usefixtures("nothing_kept")
 @pytest.mark.parametrize(("problems", "few"), [(3, 4), (6, 0)])
 def test_a_problem_that_is_done_waits_for_the_others(
     problems: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is proved by what it kept, however many iterations others take after it."""
     monkeypatch.setattr(torch_pool, "FEW", few)
-    forget()
     draw = torch.Generator().manual_seed(0)
     scales = torch.logspace(-0.5, 0.5, problems)[:, None, None]
     x = scales * torch.randn(problems, 30, 8, generator=draw)
@@ -108,7 +107,6 @@ def test_a_problem_that_is_done_waits_for_the_others(
         float(otdd.sinkhorn_loss(x[k], y[k], epsilon=0.3, lambda_x=1.0)) for k in range(problems)
     ]
     torch.testing.assert_close(solved.values.tolist(), expected, rtol=1e-4, atol=1e-4)
-    forget()
 
 
 SMALL = {
