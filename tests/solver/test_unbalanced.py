@@ -99,15 +99,8 @@ class Problem:
         return cost, b, rho, truth
 
 
-def assert_proved(
-    found: Certificate | TransportTerm,
-    problem: Problem,
-    truth: float,
-    cost: Tensor,
-    b: Tensor,
-    rho: tuple[float, float],
-) -> None:
-    low, high = found.bounds
+def assert_proved(found: Certificate | TransportTerm, problem: Problem, given: Term) -> None:
+    (cost, b, rho, truth), (low, high) = given, found.bounds
     slack = 1e-11 * abs(truth)
     assert low - slack <= truth <= high + slack
     f, g = found.f.double(), found.g.double()
@@ -140,12 +133,12 @@ STOPS = [
 def test_bounds_hold_wherever_a_solve_stops(seeds: range, own: bool) -> None:
     for seed in seeds:
         problem = Problem(seed)
-        cost, b, rho, truth = problem.own() if own else problem.cross()
+        cost, b, rho, _ = given = problem.own() if own else problem.cross()
         form = (SELF if own else CROSS)._replace(constraints=Constraints(*map(marginal, rho)))
         operator = matrix_operator(cost, problem.a, b)
         for options in STOPS:
             term = solve_term(operator, problem.epsilon, options, form)
-            assert_proved(term, problem, truth, cost, b, rho)
+            assert_proved(term, problem, given)
             assert own or term.converged or options.max_iterations <= 4
 
 
@@ -219,17 +212,16 @@ def test_bounds_of_any_potentials(seeds: range) -> None:
             .clamp_min(-200 * min(problem.rho))
             for n in operator.shape
         )
-        cost, b, rho, truth = problem.cross()
-        at = operator, f, g, problem.epsilon
+        at, cross, own = (operator, f, g, problem.epsilon), problem.cross(), problem.own()
         for updated in (None, g):
             found = refusals.outcome(partial(certify, *at, updated, problem.constraints))
             if found is not None:
-                assert_proved(found, problem, truth, cost, b, rho)
-        cost, a, rho, truth = problem.own()
+                assert_proved(found, problem, cross)
+        cost, a, rho, _ = own
         at = matrix_operator(cost, a, a), f, problem.epsilon
         found = refusals.outcome(partial(certify_self, *at, Constraints(*map(marginal, rho))))
         if found is not None:
-            assert_proved(found, problem, truth, cost, a, rho)
+            assert_proved(found, problem, own)
     refusals.check()
 
 
