@@ -79,6 +79,16 @@ def iterations_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def nothing_kept() -> Iterator[None]:
+    """What solves of small problems keep for the next is made anew, and gone after the test."""
+    from otdd_flash.solver.small import forget
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is allocated holds NaN until it is written."""
     empty = torch.empty

@@ -35,18 +35,32 @@ def labelled_cost(
 def cost_between(
     x: Tensor,
     y: Tensor,
-    a: Tensor,
-    b: Tensor,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
     *,
-    labels_x: Tensor,
-    labels_y: Tensor,
-    class_costs: Tensor,
-    lambda_x: float,
+    labels_x: Tensor | None = None,
+    labels_y: Tensor | None = None,
+    class_costs: Tensor | None = None,
+    lambda_x: float = 0.5,
 ) -> LabelledCost:
-    """Of points, masses and labels; of one cloud with itself where both sides are the same."""
-    of_x = Cloud(x, a, labels_x)
+    """Of points, masses and labels; of one cloud with itself where both sides are the same.
+
+    Without masses these are equal, and without labels there is one class.
+    """
+
+    def cloud(points: Tensor, masses: Tensor | None, labels: Tensor | None) -> Cloud:
+        count, here = len(points), points.device
+        if masses is None:
+            masses = torch.full((count,), 1 / count, dtype=torch.float64, device=here)
+        if labels is None:
+            labels = torch.zeros(count, dtype=torch.int64, device=here)
+        return Cloud(points, masses, labels)
+
+    if class_costs is None:
+        class_costs = torch.zeros(1, 1, dtype=torch.float64, device=x.device)
+    of_x = cloud(x, a, labels_x)
     same = x is y and a is b and labels_x is labels_y
-    return LabelledCost(of_x, of_x if same else Cloud(y, b, labels_y), class_costs, lambda_x)
+    return LabelledCost(of_x, of_x if same else cloud(y, b, labels_y), class_costs, lambda_x)
 
 
 def dense_labelled_cost(cost: LabelledCost, points: tuple[Tensor, Tensor] | None = None) -> Tensor:

@@ -21,16 +21,34 @@ FREE = {
 READS = ("tolist", "item", "__bool__", "__float__", "__int__")
 
 
+class Calls(TorchDispatchMode):
+    """Counts every operation that PyTorch is asked for while it is entered.
+
+    Attributes:
+        by_name: how often, without what tells overloads apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.by_name[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
 class OperationCounts(TorchDispatchMode):
     """Counts while it is entered.
 
     Attributes:
         operations: of PyTorch on tensors.
         launches: of kernels, by name.
-        reads: of numbers from the device.
+        reads: of numbers from the device, by the methods of tensors that are given.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, reads: tuple[str, ...] = READS) -> None:
         super().__init__()
         self.operations, self.reads = 0, 0
         self.launches: Counter[str] = Counter()
@@ -42,7 +60,7 @@ class OperationCounts(TorchDispatchMode):
             return self._uncounted(launch, executor, *args, **kwargs)
 
         monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
-        for name in READS:
+        for name in reads:
             monkeypatch.setattr(torch.Tensor, name, self._read(getattr(torch.Tensor, name)))
 
     def __enter__(self) -> OperationCounts:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash import CGOptions, Converged, NotConvergedWarning
-from otdd_flash.derivatives import plan_points, plan_system
+from otdd_flash.derivatives import plan_system
 from otdd_flash.derivatives.hessian import DivergenceCurvature
 from otdd_flash.operators.point_scores import StoredScores
 
@@ -143,51 +143,3 @@ def of_both(found: otdd.SinkhornHessian, cg: CGOptions = TIGHT) -> Any:
 
 def close(found: Tensor, expected: Tensor, atol: float) -> None:
     torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=atol)
-
-
-def check_products(
-    monkeypatch: pytest.MonkeyPatch,
-    way: str,
-    moments: int,
-    shape: tuple[int, int],
-    count: int,
-    *,
-    labels: bool,
-    zeros: bool,
-    settings: dict[str, Any],
-    cost: dict[str, Any],
-) -> None:
-    """Compare products of x alone and of both clouds with dense ones.
-
-    Args:
-        monkeypatch: of the test.
-        way: of solving systems, of `WAYS`.
-        moments: the most that are kept.
-        shape: of the clouds.
-        count: of directions.
-        labels: whether there are class distances.
-        zeros: whether some points have no mass.
-        settings: of the solve.
-        cost: its weights, and penalties.
-    """
-    cg = solve_by(way, monkeypatch)
-    monkeypatch.setattr(plan_points, "MOST_MOMENTS", moments)
-    (n, m), (x, y) = shape, clouds(*shape)
-    a, b = masses(n, 0, zeros=zeros), masses(m, 1, zeros=zeros)
-    cost = cost | (labelled(n, m) if labels else {})
-    found = quiet(otdd.sinkhorn_hessian, x, y, a, b, **settings, cg=cg, **cost)
-    exact = DenseHessian(found.divergence.terms, x, y, a, b, **cost)
-    v, w = drawn(count, n, 3, seed=4), drawn(count, m, 3, seed=5)
-    got, joint = found.product(v), of_both(found, cg)(v, w)
-    assert bool(got.converged.all())
-    assert way != "decomposed" or int(got.iterations.max() + joint.iterations.max()) == 0
-    for k in range(count):
-        by_x, _, energy = exact.along(v[k])
-        size = 1e-3 + float(by_x.abs().max())
-        close(got.values[k], by_x, 1e-9 * size)
-        close(got.curvature[k], energy, 1e-9 * float(v[k].norm()) * size)
-        by_x, by_y, energy = exact.along(v[k], w[k])
-        size = 1e-3 + float(by_x.abs().max()) + float(by_y.abs().max())
-        close(joint.x[k], by_x, 1e-9 * size)
-        close(joint.y[k], by_y, 1e-9 * size)
-        close(joint.curvature[k], energy, 1e-8 * float(v[k].norm()) * size)

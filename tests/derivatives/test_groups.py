@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from derivative_cases import WAYS, drawn, solve_by
 from scipy.optimize import linprog
+from spying import calls_of
 from torch import Tensor
 
 import otdd_flash as otdd
@@ -497,13 +497,7 @@ def test_newton_steps_leave_out_what_float64_does_not_see(flow: float) -> None:
 
 def test_self_terms_of_clouds_are_not_searched_for_groups(monkeypatch) -> None:
     """Unless a class is farther from itself than from another."""
-    searched, connected = [], groups.connected
-
-    def seen(plan):
-        searched.append(plan)
-        return connected(plan)
-
-    monkeypatch.setattr(groups, "connected", seen)
+    searched = calls_of(monkeypatch, groups, "connected")
     a = torch.full((2,), 0.5, dtype=torch.float64, requires_grad=True)
     sides = {"labels_x": torch.arange(2), "labels_y": torch.arange(2)}
     for own, expected in ((0.0, 1), (1.0, 1), (1.01, 3)):
@@ -558,20 +552,14 @@ def test_weaker_links_join_the_groups_of_stronger_ones(
     entries = plan_links.MatrixEntries(HeldCosts(costs), torch.float64)
     plan = plan_links.ScaledPlan(entries, f / epsilon, g / epsilon, masses, masses, epsilon)
     monkeypatch.setattr(plan_links, "MOST_CONTRACTED", 8)
-    linked, begun = plan_links._linked, []
-
-    def seen(plan: Any, threshold: float, groups: Tensor) -> Any:
-        begun.append(len(groups.unique()))
-        return linked(plan, threshold, groups)
-
-    monkeypatch.setattr(plan_links, "_linked", seen)
-    found = {}
+    begun, found = calls_of(monkeypatch, plan_links, "_linked"), {}
     for links in ((0.5,), (0.5, 1e-5), (1e-5,)):
         monkeypatch.setattr(plan_links, "LINKS", links)
         found[links] = plan_links.connected(plan)
     staged, at_once = found[0.5, 1e-5], found[1e-5,]
-    assert begun[0] == begun[1] == begun[3] == n
-    assert begun[2] < n
+    sizes = [len(groups.unique()) for _, _, groups in begun]
+    assert sizes[0] == sizes[1] == sizes[3] == n
+    assert sizes[2] < n
     assert int(found[0.5,].columns.max()) == 7, "groups are joined where they stay too many"
     count = 1 + int(staged.columns.max())
     assert count < 8
@@ -592,17 +580,11 @@ def test_links_within_a_group_that_a_sample_shows_are_not_gathered_again(
     entries = plan_links.MatrixEntries(HeldCosts(costs), torch.float64)
     plan = plan_links.ScaledPlan(entries, f / epsilon, g / epsilon, a, b, epsilon)
     monkeypatch.setattr(plan_links, "ELEMENTS_CPU", 100 * n)
-    spread, counts = plan_links.spread, []
-
-    def counting(masses, ends, *others):
-        counts.append(len(ends))
-        return spread(masses, ends, *others)
-
-    monkeypatch.setattr(plan_links, "spread", counting)
+    calls = calls_of(monkeypatch, plan_links, "spread")
     found = plan_links.connected(plan)
     assert found is None or int(found.columns.max()) == 0
     # The sample has a sixth of the rows.
-    assert counts[-1] < counts[0]
+    assert len(calls[-1][1]) < len(calls[0][1])
 
 
 @pytest.mark.parametrize("largest", [0, 3])

@@ -13,7 +13,6 @@ from derivative_cases import (
     EXACT,
     WAYS,
     DenseHessian,
-    check_products,
     close,
     clouds,
     drawn,
@@ -45,10 +44,11 @@ def hessian(*given: Any, **settings: Any) -> otdd.SinkhornHessian:
     return quiet(otdd.sinkhorn_hessian, *(given or (X, Y)), **{"options": ROUGH, **settings})
 
 
-@pytest.mark.slow(after=8)
+@pytest.mark.slow(after=12)
 @pairwise(
     way=WAYS,
     shape=[(1, 1), (20, 20), (33, 21), (21, 33)],
+    unbalanced=[(None, None), (0.3, 0.3), (50.0, 50.0), (0.2, None), (None, 2.0), (0.3, 20.0)],
     options=[ROUGH, EARLY],
     debias=[True, False],
     labels=[True, False],
@@ -57,9 +57,10 @@ def hessian(*given: Any, **settings: Any) -> otdd.SinkhornHessian:
     count=[1, 7],
     moments=[plan_points.MOST_MOMENTS, 0],
 )
-def test_products_are_those_of_the_dense_pseudo_inverse(
+def test_products_are_those_of_the_dense_inverse(
     way: str,
     shape: tuple[int, int],
+    unbalanced: tuple[float | None, float | None],
     options: Converged,
     debias: bool,
     labels: bool,
@@ -70,9 +71,30 @@ def test_products_are_those_of_the_dense_pseudo_inverse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of x alone and of both clouds, also of plans that were stopped early."""
-    settings, cost = {"debias": debias, "options": options}, {"lambda_x": lambda_x}
-    given = monkeypatch, way, moments, shape, count
-    check_products(*given, labels=labels, zeros=zeros, settings=settings, cost=cost)
+    cg = solve_by(way, monkeypatch)
+    monkeypatch.setattr(plan_points, "MOST_MOMENTS", moments)
+    (n, m), (x, y) = shape, clouds(*shape)
+    a, b = masses(n, 0, zeros=zeros), masses(m, 1, zeros=zeros)
+    cost = {"lambda_x": lambda_x, "unbalanced": unbalanced}
+    cost |= labelled(n, m) if labels else {}
+    # Self terms have one penalty for both of their sides.
+    settings = {"debias": debias and unbalanced[0] == unbalanced[1], "options": options, "cg": cg}
+    found = quiet(otdd.sinkhorn_hessian, x, y, a, b, **settings, **cost)
+    exact = DenseHessian(found.divergence.terms, x, y, a, b, **cost)
+    v, w = drawn(count, n, 3, seed=4), drawn(count, m, 3, seed=5)
+    got, joint = found.product(v), of_both(found, cg)(v, w)
+    assert bool(got.converged.all())
+    assert way != "decomposed" or int(got.iterations.max() + joint.iterations.max()) == 0
+    for k in range(count):
+        by_x, _, energy = exact.along(v[k])
+        size = 1e-3 + float(by_x.abs().max())
+        close(got.values[k], by_x, 1e-9 * size)
+        close(got.curvature[k], energy, 1e-9 * float(v[k].norm()) * size)
+        by_x, by_y, energy = exact.along(v[k], w[k])
+        size = 1e-3 + float(by_x.abs().max()) + float(by_y.abs().max())
+        close(joint.x[k], by_x, 1e-9 * size)
+        close(joint.y[k], by_y, 1e-9 * size)
+        close(joint.curvature[k], energy, 1e-8 * float(v[k].norm()) * size)
 
 
 @pytest.mark.slow
@@ -211,31 +233,60 @@ def test_all_points_of_a_side_are_equal(decomposed: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("iterations_alone")
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
-    ("backend", "labels", "most"),
+    ("backend", "unbalanced", "held", "most"),
     [
-        ("torch", False, 2e-5),
-        pytest.param("triton", True, 5e-5, marks=pytest.mark.slow),
+        ("torch", (None, None), True, 2e-5),
+        ("triton", (None, None), True, 5e-5),
+        *(
+            ("triton", unbalanced, held, 5e-5)
+            for unbalanced in [(0.5, 0.5), (0.3, None), (1e3, 1e3), (None, 0.05)]
+            for held in (True, False)
+        ),
     ],
 )
 def test_points_in_float32(
-    backend: str, labels: bool, most: float, monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    unbalanced: tuple[float | None, float | None],
+    held: bool,
+    most: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rounded points iterate, those themselves tell the residual."""
+    """Rounded points iterate, those themselves tell the residual.
+
+    In kernels with a plan in float16 that is held, or evaluated anew; of relaxed marginals with
+    directions of both clouds.
+    """
     monkeypatch.setattr(triton_plans, "KEPT_BYTES", 0)
     monkeypatch.setattr(triton_plans, "FEW_COORDINATES", 0)
-    x, y, v = (part.float().to(DEVICE) for part in (*clouds(40, 33), drawn(40, 3, seed=4)))
-    options = on_the_device(labelled(40, 33)) if labels else {}
-    compute = otdd.ComputeOptions(DEVICE, backend=backend)
-    found = otdd.sinkhorn_hessian(x, y, epsilon=EPSILON, compute=compute, **options)
-    got = found.product(torch.stack((v, v.flip(0))))
-    assert got.values.dtype == torch.float32
-    assert bool(got.converged.all())
+    if not held:
+        monkeypatch.setattr(triton_plans, "holds", lambda *_: False)
+    x, y, v, w = (
+        part.float().to(DEVICE)
+        for part in (*clouds(40, 33), drawn(40, 3, seed=4), drawn(33, 3, seed=5))
+    )
+    options = on_the_device(labelled(40, 33)) if backend == "triton" else {}
+    compute, debias = otdd.ComputeOptions(DEVICE, backend=backend), unbalanced[0] == unbalanced[1]
+    options |= {"unbalanced": unbalanced}
+    settings = {"epsilon": EPSILON, "compute": compute, "debias": debias}
+    found = otdd.sinkhorn_hessian(x, y, **settings, **options)
     exact = DenseHessian(found.divergence.terms, x, y, **options)
-    for values, curvature_, along in zip(got.values, got.curvature, (v, v.flip(0)), strict=True):
-        expected, _, energy = exact.along(along)
+    if unbalanced == (None, None):
+        alone = found.product(torch.stack((v, v.flip(0))))
+        assert alone.values.dtype == torch.float32
+        assert bool(alone.converged.all())
+        for k, along in enumerate((v, v.flip(0))):
+            expected, _, energy = exact.along(along)
+            assert float((alone.values[k] - expected).norm() / expected.norm()) <= most
+            off = abs(float(alone.curvature[k] - energy))
+            assert off <= 5e-5 * float(along.norm() * expected.norm())
+        return
+    joint, (by_x, by_y, energy) = of_both(found, CGOptions())(v[None], w[None]), exact.along(v, w)
+    assert bool(joint.converged.all())
+    for values, expected in ((joint.x[0], by_x), (joint.y[0], by_y)):
         assert float((values - expected).norm() / expected.norm()) <= most
-        assert abs(float(curvature_ - energy)) <= 5e-5 * float(along.norm() * expected.norm())
+    assert abs(float(joint.curvature[0] - energy)) <= 1e-4 * abs(float(energy))
 
 
 SHAPES = r"^v must be a tensor \(12, 3\), or \(s, 12, 3\) of s >= 1 directions, "

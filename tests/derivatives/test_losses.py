@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from spying import calls_of
 from torch import Tensor
 
 import otdd_flash as otdd
@@ -16,7 +16,7 @@ from otdd_flash.engine.few_problems import FewQuasiNewton
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.errors import InputError
 from otdd_flash.operators import torch_pool
-from otdd_flash.solver.small import forget, route
+from otdd_flash.solver.small import route
 from otdd_flash.solver.small.pooled_solve import Batch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,14 +25,14 @@ EPSILON = 4.0
 
 
 @pytest.fixture(params=["few on a processor", "many on a processor", "kernels"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def backend(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, nothing_kept: None
+) -> str:
     """How pairs are solved side by side; kernels run in the interpreter where there is no GPU."""
-    forget()
     monkeypatch.setattr(loss, "_small", lambda *_: True)
     if request.param.startswith("many"):
         monkeypatch.setattr(torch_pool, "FEW", 0)
-    yield "triton" if request.param == "kernels" else "torch"
-    forget()
+    return "triton" if request.param == "kernels" else "torch"
 
 
 def clouds(seed: int = 0, side: int = 0) -> list[Tensor]:
@@ -135,11 +135,7 @@ def test_a_pair_that_needs_more_is_solved_alone(
     """Equal clouds are at distance 0, and costs beyond float32 are refused by their place."""
     x, y = clouds(0), clouds(1, side=1)
     y[1] = x[1].detach().clone().requires_grad_()
-    alone: list[int] = []
-    whole = loss.sinkhorn_loss
-    monkeypatch.setattr(
-        loss, "sinkhorn_loss", lambda *given, **more: alone.append(1) or whole(*given, **more)
-    )
+    alone = calls_of(monkeypatch, loss, "sinkhorn_loss")
     solve = partial(
         otdd.sinkhorn_losses, epsilon=EPSILON, compute=otdd.ComputeOptions(DEVICE, backend)
     )
@@ -183,17 +179,14 @@ def test_a_pair_that_is_refused_is_refused_at_once() -> None:
             solve(x, y, compute=otdd.ComputeOptions("cpu", "triton"))
 
 
+@pytest.mark.usefixtures("nothing_kept")
 @pytest.mark.parametrize("few", [0, 4])
 def test_what_is_hopeless_ends_long_before_the_iterations(
     few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a processor: not finite, or beyond float32."""
-    forget()
     monkeypatch.setattr(torch_pool, "FEW", few)
-    steps: list[int] = []
-    for rule in (FewQuasiNewton, QuasiNewton):
-        step = rule.step
-        monkeypatch.setattr(rule, "step", lambda self, step=step: steps.append(1) or step(self))
+    steps = [calls_of(monkeypatch, rule, "step") for rule in (FewQuasiNewton, QuasiNewton)]
     options, cpu = otdd.Converged(max_iterations=1000), otdd.ComputeOptions("cpu")
     solve = partial(otdd.sinkhorn_losses, epsilon=EPSILON, options=options, compute=cpu)
     x, y = ([part.detach().cpu() for part in clouds(side, side=side)] for side in (0, 1))
@@ -201,8 +194,7 @@ def test_what_is_hopeless_ends_long_before_the_iterations(
         with pytest.raises(InputError, match=r"^pair 1: "):
             solve(x, [y[0], bad, y[2]])
     # Of cross terms and of self terms, and of pairs that are solved alone after that.
-    assert 0 < len(steps) < 1000
-    forget()
+    assert 0 < sum(map(len, steps)) < 1000
 
 
 def test_a_label_without_a_class_is_refused_by_the_place_of_its_pair() -> None:

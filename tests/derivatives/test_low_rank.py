@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import reference
 import torch
+from spying import calls_of
 from torch import Tensor
 
 from otdd_flash import memory
@@ -70,8 +71,7 @@ def test_what_is_left_is_well_conditioned(damping: float) -> None:
 
 
 def test_slow_iterations_are_preconditioned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, made, options = [], PlanMatrix.preconditioner, CGOptions(1e-9)
-    monkeypatch.setattr(PlanMatrix, "preconditioner", lambda self: calls.append(self) or made(self))
+    calls, options = calls_of(monkeypatch, PlanMatrix, "preconditioner"), CGOptions(1e-9)
     kept = StoredPlan(plan())
     alone = PlanSystem(kept, options, kept)
     matrix = alone.matrix

@@ -33,17 +33,25 @@ def cloud(n: int, seed: int) -> Tensor:
     return (drawn(n, DIM, seed=seed) + 10 + seed / 5).float().to(DEVICE)
 
 
+EXACT, BOTH, ROWS = (None, None), (30.0, 30.0), (20.0, None)
+
+
 @pytest.mark.parametrize(
-    ("debias", "both", "lambda_x"), [(False, True, 0.5), (False, False, 1.0), (True, False, 1.0)]
+    ("debias", "both", "lambda_x", "unbalanced"),
+    [
+        *((False, True, 0.5, EXACT), (False, False, 1.0, EXACT), (True, False, 1.0, EXACT)),
+        *((True, True, 0.5, BOTH), (True, False, 0.5, BOTH)),
+        *((False, True, 0.5, ROWS), (False, False, 0.5, ROWS)),
+    ],
 )
-def test_products_are_those_of_the_dense_pseudo_inverse(
-    debias: bool, both: bool, lambda_x: float
+def test_products_are_those_of_the_dense_inverse(
+    debias: bool, both: bool, lambda_x: float, unbalanced: tuple[float | None, float | None]
 ) -> None:
     """Of x alone, or of both clouds, for two directions of different sizes."""
     x, y = cloud(140, 0), cloud(100, 1)
     v, w = torch.stack((cloud(140, 2), 1e-3 * cloud(140, 3))), torch.stack((cloud(100, 4),) * 2)
     a, options = masses(140, 0, zeros=True).to(DEVICE), labelled(140, 100)
-    options |= {"lambda_x": lambda_x, "epsilon": 2.0 * DIM}
+    options |= {"lambda_x": lambda_x, "epsilon": 2.0 * DIM, "unbalanced": unbalanced}
     compute = otdd.ComputeOptions(DEVICE, backend="triton")
     given = {"debias": debias, "cg": CGOptions(1e-6), "compute": compute}
     found = otdd.sinkhorn_hessian(x, y, a, **options, **given)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
-from labelled_costs import cost_between
+from labelled_costs import cost_between, dense_labelled_cost
 from torch import Tensor
 
 from otdd_flash.derivatives import plan_system
@@ -32,19 +33,16 @@ def solver(n: int, m: int, *, own: bool) -> PlanSystem:
     """Of a plan whose rows sum to about their masses; labelled points."""
     draw = torch.Generator().manual_seed(0)
     x, y = (torch.randn(size, 5, generator=draw).to(DEVICE) for size in (n, m))
-    a, b = (torch.full((size,), 1 / size, device=DEVICE).double() for size in (n, m))
-    labels = tuple(torch.arange(size, device=DEVICE) % 2 for size in (n, m))
+    one, other = (torch.arange(size, device=DEVICE) % 2 for size in (n, m))
     if own:
-        y, b, labels = x, a, (labels[0],) * 2
+        y, other = x, one
     costs = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64, device=DEVICE)
-    cost = cost_between(
-        *(x, y, a, b), labels_x=labels[0], labels_y=labels[1], class_costs=costs, lambda_x=0.5
-    )
-    dense = torch.cdist(x.double(), y.double()).square() / 2 + costs[labels[0]][:, labels[1]]
-    g = torch.zeros_like(b)
+    cost = cost_between(x, y, labels_x=one, labels_y=other, class_costs=costs)
+    dense = dense_labelled_cost(cost)
+    g = torch.zeros_like(cost.b)
     for _ in range(30):
-        f = -(b.log() + g - dense).logsumexp(1)
-        updated = -(a.log()[:, None] + f[:, None] - dense).logsumexp(0)
+        f = reference.softmin_rows(dense, cost.b, g, 1.0)
+        updated = reference.softmin_rows(dense.T, cost.a, f, 1.0)
         g = (f + updated) / 2 if own else updated
     plan = KernelOperator(cost, "high").plan(g if own else f, None if own else g, 1.0).prepared
     return PlanSystem(plan, OPTIONS, plan.quick, symmetric=own)

@@ -7,6 +7,7 @@ import math
 import pytest
 import reference
 import torch
+from test_unbalanced_hessians import Problem, inputs_of
 from torch import Tensor
 
 import otdd_flash as otdd
@@ -36,13 +37,8 @@ def dense(values: dict[str, Tensor], epsilon: float, rho: tuple[float, float]) -
 
 
 def drawn() -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(n, 2, generator=draw).double() for n in (6, 7))
-    a, b = (torch.rand(n, generator=draw).double() + 0.2 for n in (6, 7))
-    table = torch.rand(5, 5, generator=draw).double()
-    table = (table + table.T).fill_diagonal_(0)
-    weights = {"lambda_x": torch.tensor(0.5).double(), "lambda_y": torch.tensor(0.7).double()}
-    return {"x": x, "y": y + 0.5, "a": a / a.sum(), "b": b / b.sum(), "table": table, **weights}
+    given = inputs_of(Problem(massless=False))
+    return {key: part.detach() for key, part in given.items()}
 
 
 @pytest.mark.parametrize("rho", [*PENALTIES[::2], *slow(PENALTIES[1::2])])

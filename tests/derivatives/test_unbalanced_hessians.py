@@ -9,26 +9,13 @@ import pytest
 import reference
 import torch
 from derivative_cases import (
-    DEVICE,
-    EARLY,
-    WAYS,
-    DenseHessian,
-    check_products,
     clouds,
     drawn,
-    labelled,
-    masses,
-    on_the_device,
 )
-from pairwise import pairwise
 from refusals import naming
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.derivatives import plan_points
-from otdd_flash.derivatives.hessian import DivergenceCurvature
-from otdd_flash.kernels.passes import plan_blocks
-from otdd_flash.operators import triton_plans
 
 TIGHT = otdd.Converged(1e-9)
 DOUBLE = otdd.ComputeOptions("cpu", precision="double")
@@ -39,15 +26,15 @@ PENALTIES = [(0.01, 0.01), (0.3, 0.3), (1e3, 1e3), (0.2, None), (None, 0.02), (0
 
 
 class Problem:
-    """Labelled clouds of which a point of each side has no mass, with directions."""
+    """Labelled clouds, a point of each side without mass unless they all have, and directions."""
 
-    def __init__(self, sizes: tuple[int, int] = (6, 7)) -> None:
-        draw = torch.Generator().manual_seed(1)
-        n, m = sizes
-        self.x, self.y = (torch.randn(k, 2, generator=draw).double() for k in sizes)
+    def __init__(self, *, massless: bool = True) -> None:
+        draw, (n, m) = torch.Generator().manual_seed(1), (6, 7)
+        self.x, self.y = (torch.randn(k, 2, generator=draw).double() for k in (n, m))
         self.y += 0.5
-        self.a, self.b = (torch.rand(k, generator=draw).double() + 0.2 for k in sizes)
-        self.a[-1], self.b[0] = 0, 0
+        self.a, self.b = (torch.rand(k, generator=draw).double() + 0.2 for k in (n, m))
+        if massless:
+            self.a[-1], self.b[0] = 0, 0
         self.a, self.b = self.a / self.a.sum(), self.b / self.b.sum()
         table = torch.rand(5, 5, generator=draw).double()
         self.table = (table + table.T).fill_diagonal_(0)
@@ -133,22 +120,17 @@ def dense_cost(problem: Problem, given: dict[str, Tensor]) -> Tensor:
     return cost + given["lambda_y"] * classes
 
 
-def along_simplex(gradient: Tensor, masses: Tensor) -> Tensor:
-    return gradient - masses @ gradient
-
-
 def assert_same_gradients(
-    found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-6
+    found: dict[str, Tensor], expected: dict[str, Tensor], given: dict[str, Tensor]
 ) -> None:
+    """Equal, those by the masses that are given along the simplex."""
     for key, one in expected.items():
         other = found[key]
         if key in "ab":
-            masses = expected[key].new_tensor(1.0) * found[f"masses {key}"]
-            one, other = along_simplex(one, masses), along_simplex(other, masses)
-        atol = rtol * float(one.abs().max())
-        torch.testing.assert_close(
-            other, one, rtol=rtol, atol=atol, msg=lambda m, k=key: f"{k}: {m}"
-        )
+            masses = given[key].detach()
+            one, other = one - masses @ one, other - masses @ other
+        with naming(key):
+            torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6 * float(one.abs().max()))
 
 
 def gradients(outputs: tuple[Tensor, ...], given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -161,10 +143,6 @@ def gradients(outputs: tuple[Tensor, ...], given: dict[str, Tensor]) -> dict[str
     parts = torch.autograd.grad(total, list(given.values()), allow_unused=True)
     found = dict(zip(given, parts, strict=True))
     return {key: part for key, part in found.items() if part is not None}
-
-
-def with_masses(found: dict[str, Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:
-    return found | {f"masses {key}": given[key].detach() for key in "ab"}
 
 
 def call(function: object, problem: Problem, given: dict[str, Tensor], **more: object) -> object:
@@ -192,8 +170,7 @@ def test_potentials(rho: tuple[float | None, float | None]) -> None:
     expected = reference.potentials_of(cost, held["a"], held["b"], EPSILON, penalties_of(rho))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-6, atol=1e-6)
-    expected = gradients(expected, held)
-    assert_same_gradients(with_masses(gradients(found, given), given), expected)
+    assert_same_gradients(gradients(found, given), gradients(expected, held), given)
 
 
 @pytest.mark.parametrize("rho", PENALTIES)
@@ -207,9 +184,7 @@ def test_maps(rho: tuple[float | None, float | None]) -> None:
     density = ((f[:, None] + g - cost) / EPSILON).exp() * held["b"]
     expected = density @ held["y"] / density.sum(1, keepdim=True)
     torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-6, atol=1e-7)
-    assert_same_gradients(
-        with_masses(gradients((found,), given), given), gradients((expected,), held)
-    )
+    assert_same_gradients(gradients((found,), given), gradients((expected,), held), given)
 
 
 @pytest.mark.parametrize("rho", PENALTIES)
@@ -226,99 +201,7 @@ def test_plans_of_matrices(rho: tuple[float | None, float | None]) -> None:
     exponents = (f[:, None] + g - held["costs"]) / EPSILON
     expected = held["a"][:, None] * exponents.exp() * held["b"]
     torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-6, atol=1e-9)
-    assert_same_gradients(
-        with_masses(gradients((found,), given), given), gradients((expected,), held)
-    )
-
-
-@pytest.mark.slow(after=4)
-@pairwise(
-    way=WAYS,
-    shape=[(1, 1), (20, 20), (33, 21), (21, 33)],
-    rho=[(0.3, 0.3), (50.0, 50.0), (0.2, None), (None, 2.0), (0.3, 20.0)],
-    options=[otdd.Converged(1e-4), EARLY],
-    labels=[True, False],
-    zeros=[True, False],
-    count=[1, 7],
-    moments=[plan_points.MOST_MOMENTS, 0],
-)
-def test_products_are_those_of_the_dense_inverse(
-    way: str,
-    shape: tuple[int, int],
-    rho: tuple[float | None, float | None],
-    options: otdd.Converged,
-    labels: bool,
-    zeros: bool,
-    count: int,
-    moments: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of x alone and of both clouds, also of plans that were stopped early."""
-    settings = {"debias": rho[0] == rho[1], "options": options}
-    cost = {"unbalanced": rho}
-    given = monkeypatch, way, moments, shape, count
-    check_products(*given, labels=labels, zeros=zeros, settings=settings, cost=cost)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("iterations_alone")
-@pytest.mark.parametrize("held", [True, False])
-@pytest.mark.parametrize("rho", [(0.5, 0.5), (0.3, None), (1e3, 1e3), (None, 0.05)])
-def test_kernels(
-    rho: tuple[float | None, float | None], held: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Iterations with a plan in float16 that is held, or evaluated anew."""
-    monkeypatch.setattr(triton_plans, "KEPT_BYTES", 0)
-    monkeypatch.setattr(triton_plans, "FEW_COORDINATES", 0)
-    if not held:
-        monkeypatch.setattr(triton_plans, "holds", lambda *_: False)
-    x, y, v, w = (part.float() for part in (*clouds(40, 33), drawn(40, 3), drawn(33, 3)))
-    cost = labelled(40, 33) | {"unbalanced": rho}
-    compute = otdd.ComputeOptions(DEVICE, backend="triton")
-    given = {"epsilon": 1.0, "compute": compute, "debias": rho[0] == rho[1]}
-    found = otdd.sinkhorn_hessian(*on_the_device((x, y)), **given, **on_the_device(cost))
-    along = DivergenceCurvature(found._comparison, found.divergence, otdd.CGOptions()).along
-    got = along(*on_the_device((v[None], w[None])))
-    assert bool(got.converged.all())
-    assert got.y is not None
-    exact = DenseHessian(found.divergence.terms, *on_the_device((x, y)), **on_the_device(cost))
-    by_x, by_y, energy = exact.along(*on_the_device((v, w)))
-    for one, other in ((got.x[0], by_x), (got.y[0], by_y)):
-        assert float((one - other).norm() / other.norm()) <= 5e-5
-    assert abs(float(got.curvature[0] - energy)) <= 1e-4 * abs(float(energy))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("iterations_alone")
-@pytest.mark.parametrize("rho", [(30.0, 30.0), (20.0, None)])
-def test_points_of_many_coordinates(
-    rho: tuple[float | None, float | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are multiplied as they are packed, block by block."""
-    monkeypatch.setattr(triton_plans, "KEPT_BYTES", 0)
-    monkeypatch.setattr(triton_plans, "holds", lambda *_: False)
-    monkeypatch.setattr(plan_points, "LOOKED_AT", 1 << 14)
-    monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 128)
-    monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 256)
-    x, y, v, w = (
-        (drawn(n, 136, seed=seed) + 10 + seed / 5).float().to(DEVICE)
-        for seed, n in enumerate((140, 100, 140, 100))
-    )
-    a = masses(140, 0, zeros=True).to(DEVICE)
-    cost = {"epsilon": 272.0, "unbalanced": rho}
-    compute = otdd.ComputeOptions(DEVICE, backend="triton")
-    given = {"debias": rho[0] == rho[1], "cg": otdd.CGOptions(1e-6), "compute": compute}
-    found = otdd.sinkhorn_hessian(x, y, a, **cost, **given)
-    assert isinstance(found._curvature._cross._at, plan_points.PackedPlanPoints)
-    exact = DenseHessian(found.divergence.terms, x, y, a, **cost)
-    for both in (True, False):
-        got = found._curvature.along(v[None], w[None] if both else None)
-        by_x, by_y, energy = exact.along(v, w if both else None)
-        assert float((got.x[0] - by_x).norm()) <= 1e-5 * float(by_x.norm())
-        if got.y is not None:
-            assert float((got.y[0] - by_y).norm()) <= 1e-5 * float(by_y.norm())
-        size = float(v.norm() * by_x.norm() + (w.norm() * by_y.norm() if both else 0))
-        assert abs(float(got.curvature[0] - energy)) <= 1e-6 * size
+    assert_same_gradients(gradients((found,), given), gradients((expected,), held), given)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

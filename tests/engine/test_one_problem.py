@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
+import reference
 import torch
-from single_problems import InTriton, draw, problem
+from torch import Tensor
 
 from otdd_flash.engine.problems import Start
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
+from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.operators.one_problem import problem_of
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_term
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class InTriton:
+    """An operator of which all but its passes runs in kernels."""
+
+    def __init__(self, operator: TorchOperator[Any]) -> None:
+        self.inner = operator
+        self.passes = operator.passes._replace(in_triton=True)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double().to(DEVICE)
+
+
+def masses(n: int, seed: int = 1, *, zeros: bool = False) -> Tensor:
+    weights = draw(n, seed=seed).abs() + 0.1
+    if zeros and n > 2:
+        weights[::3] = 0
+    return weights / weights.sum()
+
+
+def problem(
+    n: int, m: int | None = None, dtype: torch.dtype = torch.float32, *, zeros: bool = False
+) -> TorchOperator[Any]:
+    """Between two clouds, or of one with itself without m."""
+    x, a = draw(n, 3, seed=n), masses(n, zeros=zeros)
+    y, b = (x, a) if m is None else (draw(m, 3, seed=m + 1) + 1, masses(m, 2, zeros=zeros))
+    return matrix_operator(reference.dense_cost(x, y).to(dtype), a, b)
+
 
 ONE = torch.ones(1, dtype=torch.float64)
 GOAL, START = Goal(1.0, 1e-3, 0.1, 100), Start(Levels.descending(ONE), 0 * ONE)

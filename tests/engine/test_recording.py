@@ -25,17 +25,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def labelled_cost(n, m, device="cuda"):
     draw = torch.Generator().manual_seed(0)
     x, y = (torch.randn(size, 20, generator=draw).to(device) for size in (n, m))
-    a, b = (torch.full((size,), 1 / size).double().to(device) for size in (n, m))
-    labels = tuple(torch.arange(size, device=device) % 3 for size in (n, m))
-    y, b, labels = (x, a, labels[:1] * 2) if n == m else (y, b, labels)
+    one, other = (torch.arange(size, device=device) % 3 for size in (n, m))
+    y, other = (x, one) if n == m else (y, other)
     costs = torch.rand(3, 3, generator=draw).double().to(device)
-    return cost_between(
-        *(x, y, a, b),
-        labels_x=labels[0],
-        labels_y=labels[1],
-        class_costs=costs + costs.T,
-        lambda_x=0.5,
-    )
+    return cost_between(x, y, labels_x=one, labels_y=other, class_costs=costs + costs.T)
 
 
 class Replayed:

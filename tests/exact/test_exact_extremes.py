@@ -10,6 +10,7 @@ import ot
 import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
+from spying import calls_of
 
 import otdd_flash as otdd
 from otdd_flash.solver.exact import bounds, pricing, program, solve
@@ -462,13 +463,10 @@ def test_products_that_underflow_are_in_the_interval(ground, magnitudes):
 
 
 def test_the_width_is_that_of_the_value_with_its_offset(monkeypatch):
-    ended, solves = solve._Solve.term, []
-    monkeypatch.setattr(
-        solve._Solve, "term", lambda self, stopped: solves.append(self) or ended(self, stopped)
-    )
+    ended = calls_of(monkeypatch, solve._Solve, "term")
     x, y = np.random.default_rng(8).standard_normal((2, 40, 3)) + 10
     found = otdd.dataset_distance(x, y, epsilon=0, labels="none", ground="inner", debias=False)
-    assert solves[-1].relative_width == pytest.approx(found.divergence.bound_width, rel=1e-6)
+    assert ended[-1][0].relative_width == pytest.approx(found.divergence.bound_width, rel=1e-6)
     assert abs(found.divergence.offset.value) > 10 * found.divergence.xy.value
 
 
@@ -476,14 +474,9 @@ def test_terms_whose_difference_is_small_go_on_from_where_they_were(monkeypatch)
     monkeypatch.setattr(solve, "FEW_ENTRIES", 0)
     monkeypatch.setattr(solve, "FIRST_ARCS", 1)
     nothing = np.zeros(60), np.zeros(60), 0.0
-    starts, passes, price = [], [], pricing.PointCosts.price
-    monkeypatch.setattr(solve, "first_potentials", lambda *_: starts.append(1) or nothing)
-
-    def counted(*args, **settings):
-        passes.append(1)
-        return price(*args, **settings)
-
-    monkeypatch.setattr(pricing.PointCosts, "price", counted)
+    monkeypatch.setattr(solve, "first_potentials", lambda *_: nothing)
+    starts = calls_of(monkeypatch, solve, "first_potentials")
+    passes = calls_of(monkeypatch, pricing.PointCosts, "price")
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 60, 4)) + 5 * rng.normal(size=(60, 1))
     labels = np.arange(60) % 2

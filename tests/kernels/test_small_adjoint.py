@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
 from tiers import slow
 from torch import Tensor
@@ -21,17 +22,9 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=draw, dtype=torch.float64).to(DEVICE)
 
 
-def balanced(logits: Tensor, iterations: int = 100) -> Tensor:
-    v = torch.zeros_like(logits[..., 0, :])
-    for _ in range(iterations):
-        u = -(logits + v[..., None, :]).logsumexp(-1)
-        v = -(logits + u[..., None]).logsumexp(-2)
-    return (logits + u[..., None] + v[..., None, :]).exp()
-
-
 def inputs(count: int, n: int, m: int, spread: float = 1.0) -> list[Tensor]:
     """Plans, their cotangents, and those of rows and columns."""
-    p = balanced(spread * drawn(count, n, m))
+    p = reference.balanced_matrices(spread * drawn(count, n, m), 100)
     return [p, drawn(count, n, m, seed=1), drawn(count, n, seed=2), drawn(count, m, seed=3)]
 
 

@@ -15,7 +15,7 @@ from gaussian_cases import (
 from pairwise import named, pairwise
 
 from otdd_flash.errors import InputError
-from otdd_flash.labels import Gaussian, Means, UpperBound
+from otdd_flash.labels import Gaussian, Means, UpperBound, gaussian
 from otdd_flash.labels import pairs as pair_chunks
 from otdd_flash.labels.gaussian import (
     NEGLIGIBLE,
@@ -159,6 +159,52 @@ def test_a_gpu_gives_the_same_and_a_pair_does_not_depend_on_the_others():
     torch.testing.assert_close(values.cpu(), expected, rtol=1e-11, atol=1e-11)
     for method in METHODS.values():
         check_independence(method, on_gpu)
+
+
+# Small classes that a GPU decomposes side by side.
+
+
+def stacked_cloud(size: int, dim: int = 5, seed: int = 0) -> ClassCloud:
+    """Far from 0; every other size has weights, every third a constant feature."""
+    cloud = random_cloud(size, dim, 100 * size + seed, weighted=size % 2 == 1, dtype=torch.float32)
+    if size % 3 == 0:
+        cloud.points[:, 1] = 7.0
+    return moved(cloud, cloud.points + 1e3)
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_moments_are_those_of_each_class(unbiased, monkeypatch):
+    clouds = [stacked_cloud(size) for size in (1, 2, 5, 6, 7, 8, 9, 21, 33, 34, 200)]
+    with decomposing_by("products"):
+        found = gaussian.class_moments(clouds, unbiased)
+        assert len(dict(gaussian._small_moments(clouds, unbiased))) == 8
+        monkeypatch.setattr(gaussian, "MOST_STACKED", 0)
+        each = gaussian.class_moments(clouds, unbiased)
+    for one, alone in zip(found, each, strict=True):
+        assert torch.allclose(one.mean, alone.mean, rtol=1e-14)
+        assert torch.allclose(one.trace, alone.trace, rtol=1e-12)
+        covariance = alone.factor.mT @ alone.factor
+        assert torch.allclose(one.factor.mT @ one.factor, covariance, rtol=1e-12, atol=1e-13)
+
+
+def test_a_singular_class_has_the_digits_of_its_points():
+    """A factor by the covariance itself would be off by 1e-8."""
+    draw = torch.Generator().manual_seed(3)
+    line = torch.randn(40, 1, generator=draw) * torch.tensor([[1.0, 2.0, -1.0]])
+    clouds, found = [ClassCloud("line", line + 5, None), stacked_cloud(32, 3)], []
+    for route in ROUTES:
+        with decomposing_by(route):
+            found.append(gaussian_table(clouds, PAIR))
+    assert torch.allclose(*found, rtol=1e-12)
+
+
+def test_a_class_has_the_same_bits_in_any_company():
+    many = [stacked_cloud(20 + k % 3, 4, seed=k) for k in range(90)]
+    with decomposing_by("products"):
+        found = gaussian.class_moments(many, True)
+        for place in (0, 1, 63, 64, 89):
+            (alone,) = gaussian.class_moments([many[place]], True)
+            assert all(map(torch.equal, found[place], alone))
 
 
 # Gradients.

@@ -36,6 +36,7 @@ from tests.tiers import slow
 DOUBLE = ComputeOptions("cpu", precision="double")
 TIGHT = otdd.Converged(tolerance=1e-9)
 EPSILON = 0.3
+CLOSE = {"epsilon": EPSILON, "compute": DOUBLE, "solver": TIGHT}
 
 
 def tagged(n, names, seed, *, weights=False, share=0.3, dim=3):
@@ -140,10 +141,7 @@ def test_one_label_a_row_is_a_class(way):
     alone = LabelSets(tuple("abcde"), torch.eye(5, dtype=torch.bool))
     sets = LabeledSamples(points, labels, alone.set_names, label_sets=alone)
     other = LabeledSamples(TARGET.features, torch.arange(30) % 3, tuple("xyz"))
-    found = [
-        otdd.dataset_distance(side, other, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT)
-        for side in (classes, sets)
-    ]
+    found = [otdd.dataset_distance(side, other, **CLOSE) for side in (classes, sets)]
     assert found[0].value == pytest.approx(found[1].value, abs=1e-9)
     assert torch.equal(found[0].class_distances.full, found[1].class_distances.full)
     assert sets.label_names == classes.class_names
@@ -164,13 +162,12 @@ def test_an_indicator_of_one_label_a_row_is_of_classes():
         assert given.label_sets is None
         assert given.fingerprint == classes.fingerprint
     sides = [(side, other) for side in (classes, LabeledSamples(SOURCE.features, hot, names))]
-    settings = {"epsilon": EPSILON, "compute": DOUBLE, "solver": TIGHT}
-    slopes = [otdd.dataset_distance(*pair, **settings).contributions() for pair in sides]
+    slopes = [otdd.dataset_distance(*pair, **CLOSE).contributions() for pair in sides]
     assert slopes[0].through_classes
     assert slopes[1].through_classes
     assert torch.equal(slopes[0].values, slopes[1].values)
     assert torch.equal(*(otdd.sliced_distances(list(pair)).values for pair in sides))
-    floors = [otdd.noise_floor(*pair, **settings) for pair in sides]
+    floors = [otdd.noise_floor(*pair, **CLOSE) for pair in sides]
     assert floors[0] == floors[1]
     # Rows that have one label when others are left out are of classes too.
     kept = SOURCE.keep_labels([0])
@@ -180,7 +177,7 @@ def test_an_indicator_of_one_label_a_row_is_of_classes():
 
 def test_the_order_of_labels_changes_nothing(way):
     def distance(side):
-        return otdd.dataset_distance(side, TARGET, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT)
+        return otdd.dataset_distance(side, TARGET, **CLOSE)
 
     order = [3, 0, 4, 1, 2]
     indicator = SOURCE.shares > 0
@@ -193,10 +190,7 @@ def test_a_doubled_label_changes_nothing_where_it_is_alone(way):
     labels = torch.nn.functional.one_hot(torch.arange(40) % 3)
     plain = LabeledSamples(SOURCE.features, labels, tuple("abc"))
     doubled = LabeledSamples(SOURCE.features, labels[:, [0, 1, 2, 2]], tuple("abcC"))
-    values = [
-        otdd.dataset_distance(side, TARGET, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT).value
-        for side in (plain, doubled)
-    ]
+    values = [otdd.dataset_distance(side, TARGET, **CLOSE).value for side in (plain, doubled)]
     assert values[0] == pytest.approx(values[1], abs=1e-9)
 
 
@@ -206,10 +200,8 @@ def test_labels_that_are_all_alike_leave_features_alone(way):
         for side in (SOURCE, TARGET)
     ]
     table = table_of(*every)
-    found = otdd.dataset_distance(*every, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT)
-    plain = otdd.dataset_distance(
-        *every, epsilon=EPSILON, labels="none", compute=DOUBLE, solver=TIGHT
-    )
+    found = otdd.dataset_distance(*every, **CLOSE)
+    plain = otdd.dataset_distance(*every, labels="none", **CLOSE)
     assert float(table[:3, :3].abs().max()) == 0
     # The cost is larger by one number everywhere, which the self terms do not have.
     assert found.value == pytest.approx(plain.value + float(table[0, 3]) / 2, abs=1e-8)
@@ -246,12 +238,10 @@ def test_weights_of_both_parts(way, lambdas, debias, metric):
     result = otdd.dataset_distance(
         SOURCE,
         TARGET,
-        epsilon=EPSILON,
         lambda_x=lambda_x,
         lambda_y=lambda_y,
         debias=debias,
-        solver=TIGHT,
-        compute=DOUBLE,
+        **CLOSE,
         **METRICS[metric],
     )
     costs = dense_costs(SOURCE, TARGET, result.class_distances.full, lambdas)
@@ -321,7 +311,7 @@ def test_samples_keep_their_labels_where_rows_are_taken():
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("debias", [True, False])
 def test_contributions_are_slopes_by_masses(way, metric, debias):
-    settings = {"epsilon": EPSILON, "compute": DOUBLE, "solver": TIGHT, "debias": debias}
+    settings = CLOSE | {"debias": debias}
     result = otdd.dataset_distance(SOURCE, TARGET, **settings, **METRICS[metric])
     found = result.contributions()
     assert not found.through_classes
@@ -373,9 +363,7 @@ def test_gradients_by_w(way):
             else:
                 table[other, k] = table[k, other]
             given = otdd.ClassDistances.from_full(table, 5)
-            moved = otdd.dataset_distance(
-                *sides, class_distances=given, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT
-            )
+            moved = otdd.dataset_distance(*sides, class_distances=given, **CLOSE)
             values.append(moved.value)
         slope = float(full.grad[k, other] + full.grad[other, k])
         assert slope == pytest.approx((values[0] - values[1]) / 2e-4, rel=1e-5, abs=1e-9)
@@ -383,10 +371,9 @@ def test_gradients_by_w(way):
 
 def test_pairwise_distances_are_those_of_pairs(way):
     third = tagged(25, "abw", 3)
-    settings = {"epsilon": EPSILON, "compute": DOUBLE, "solver": TIGHT}
-    found = otdd.pairwise_distances([SOURCE, TARGET, third], **settings)
+    found = otdd.pairwise_distances([SOURCE, TARGET, third], **CLOSE)
     assert found.class_distances.class_names[0] == tuple("abcde")
-    expected = otdd.dataset_distance(TARGET, third, **settings)
+    expected = otdd.dataset_distance(TARGET, third, **CLOSE)
     assert float(found.values[1, 2]) == pytest.approx(expected.value, abs=1e-8)
 
 
@@ -422,7 +409,7 @@ def test_results_are_read_back(way, tmp_path):
 
 
 def test_the_coupling_of_labels(way):
-    found = otdd.dataset_distance(SOURCE, TARGET, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT)
+    found = otdd.dataset_distance(SOURCE, TARGET, **CLOSE)
     coupling = found.class_coupling()
     plan = found.apply_plan(torch.eye(30))
     expected = SOURCE.shares.T @ plan.double() @ TARGET.shares
@@ -505,7 +492,7 @@ def test_points_of_files(kind, tmp_path, monkeypatch):
 
 
 def test_relaxed_marginals_of_several_labels(monkeypatch):
-    settings = {"epsilon": EPSILON, "unbalanced": 1.0, "compute": DOUBLE, "solver": TIGHT}
+    settings = CLOSE | {"unbalanced": 1.0}
     found = []
     for most in (512, 0):
         monkeypatch.setattr(comparisons, "MOST_SETS", most)
@@ -546,7 +533,7 @@ def test_scikit_learns_rows_with_several_labels(way):
             size, 6, n_classes=4, allow_unlabeled=False, random_state=seed
         )
         sides.append(LabeledSamples.from_arrays(x / 10, u))
-    found = otdd.dataset_distance(*sides, epsilon=EPSILON, compute=DOUBLE, solver=TIGHT)
+    found = otdd.dataset_distance(*sides, **CLOSE)
     costs = dense_costs(*sides, found.class_distances.full)
     expected = dense_value(costs, sides[0].masses, sides[1].masses)
     assert found.value == pytest.approx(expected, abs=1e-7)
@@ -621,7 +608,7 @@ def test_many_sets_that_cost_nothing_need_no_columns(settings, ground, monkeypat
     monkeypatch.setattr(comparisons, "embedding_of_sets", None)
     if ground == "inner" and settings["labels"] != "none":
         settings = {"class_distances": no_euclidean(), "lambda_y": 0.0}
-    rest = {"ground": ground, "epsilon": EPSILON, "compute": DOUBLE, "solver": TIGHT}
+    rest = CLOSE | {"ground": ground}
     found = otdd.dataset_distance(SOURCE, TARGET, **settings, **rest)
     bare = [LabeledSamples(side.features, None, (), side.weights) for side in (SOURCE, TARGET)]
     expected = otdd.dataset_distance(*bare, labels="none", **rest)
@@ -681,7 +668,7 @@ def test_sets_up_to_a_number_are_classes(more):
 def test_labels_that_are_not_compared_meet_rows_without_any():
     source, target = tagged(30, ["a", "b", "c"], 0), tagged(20, ["a", "b"], 1)
     sides = source.features, target.features
-    given = {"epsilon": EPSILON, "labels": "none", "solver": TIGHT, "compute": DOUBLE}
+    given = CLOSE | {"labels": "none"}
     expected = otdd.dataset_distance(*sides, **given)
     for pair in ((source, sides[1]), (sides[0], target)):
         found = otdd.dataset_distance(*pair, **given)

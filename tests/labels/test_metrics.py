@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import sqlite3
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,62 +13,34 @@ import scipy.linalg
 import torch
 import yaml
 from ring_package import files_between, install, shown_module
-from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.arguments import Progress
 from otdd_flash.commands.settings import LabelSettings
-from otdd_flash.labels import METRICS, LabelMetric, metric_named, metric_of
-from otdd_flash.labels.gaussian import class_means
+from otdd_flash.labels import METRICS, metric_named, metric_of
 from otdd_flash.labels.pair_cache import FILE
-from otdd_flash.labels.pairs import ClassCloud, PairDistances
+from otdd_flash.labels.pairs import PairDistances
+
+Shrunk = shown_module("shrunk").Shrunk
 
 
-@dataclass(frozen=True)
-class Manhattan(LabelMetric):
-    """(sum_k |m_ik - m_jk|)^2, as a file of its own would have it."""
-
-    name = "manhattan"
-    dtype = torch.float64
-
-    def measure(
-        self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
-    ) -> PairDistances:
-        means = class_means(clouds)
-        first, second = pairs.unbind(1)
-        values = (means[first] - means[second]).abs().sum(1).square().to(self.dtype)
-        return PairDistances(values, values, values)
-
-    def recipe(self, device: torch.device) -> str:
-        return f"manhattan on {device.type}"
+class InFloat32(Shrunk):
+    def measure(self, *given):
+        return PairDistances(*(part.float() for part in super().measure(*given)))
 
 
-class InFloat32(Manhattan):
-    dtype = torch.float32
-
-
-def test_a_new_metric_takes_one_line_of_the_registry(blobs, tmp_path, monkeypatch):
-    monkeypatch.setitem(METRICS, "manhattan", Manhattan)
+def test_a_new_metric_takes_one_line_of_the_registry(blobs, monkeypatch):
+    monkeypatch.setitem(METRICS, "shrunk", Shrunk)
     pair = blobs((5, 6), 3, name="left"), blobs((4,), 3, seed=1, name="right")
-    means = [
-        samples.features[samples.labels == c].double().mean(0)
-        for samples in pair
-        for c in range(len(samples.class_names))
-    ]
-    expected = torch.cdist(torch.stack(means), torch.stack(means), p=1).square()
-    table = otdd.class_distances(pair, "manhattan", cache_dir=tmp_path)
-    torch.testing.assert_close(table.full, expected)
+    expected = otdd.class_distances(pair, Shrunk()).full
     # Left in float32 by the metric, they are float64 as all are.
     rounded = otdd.class_distances(pair, InFloat32()).full
     torch.testing.assert_close(rounded, expected, rtol=1e-6, atol=0)
-    with sqlite3.connect(tmp_path / FILE) as database:
-        assert database.execute("SELECT count(*) FROM pairs").fetchone() == (3,)
-    result = otdd.dataset_distance(*pair, labels="manhattan", epsilon=20.0)
-    assert result.method == "manhattan"
-    torch.testing.assert_close(result.class_distances.full, table.full)
-    assert otdd.pairwise_distances(pair, labels="manhattan", epsilon=20.0).method == "manhattan"
-    flown = otdd.gradient_flow(*pair, otdd.Flow(1), labels=Manhattan(), epsilon=20.0)
-    assert flown.settings["labels.method"] == "manhattan"
+    result = otdd.dataset_distance(*pair, labels="shrunk", epsilon=20.0)
+    assert result.method == "shrunk"
+    torch.testing.assert_close(result.class_distances.full, expected)
+    assert otdd.pairwise_distances(pair, labels="shrunk", epsilon=20.0).method == "shrunk"
+    flown = otdd.gradient_flow(*pair, otdd.Flow(1), labels=Shrunk(), epsilon=20.0)
+    assert flown.settings["labels.method"] == "shrunk"
 
 
 @pytest.mark.parametrize("shrinkage", [1e-9, 0.3, 0.9])
@@ -88,7 +58,7 @@ def test_the_metric_of_the_page_is_that_of_shrunk_gaussians(blobs, shrinkage) ->
             s = np.cov(points.T, aweights=w, ddof=0)
             s = (1 - shrinkage) * s + shrinkage * np.trace(s) / dim * np.eye(dim)
             moments.append((w @ points, s))
-    found = otdd.class_distances([left, right], shown_module("shrunk").Shrunk(shrinkage)).full
+    found = otdd.class_distances([left, right], Shrunk(shrinkage)).full
     for i, (m, s) in enumerate(moments):
         for j, (n, t) in enumerate(moments):
             root = scipy.linalg.sqrtm(s)

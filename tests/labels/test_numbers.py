@@ -33,25 +33,31 @@ def by_hand(rows, scale, ratio=1.0, weights=None):
     return LabeledSamples(x, None, (), weights)
 
 
-def pooled(*rows):
-    return float(PROGRESS[np.concatenate(rows)].std())
+def distance(source, target, **settings):
+    """In float64, solved to nine digits of the marginals."""
+    settings = {"epsilon": 0.3, "compute": DOUBLE, "solver": TIGHT} | settings
+    return otdd.dataset_distance(source, target, **settings)
+
+
+def with_twin(**settings):
+    """The distance by numbers, and by columns of features with the scale that it reports."""
+    found = distance(diabetes(ONE), diabetes(OTHER), labels="continuous", **settings)
+    (scale,) = found.target_scale
+    return found, distance(by_hand(ONE, scale), by_hand(OTHER, scale), labels="none", **settings)
 
 
 @pytest.mark.parametrize("epsilon", [0.3, 0])
 @pytest.mark.parametrize("debias", [True, False])
 def test_numbers_are_columns_of_features(epsilon, debias):
-    settings = {"epsilon": epsilon, "debias": debias, "compute": DOUBLE}
-    settings |= {"solver": TIGHT} if epsilon else {}
+    settings = {"epsilon": epsilon, "debias": debias, "solver": TIGHT if epsilon else None}
     weights = torch.rand(60, generator=torch.Generator().manual_seed(0)) + 0.1
-    found = otdd.dataset_distance(
-        diabetes(ONE, weights), diabetes(OTHER), labels="continuous", **settings
-    )
+    found = distance(diabetes(ONE, weights), diabetes(OTHER), labels="continuous", **settings)
     share = 60 * weights.double() / weights.double().sum()
     masses = np.concatenate([share.numpy(), np.ones(50)]) / 110
     rows = PROGRESS[np.concatenate((ONE, OTHER))]
     scale = float(np.sqrt(masses @ (rows - masses @ rows) ** 2))
     hand = by_hand(ONE, scale, weights=weights), by_hand(OTHER, scale)
-    expected = otdd.dataset_distance(*hand, labels="none", **settings)
+    expected = distance(*hand, labels="none", **settings)
     assert found.value == pytest.approx(expected.value, abs=1e-9)
     assert found.bounds[0] <= expected.bounds[1]
     assert expected.bounds[0] <= found.bounds[1]
@@ -63,21 +69,12 @@ def test_numbers_are_columns_of_features(epsilon, debias):
 @pytest.mark.parametrize("lambdas", [(0.0, 0.5), (0.5, 0.0), (2.0, 0.5)])
 def test_weights_of_numbers(lambdas):
     lambda_x, lambda_y = lambdas
-    settings = {"epsilon": 0.3, "compute": DOUBLE, "solver": TIGHT}
-    found = otdd.dataset_distance(
-        diabetes(ONE),
-        diabetes(OTHER),
-        labels=otdd.labels.Continuous((70.0,)),
-        lambda_x=lambda_x,
-        lambda_y=lambda_y,
-        **settings,
-    )
+    labels, weights = otdd.labels.Continuous((70.0,)), {"lambda_x": lambda_x, "lambda_y": lambda_y}
+    found = distance(diabetes(ONE), diabetes(OTHER), labels=labels, **weights)
     sides = [by_hand(rows, 70.0, lambda_y / lambda_x if lambda_x else 1) for rows in (ONE, OTHER)]
     if lambda_x == 0:
         sides = [LabeledSamples(side.features[:, -1:], None, ()) for side in sides]
-    expected = otdd.dataset_distance(
-        *sides, labels="none", lambda_x=lambda_x or lambda_y, **settings
-    )
+    expected = distance(*sides, labels="none", lambda_x=lambda_x or lambda_y)
     assert found.value == pytest.approx(expected.value, abs=1e-9)
 
 
@@ -85,42 +82,26 @@ def test_several_columns_and_cosines():
     draw = torch.Generator().manual_seed(0)
     x, t = (torch.randn(30, k, generator=draw) for k in (3, 2))
     y, s = (torch.randn(20, k, generator=draw) for k in (3, 2))
-    found = otdd.dataset_distance(
-        LabeledSamples(x, None, (), targets=t),
-        LabeledSamples.from_arrays(y, s),
-        labels=otdd.labels.Continuous(None),
-        ground="cosine",
-        epsilon=0.3,
-        compute=DOUBLE,
-        solver=TIGHT,
-    )
+    given = LabeledSamples(x, None, (), targets=t), LabeledSamples.from_arrays(y, s)
+    found = distance(*given, labels=otdd.labels.Continuous(None), ground="cosine")
     # 1 - <x, y> is half of a squared distance of directions.
     sides = [
         torch.cat((p.double() / p.double().norm(dim=1, keepdim=True) / 2**0.5, q.double()), 1)
         for p, q in ((x, t), (y, s))
     ]
-    expected = otdd.dataset_distance(
-        *sides, labels="none", epsilon=0.3, compute=DOUBLE, solver=TIGHT
-    )
+    expected = distance(*sides, labels="none")
     assert found.value == pytest.approx(expected.value, abs=1e-9)
 
 
 def test_all_datasets_of_a_matrix_have_one_scale():
     parts = [DRAW[:40], DRAW[40:80], DRAW[80:130]]
-    found = otdd.pairwise_distances(
-        [diabetes(rows) for rows in parts],
-        labels="continuous",
-        epsilon=0.3,
-        compute=DOUBLE,
-        solver=TIGHT,
-    )
-    scale = pooled(*parts)
-    expected = otdd.pairwise_distances(
-        [by_hand(rows, scale) for rows in parts],
-        labels="none",
-        epsilon=0.3,
-        compute=DOUBLE,
-        solver=TIGHT,
+    scale = float(PROGRESS[np.concatenate(parts)].std())
+    found, expected = (
+        otdd.pairwise_distances(sides, labels=labels, epsilon=0.3, compute=DOUBLE, solver=TIGHT)
+        for sides, labels in (
+            ([diabetes(rows) for rows in parts], "continuous"),
+            ([by_hand(rows, scale) for rows in parts], "none"),
+        )
     )
     torch.testing.assert_close(found.values, expected.values, atol=1e-9, rtol=0)
 
@@ -181,35 +162,14 @@ def test_a_result_with_numbers_is_read_back(tmp_path):
 
 
 def test_contributions_of_rows_with_numbers():
-    found = otdd.dataset_distance(
-        diabetes(ONE),
-        diabetes(OTHER),
-        labels="continuous",
-        epsilon=0.3,
-        compute=DOUBLE,
-        solver=TIGHT,
-    )
-    scale = found.target_scale[0]
-    expected = otdd.dataset_distance(
-        by_hand(ONE, scale),
-        by_hand(OTHER, scale),
-        labels="none",
-        epsilon=0.3,
-        compute=DOUBLE,
-        solver=TIGHT,
-    )
+    found, expected = with_twin()
     torch.testing.assert_close(
         found.contributions().values, expected.contributions().values, atol=1e-6, rtol=0
     )
 
 
 def test_relaxed_marginals_of_numbers():
-    settings = {"epsilon": 0.3, "unbalanced": 0.5, "compute": DOUBLE, "solver": TIGHT}
-    sides = diabetes(ONE), diabetes(OTHER)
-    found = otdd.dataset_distance(*sides, labels="continuous", **settings)
-    scale = found.target_scale[0]
-    hand = by_hand(ONE, scale), by_hand(OTHER, scale)
-    expected = otdd.dataset_distance(*hand, labels="none", **settings)
+    found, expected = with_twin(unbalanced=0.5)
     assert found.value == pytest.approx(expected.value, abs=1e-8)
     assert found.unmatched().moved == pytest.approx(expected.unmatched().moved, abs=1e-6)
 
@@ -234,12 +194,11 @@ def test_changes_of_numbers_are_found_in_blocks_and_once(entries, monkeypatch):
 
 def test_histograms_of_relaxed_marginals_sum_to_the_mass_that_moves():
     sides = diabetes(ONE), diabetes(OTHER)
-    settings = {"labels": "continuous", "epsilon": 0.3, "compute": DOUBLE, "solver": TIGHT}
-    found = otdd.dataset_distance(*sides, unbalanced=0.05, **settings)
+    found = distance(*sides, labels="continuous", unbalanced=0.05)
     moved = found.unmatched().moved
     assert 0 < moved < 0.9
     assert float(found.target_histogram().masses.sum()) == pytest.approx(moved, rel=1e-6)
-    exact = otdd.dataset_distance(*sides, **settings)
+    exact = distance(*sides, labels="continuous")
     assert float(exact.target_histogram().masses.sum()) == pytest.approx(1, abs=1e-12)
 
 
@@ -263,17 +222,11 @@ def test_numbers_far_from_0_lose_no_digits():
     """Times of day, in seconds since 1970, are those since midnight."""
     x, y = torch.from_numpy(10 * FEATURES[ONE]), torch.from_numpy(10 * FEATURES[OTHER])
     days = [torch.from_numpy(PROGRESS[rows]).double() * 100 for rows in (ONE, OTHER)]
-    settings = {"labels": "continuous", "epsilon": 0.3, "compute": DOUBLE, "solver": TIGHT}
-    values = [
-        otdd.dataset_distance(
-            *(
-                LabeledSamples(p, None, (), targets=t + start)
-                for p, t in zip((x, y), days, strict=True)
-            ),
-            **settings,
-        )
-        for start in (0.0, 1.7e9)
-    ]
+    values = []
+    for start in (0.0, 1.7e9):
+        pairs = zip((x, y), days, strict=True)
+        sides = (LabeledSamples(p, None, (), targets=t + start) for p, t in pairs)
+        values.append(distance(*sides, labels="continuous"))
     assert values[1].value == pytest.approx(values[0].value, abs=1e-9)
     assert values[1].comparison.cost_error < 1e-10
 

@@ -12,6 +12,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from spying import calls_of
 
 from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.labels import Exact, Gaussian, Sinkhorn, exact, measure_classes, measuring
@@ -349,13 +350,7 @@ def test_pairs_are_written_while_others_are_measured(datasets, tmp_path, monkeyp
     """So that a process that is killed loses seconds."""
     monkeypatch.setattr(measuring, "SECONDS_BETWEEN_WRITES", 0.0)
     monkeypatch.setattr(measuring, "PAIRS_PER_CLASS", 1)
-    kept, keep = [], PairCache.keep
-
-    def counted(cache, recipe, classes, pairs, distances):
-        kept.append(len(pairs))
-        keep(cache, recipe, classes, pairs, distances)
-
-    monkeypatch.setattr(PairCache, "keep", counted)
+    kept = calls_of(monkeypatch, PairCache, "keep")
     class_distances(datasets, Gaussian(), cache_dir=tmp_path)
     assert len(kept) > 1
-    assert entries(tmp_path) == sum(kept)
+    assert entries(tmp_path) == sum(len(pairs) for _, _, _, pairs, _ in kept)

@@ -228,16 +228,6 @@ def test_memory_counts_all_vectors():
     assert taken < int(counted.sum()) - 3 * BYTES_PER_SEGMENT < 3 * taken
 
 
-@pytest.mark.slow
-def test_what_float32_cannot_reach_is_solved_in_float64(in_kernels):
-    clouds = moved(make_clouds((3, 9, 5), dim=2, spread=0.3), DEVICE)
-    found = sinkhorn_distances(clouds, all_pairs(3), 2.0, 1e-8)
-    in_kernels(False)
-    expected = sinkhorn_distances(clouds, all_pairs(3), 2.0, 1e-8)
-    for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
-
-
 # Sizes, dimension, epsilon and spread of classes; the last ones take several ranges of columns.
 LARGE = [
     ([900, 1000, 1100, 64, 1], 784, 0.1, 0.3),

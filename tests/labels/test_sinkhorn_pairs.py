@@ -11,6 +11,7 @@ import operation_counts
 import pytest
 import torch
 from sinkhorn_cases import make_clouds, table_of
+from spying import calls_of
 
 from otdd_flash.engine.problems import SegmentTerms
 from otdd_flash.errors import InputError, NotConvergedWarning
@@ -111,12 +112,7 @@ def test_a_tolerance_below_rounding_is_refused(clouds):
 
 def test_long_lists_are_solved_in_parts(clouds, monkeypatch):
     """Self terms are solved once; the numbers and what is told are those of one list."""
-    lengths, solve = [], TermSolver.solve
-    monkeypatch.setattr(
-        TermSolver,
-        "solve",
-        lambda self, pairs, *others: lengths.append(len(pairs)) or solve(self, pairs, *others),
-    )
+    solves = calls_of(monkeypatch, TermSolver, "solve")
     twin = with_points(clouds[1], clouds[1].points.flip(0))
     # Of three equal pairs a part has nothing to solve.
     pairs = torch.cat((all_pairs(5), torch.tensor([[5, 1], [2, 2], [1, 5], [4, 5]])))
@@ -130,7 +126,7 @@ def test_long_lists_are_solved_in_parts(clouds, monkeypatch):
             )
         )
         told.append(counts)
-    assert lengths == [5, 11, 5, 2, 2, 2, 2, 2, 1]
+    assert [len(some) for _, some, *_ in solves] == [5, 11, 5, 2, 2, 2, 2, 2, 1]
     assert all(map(torch.equal, *found))
     for counts in told:
         assert counts == sorted(set(counts))

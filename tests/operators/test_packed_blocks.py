@@ -1,14 +1,15 @@
-"""Packed blocks in host memory: what is read again, what comes back, and that nothing changes."""
+"""Packed blocks in host memory: what is read again, launched and waited for; nothing changes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from operation_counts import OperationCounts
+from spying import calls_of
 
 import otdd_flash as otdd
 from otdd_flash.cost.compute import ComputeOptions
@@ -88,6 +89,40 @@ def test_later_passes_read_nothing(tmp_path: Path) -> None:
     assert torch.equal(sums.rows, without.marginals(g.new_zeros(N), g, EPSILON).rows)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter is given")
+@pytest.mark.parametrize("held", [False, True])
+def test_a_pair_of_blocks_is_few_launches_and_no_wait(
+    held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for what says how plans are added up, and whether their sums are in range."""
+    found, _ = operator(tmp_path, CROSS, (1 << 28) if held else 0)
+    assert "in blocks of 50 x 60" in found.passes.backend
+    rows, columns, pairs = 2, 1, 2
+    exact, g, values = found.refined, torch.zeros(M), torch.randn(M, 2)
+    # Every block has come once, and what is known of its points and masses is.
+    assert found.costs.error > 0
+    f = exact.softmin_rows(g, EPSILON)
+    # What comes as it is is packed: rows once, columns once for each block of rows.
+    packs = rows + pairs
+    copied = 0 if held else packs
+    # Rows of files are chosen by numbers of the host.
+    counted = OperationCounts(monkeypatch, reads=("tolist", "item", "__bool__", "__float__"))
+    for name, launches, waits, work in (
+        ("softmin", 3 * pairs + copied, 0, lambda: found.softmin_rows(g, EPSILON)),
+        ("beside a guess", 3 * pairs + copied, 1, lambda: found.softmin_columns(f, EPSILON, g)),
+        ("refined", 3 * pairs + copied, 0, lambda: exact.softmin_rows(g, EPSILON)),
+        ("marginals", 4 * pairs + packs, pairs, lambda: found.marginals(f, g, EPSILON)),
+        ("plan", 4 * pairs + packs, pairs, lambda: found.plan(f, g, EPSILON).applied(values)),
+        ("costs", rows + columns, 0, lambda: found.expected_costs(found.b)),
+    ):
+        before = counted.launches.total(), counted.reads
+        with counted:
+            work()
+        assert counted.launches.total() - before[0] <= launches, name
+        assert counted.reads - before[1] == waits, name
+
+
 def floats(points: int) -> int:
     """Bytes of so many points."""
     return 4 * DIM * points
@@ -100,14 +135,7 @@ def test_a_cloud_that_fits_is_one_block_of_half_the_pairs(
     found, tally = operator(tmp_path, SYMMETRIC, 1 << 20, on_device=DIM * 8 * N)
     assert "in blocks of 100 x 100" in found.passes.backend
     f = torch.randn(N, generator=torch.Generator().manual_seed(1))
-    triangles: list[bool] = []
-    launch = plan_marginals._Launch.__call__
-
-    def noted(self: plan_marginals._Launch, *args: Any) -> Any:
-        triangles.append(self._symmetric)
-        return launch(self, *args)
-
-    monkeypatch.setattr(plan_marginals._Launch, "__call__", noted)
+    launches = calls_of(monkeypatch, plan_marginals._Launch, "__call__")
     monkeypatch.setattr(KernelOperator, "softmin_part", None)
     before = tally.moved
     _ = found.costs
@@ -116,7 +144,7 @@ def test_a_cloud_that_fits_is_one_block_of_half_the_pairs(
     found.marginals(f, None, EPSILON)
     assert tally.moved - before == floats(N)
     assert tally.copied == 0
-    assert triangles == [True]
+    assert [launch._symmetric for launch, *_ in launches] == [True]
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from functools import lru_cache
 import pytest
 import reference
 import torch
-from labelled_costs import cost_between
+from labelled_costs import cost_between, dense_labelled_cost
 from torch import Tensor
 
 from otdd_flash.kernels.passes import plan_blocks
@@ -46,15 +46,10 @@ class Case:
         a, b = (torch.rand(k, generator=draw).double() + 0.1 for k in (N, M))
         a[N // 2], b[0] = 0, 0
         self.a, self.b = (a / a.sum()).to(DEVICE), (b / b.sum()).to(DEVICE)
-        labels = [torch.arange(k, device=DEVICE) % classes for k in (N, M)]
+        one, other = (torch.arange(k, device=DEVICE) % classes for k in (N, M))
+        sides = x.to(DEVICE), y.to(DEVICE), self.a, self.b
         costs = torch.rand(classes, classes, generator=draw).double().to(DEVICE)
-        cost = cost_between(
-            *(x.to(DEVICE), y.to(DEVICE), self.a, self.b),
-            labels_x=labels[0],
-            labels_y=labels[1],
-            class_costs=costs,
-            lambda_x=0.5,
-        )
+        cost = cost_between(*sides, labels_x=one, labels_y=other, class_costs=costs)
         operator = KernelOperator(cost, "high")
         g = torch.zeros(M, device=DEVICE)
         for _ in range(5):
@@ -69,8 +64,7 @@ class Case:
         found = self.streamed.with_points
         assert isinstance(found, PointProducts)
         self.products = found
-        dense = reference.dense_cost(x.double(), y.double(), 0.5).to(DEVICE)
-        dense += costs[labels[0]][:, labels[1]]
+        dense = dense_labelled_cost(cost)
         self.plan = reference.plan(dense, self.a, self.b, f, g, EPSILON)
         self.x, self.y = (points.to(DEVICE).double() - cost.centre for points in (x, y))
         self.directions = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -72,15 +73,19 @@ def term(x: otdd.LabeledSamples, y: otdd.LabeledSamples, epsilon: float, rho: An
 
 
 def truth(
-    query: otdd.LabeledSamples, members: dict[str, otdd.LabeledSamples], epsilon: float
+    query: otdd.LabeledSamples,
+    members: dict[str, otdd.LabeledSamples],
+    epsilon: float,
+    term: Callable[..., float] = term,
+    **how: Any,
 ) -> dict[str, float]:
-    """The distance of every member."""
+    """The distance of every member, by terms that are computed in some way."""
 
     @cache
     def own(side: otdd.LabeledSamples) -> float:
-        return term(side, side, epsilon)
+        return term(side, side, epsilon, **how)
 
     return {
-        name: term(query, one, epsilon) - (own(query) + own(one)) / 2
+        name: term(query, one, epsilon, **how) - (own(query) + own(one)) / 2
         for name, one in members.items()
     }

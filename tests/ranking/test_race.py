@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from ranking.libraries import dataset, library, truth
+from spying import calls_of
 
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
@@ -122,36 +123,22 @@ def test_members_that_moments_put_far_away_are_never_solved():
 def test_class_distances_are_measured_of_survivors_alone(monkeypatch):
     query, members = far_and_near()
     index = otdd.index(members)
-    asked = []
-    real = race.class_tables
-
-    def blocks(sides, wanted, *args):
-        asked.extend(wanted)
-        return real(sides, wanted, *args)
-
-    monkeypatch.setattr(race, "class_tables", blocks)
+    asked = calls_of(monkeypatch, race, "class_tables")
     otdd.nearest(query, index, 2)
     # The query's own, and those of the two near ones.
-    assert asked == [(0, 0), (0, 1), (0, 1)]
+    assert [pair for _, wanted, *_ in asked for pair in wanted] == [(0, 0), (0, 1), (0, 1)]
 
 
 def test_budgets_go_on_from_the_potentials_of_those_before(monkeypatch):
     query, members = library(3)
-    starts = []
-    real = bounds.solve_divergence
-
-    def solve(compared, options, *, start=None):
-        starts.append((options.max_iterations, start))
-        return real(compared, options, start=start)
-
-    monkeypatch.setattr(bounds, "solve_divergence", solve)
     index = otdd.index(members)
-    starts.clear()
+    solves = calls_of(monkeypatch, bounds, "solve_divergence")
     otdd.nearest(query, index, 2, ordered=True)
-    assert starts[0] == (2, None)
-    later = [start for most, start in starts if most != 2]
+    starts = [(options.max_iterations, *start) for _, options, *start in solves]
+    assert starts[0] in ((2,), (2, None))
+    later = [start for most, *start in starts if most != 2]
     assert later
-    assert all(len(start["xy"]) > 0 for start in later)
+    assert all(len(start["xy"]) > 0 for (start,) in later)
 
 
 @pytest.mark.parametrize("seconds", [None, 1e-9])
@@ -220,29 +207,15 @@ def test_ties_are_those_of_every_two_candidates(seed):
 def test_the_values_of_all_members_are_solved_a_few_at_a_time(monkeypatch):
     """Where k is the number of members all places are proven, and all rows would be in memory."""
     query, members = library(2)
-    sizes = []
-    real = race.cross_terms
-
-    def solve(terms, problems):
-        sizes.append(len(problems))
-        return real(terms, problems)
-
-    monkeypatch.setattr(race, "cross_terms", solve)
+    solves = calls_of(monkeypatch, race, "cross_terms")
     ranking = otdd.nearest(query, members, len(members))
     assert ranking.cost.finished == len(members)
-    assert set(sizes) == {1}
+    assert {len(problems) for _, problems in solves} == {1}
 
 
 def test_a_gpu_begins_as_many_members_together_as_before(monkeypatch):
     query, members = library(3)
-    sizes = []
-    real = race.cross_terms
-
-    def solve(terms, problems):
-        sizes.append(len(problems))
-        return real(terms, problems)
-
-    monkeypatch.setattr(race, "cross_terms", solve)
+    solves = calls_of(monkeypatch, race, "cross_terms")
     monkeypatch.setattr(bounds.Terms, "takes_many", lambda self, x, y: True)
     monkeypatch.setattr(race, "AT_ONCE", 2)
     index = otdd.index(
@@ -253,11 +226,11 @@ def test_a_gpu_begins_as_many_members_together_as_before(monkeypatch):
         }
     )
     otdd.nearest(query, index, len(index), tie=0.0)
-    assert sizes[:3] == [2, 2, 4]
-    sizes.clear()
+    assert [len(problems) for _, problems in solves[:3]] == [2, 2, 4]
+    solves.clear()
     monkeypatch.setattr(race, "MOST_ENTRIES", 1)
     otdd.nearest(query, index, len(index), tie=0.0)
-    assert max(sizes) == 2
+    assert max(len(problems) for _, problems in solves) == 2
 
 
 @pytest.mark.slow(after=2)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import ot
 import pytest
 import reference
 import torch
+from ranking.libraries import truth
 from ranking.test_race import check
 
 import otdd_flash as otdd
@@ -85,24 +84,13 @@ def costs(x, y, labels, scale=None, weights=(0.5, 0.5)):
     return weights[0] * gaps + weights[1] * of_labels
 
 
-def transport(x, y, epsilon, *how, rho=None):
+def transport(x, y, epsilon, how, rho):
     given = costs(x, y, *how), x.masses, y.masses
     if epsilon == 0:
         return float(ot.emd2(given[1].numpy(), given[2].numpy(), given[0].numpy()))
     if rho is not None:
         return reference.unbalanced_transport(*given, epsilon, (rho, rho))[0]
     return reference.entropic_transport(*given, epsilon)[0]
-
-
-def truths(query, members, epsilon, *how, rho=None):
-    @cache
-    def own(side):
-        return transport(side, side, epsilon, *how, rho=rho)
-
-    return {
-        name: transport(query, one, epsilon, *how, rho=rho) - (own(query) + own(one)) / 2
-        for name, one in members.items()
-    }
 
 
 def library(seed, make):
@@ -115,7 +103,7 @@ def library(seed, make):
 
 
 def check_library(query, members, index, how, seed, rho=None):
-    values = truths(query, members, index.settings.epsilon, *how, rho=rho)
+    values = truth(query, members, index.settings.epsilon, transport, how=how, rho=rho)
     for ordered in (False, True):
         ranking = otdd.nearest(query, index, 2, ordered=ordered)
         check(ranking, values, 2, ordered=ordered)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from itertools import chain
 
 import pytest
 import reference
 import torch
-from labelled_costs import cost_between
+from labelled_costs import cost_between, dense_labelled_cost
+from spying import calls_of
 from torch import Tensor
 
 from otdd_flash.cost.compute import ComputeOptions
@@ -40,16 +42,9 @@ def labelled_cost(*, uniform: bool = False) -> LabelledCost:
     draw = torch.Generator().manual_seed(3)
     x, y = torch.randn(N, 6, generator=draw), torch.randn(M, 6, generator=draw) + 0.7
     table = torch.rand(4, 4, generator=draw).double()
-    even = [torch.full((size,), 1 / size, dtype=torch.float64) for size in (N, M)]
-    a, b = even if uniform else (masses(size, draw) for size in (N, M))
+    given = () if uniform else (masses(size, draw) for size in (N, M))
     labels_x, labels_y = (torch.arange(size) % 4 for size in (N, M))
-    return cost_between(
-        x, y, a, b, labels_x=labels_x, labels_y=labels_y, class_costs=table, lambda_x=0.5
-    )
-
-
-def dense(cost: LabelledCost) -> Tensor:
-    return reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
+    return cost_between(x, y, *given, labels_x=labels_x, labels_y=labels_y, class_costs=table)
 
 
 @pytest.mark.slow
@@ -58,21 +53,16 @@ def test_the_solution_is_that_of_dense_newton(
     relative: float, uniform: bool, small_samples: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every pass is counted, those of the sample by their share."""
-    cost, passes = labelled_cost(uniform=uniform), []
-    for name in ("softmin_rows", "softmin_columns", "marginals"):
-        run = getattr(TorchOperator, name)
-
-        def counted(self: TorchOperator[Any], *given: Any, run: Any = run, **named: Any) -> Any:
-            passes.append(self.shape[0] * self.shape[1] / (N * M))
-            return run(self, *given, **named)
-
-        monkeypatch.setattr(TorchOperator, name, counted)
+    cost = labelled_cost(uniform=uniform)
+    names = "softmin_rows", "softmin_columns", "marginals"
+    calls = [calls_of(monkeypatch, TorchOperator, name) for name in names]
     operator = streamed_operator(cost, torch.float64)
     epsilon = relative * operator.costs.mean
     term = solve_term(operator, epsilon, Converged(1e-8))
+    passes = [math.prod(given.shape) / (N * M) for given, *_ in chain(*calls)]
     assert min(passes) < 1 == max(passes)
     assert term.passes == pytest.approx(sum(passes))
-    value, _, _ = reference.entropic_transport(dense(cost), cost.a, cost.b, epsilon)
+    value, _, _ = reference.entropic_transport(dense_labelled_cost(cost), cost.a, cost.b, epsilon)
     assert term.converged
     assert term.bounds[0] - 1e-10 <= value <= term.bounds[1] + 1e-10
     assert term.value == pytest.approx(value, rel=1e-7)

@@ -13,12 +13,12 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from labelled_costs import cost_between
 from refusals import Refusals
 from torch import Tensor
 
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.points import Cloud, LabelledCost
 from otdd_flash.formulas.decision import CROSS, SELF
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.point_scores import stored_operator, streamed_operator
@@ -31,13 +31,6 @@ from otdd_flash.solver.term import TransportTerm
 
 # The reference stops at a marginal error of 1e-11, which leaves its value this uncertain.
 REFERENCE_ERROR = 1e-10
-
-
-@dataclass(frozen=True)
-class Cloud:
-    points: Tensor
-    masses: Tensor
-    labels: Tensor
 
 
 @dataclass(frozen=True)
@@ -55,18 +48,8 @@ class Problem:
     stored: bool
 
     def operator(self, left: Cloud, right: Cloud, block: Tensor) -> TorchOperator[Any]:
-        cost = cost_between(
-            left.points,
-            right.points,
-            left.masses,
-            right.masses,
-            labels_x=left.labels,
-            labels_y=right.labels,
-            class_costs=block,
-            lambda_x=self.lambda_x,
-        )
         held = stored_operator if self.stored else streamed_operator
-        return held(cost, self.dtype)
+        return held(LabelledCost(left, right, block, self.lambda_x), self.dtype)
 
     def cost(self, left: Cloud, right: Cloud, block: Tensor) -> Tensor:
         return reference.dense_cost(

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import reference
 import torch
-from labelled_costs import cost_between as cost_of_tensors
+from labelled_costs import cost_between
 from operation_counts import OperationCounts
 from refusals import Refusals
 from torch import Tensor
 
-from otdd_flash.cost.points import LabelledCost
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.point_scores import streamed_operator
 from otdd_flash.operators.torch_operator import TorchOperator
@@ -31,15 +30,6 @@ from otdd_flash.solver.certificate import (
     self_evidence,
     self_plan,
 )
-
-
-def cost_between(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> LabelledCost:
-    """Without labels, and with lambda_x = 1."""
-    labels = [torch.zeros(len(side), dtype=torch.int64) for side in (x, y)]
-    none = torch.zeros(1, 1, dtype=torch.float64)
-    return cost_of_tensors(
-        x, y, a, b, labels_x=labels[0], labels_y=labels[1], class_costs=none, lambda_x=1.0
-    )
 
 
 def few_points(draw: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -66,7 +56,7 @@ def one_potential(seed: int) -> tuple[TorchOperator[Any], Tensor, Tensor, float]
     """A few points' cost with itself, their masses, a potential and epsilon."""
     draw = torch.Generator().manual_seed(seed)
     x, a = few_points(draw)
-    operator = streamed_operator(cost_between(x, x, a, a), torch.float64)
+    operator = streamed_operator(cost_between(x, x, a, a, lambda_x=1.0), torch.float64)
     epsilon = log_uniform(draw, -2, 2) * operator.costs.mean
     f = torch.randn(len(x), generator=draw).double() * log_uniform(draw, -2, 1)
     return operator, a, (f * operator.costs.spread).clamp_max(300 * epsilon), epsilon
@@ -89,7 +79,7 @@ def test_of_two_potentials(seeds: range) -> None:
     for seed in seeds:
         draw = torch.Generator().manual_seed(seed)
         (x, a), (y, b) = few_points(draw), few_points(draw)
-        operator = streamed_operator(cost_between(x, y, a, b), torch.float64)
+        operator = streamed_operator(cost_between(x, y, a, b, lambda_x=1.0), torch.float64)
         epsilon = log_uniform(draw, -2, 2) * operator.costs.mean
         f, g = (
             (torch.randn(n, generator=draw).double() * log_uniform(draw, -2, 1)).clamp_max(
@@ -118,16 +108,10 @@ def test_what_a_certificate_asks_of_a_device(
     """Once all that is found once is known: it reads once, with few operations and launches."""
     draw, epsilon = torch.Generator().manual_seed(0), 4.0
     x, y = (torch.randn(count, 8, generator=draw) for count in (48, 33))
-    a, b = (torch.full((len(side),), 1 / len(side), dtype=torch.float64) for side in (x, y))
-    labels = [torch.arange(len(side)) % 2 for side in (x, y)]
+    one, other = (torch.arange(len(side)) % 2 for side in (x, y))
     table = torch.ones(2, 2, dtype=torch.float64).fill_diagonal_(0)
-    cost = cost_of_tensors(
-        *((x, x, a, a) if own else (x, y, a, b)),
-        labels_x=labels[0],
-        labels_y=labels[0 if own else 1],
-        class_costs=table,
-        lambda_x=0.5,
-    )
+    y, other = (x, one) if own else (y, other)
+    cost = cost_between(x, y, labels_x=one, labels_y=other, class_costs=table)
     dense = reference.dense_cost(*cost.points, 0.5, table, *cost.labels)
     _, f, g = reference.entropic_transport(dense, cost.a, cost.b, epsilon)
     operator, f, g = KernelOperator(cost, "high"), f.float(), g.float()
@@ -192,7 +176,8 @@ def test_what_errors_of_costs_may_hide_of_the_marginals() -> None:
     x, a = torch.randn(6, 2, generator=draw).double(), torch.rand(6, generator=draw).double()
     a /= a.sum()
     _, f, g = reference.entropic_transport(reference.dense_cost(x, x + 1, 1.0), a, a, epsilon)
-    operator = Off(streamed_operator(cost_between(x, x + 1, a, a), torch.float64), 0.01, 0.03)
+    cost = cost_between(x, x + 1, a, a, lambda_x=1.0)
+    operator = Off(streamed_operator(cost, torch.float64), 0.01, 0.03)
     expected = (math.expm1(2 * 0.01 / epsilon) + math.expm1(2 * 0.03 / epsilon)) / 2
     for updated in (g, None):
         found = certify(operator, f, g, epsilon, updated=updated)
@@ -202,7 +187,7 @@ def test_what_errors_of_costs_may_hide_of_the_marginals() -> None:
 def test_a_plan_with_too_much_mass_in_a_column_is_evaluated_once_more() -> None:
     """Unless it may be scaled down by as much."""
     x, a = torch.arange(4.0).double()[:, None], torch.full((4,), 0.25, dtype=torch.float64)
-    operator = streamed_operator(cost_between(x, x + 1, a, a), torch.float64)
+    operator = streamed_operator(cost_between(x, x + 1, a, a, lambda_x=1.0), torch.float64)
     f, cost = torch.zeros(4).double(), reference.dense_cost(x, x + 1, 1.0)
     f -= reference.plan(cost, a, a, f, f, 1.0).sum().log()
     prove = partial(certify, operator, f, 0 * f, 1.0, updated=0 * f)
@@ -211,9 +196,9 @@ def test_a_plan_with_too_much_mass_in_a_column_is_evaluated_once_more() -> None:
 
 
 def test_points_without_mass_get_the_potential_of_the_others() -> None:
-    x, a = torch.arange(4.0).double()[:, None], torch.full((4,), 0.25, dtype=torch.float64)
-    b = torch.tensor([0.5, 0.0, 0.25, 0.25], dtype=torch.float64)
-    operator = streamed_operator(cost_between(x, x + 1, a, b), torch.float64)
+    x, b = torch.arange(4.0).double()[:, None], torch.tensor([0.5, 0.0, 0.25, 0.25]).double()
+    cost = cost_between(x, x + 1, b=b, lambda_x=1.0)
+    operator = streamed_operator(cost, torch.float64)
     low = torch.tensor([0.0, -100.0, 0.0, 0.0], dtype=torch.float64)
     found = certify(operator, torch.zeros(4).double(), low, 1.0)
     assert found.passes == 1

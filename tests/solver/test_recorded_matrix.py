@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,18 +16,13 @@ from otdd_flash.solver import solving
 from otdd_flash.solver.matrix.transport import solve_matrix
 from otdd_flash.solver.matrix_comparison import MatrixComparison
 from otdd_flash.solver.schedules import Converged
-from otdd_flash.solver.small import forget, route
+from otdd_flash.solver.small import route
 from otdd_flash.solver.term import TransportTerm
+
+pytestmark = pytest.mark.usefixtures("nothing_kept")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_TRITON = ComputeOptions(device=DEVICE, backend="triton")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_kept() -> Iterator[None]:
-    forget()
-    yield
-    forget()
 
 
 def drawn(n: int, m: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,14 +1,20 @@
-"""What float32 hides: the same upper bounds from float64 passes over the original points."""
+"""What rounding hides: bounds from float64 passes over original points, and how solves end."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import reference
 import torch
 from labelled_costs import cost_between
 
 from otdd_flash.cost.points import LabelledCost
 from otdd_flash.cost.rounding import float16_rounding
+from otdd_flash.operators.base import CostFacts
+from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.operators.point_scores import stored_operator, streamed_operator
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_term
 
@@ -20,17 +26,7 @@ def with_a_far_point(seed: int, far: float, mass: float) -> LabelledCost:
     y[0] = far
     a, b = torch.ones(90, dtype=torch.float64), torch.ones(50, dtype=torch.float64)
     b[0] = mass
-    labels = [torch.zeros(len(side), dtype=torch.int64) for side in (x, y)]
-    return cost_between(
-        x,
-        y,
-        a / a.sum(),
-        b / b.sum(),
-        labels_x=labels[0],
-        labels_y=labels[1],
-        class_costs=torch.zeros(1, 1, dtype=torch.float64),
-        lambda_x=0.5,
-    )
+    return cost_between(x, y, a / a.sum(), b / b.sum())
 
 
 @pytest.mark.slow
@@ -65,17 +61,66 @@ def test_a_point_whose_mass_rounding_hides_spoils_no_other() -> None:
     assert term.bounds[1] - term.bounds[0] <= 1e-4 * cost.mean_cost
 
 
+# Iterations on rounded points never end a solve whose original points miss the tolerance.
+
+
+class Rounded:
+    """An operator that is refined to another, and says how far it is from that."""
+
+    def __init__(self, inner: TorchOperator[Any], exact: TorchOperator[Any], off: float) -> None:
+        self.inner, self.exact, self.off = inner, exact, off
+
+    @property
+    def refined(self) -> TorchOperator[Any]:
+        return self.exact
+
+    @property
+    def costs(self) -> CostFacts:
+        return self.inner.costs._replace(rounding=self.off)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize(
+    ("digits", "said", "relative", "little"),
+    [(13, 1.0, 0.1, True), (5, 0.0, 0.01, False), (13, 1e6, 10.0, False)],
+)
+def test_the_original_points_go_on_where_rounding_is_not_little(
+    digits: int, said: float, relative: float, little: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the estimate is wrong, either way; else they certify alone."""
+    draw, unit = torch.Generator().manual_seed(0), 2.0**-digits
+    x, y = torch.randn(100, 24, generator=draw), torch.randn(80, 24, generator=draw) + 0.7
+    a, b = (torch.full((size,), 1 / size, dtype=torch.float64) for size in (100, 80))
+    exact = reference.dense_cost(x, y)
+    rounded = reference.dense_cost(*((side / unit).round() * unit for side in (x, y)))
+    error = float((exact - rounded).square().mean().sqrt())
+    original = matrix_operator(exact, a, b)
+    passes: list[str] = []
+    for name in ("softmin_rows", "softmin_columns"):
+        run = getattr(original, name)
+        monkeypatch.setattr(
+            original, name, lambda *given, run=run, **more: passes.append("") or run(*given, **more)
+        )
+    operator = Rounded(matrix_operator(rounded, a, b), original, said * error)
+    epsilon = relative * original.costs.mean
+    term = solve_term(operator, epsilon, Converged())
+    truth, *_ = reference.entropic_transport(exact, a, b, epsilon)
+    assert term.converged
+    assert term.bounds[0] <= truth <= term.bounds[1]
+    plan = reference.plan(exact, a, b, term.f, term.g, epsilon)
+    errors = (plan.sum(0) - b).abs().sum(), (plan.sum(1) - a).abs().sum()
+    assert float(max(errors)) <= term.marginal_error * (1 + 1e-6) <= 1e-3
+    assert (not passes) == little
+
+
 @pytest.mark.parametrize("spread", [0.1, 10.0])
 def test_the_change_of_costs_by_rounding_points_to_float16(spread: float) -> None:
     """Root mean square of all pairs, of points rounded where kernels do, about the centre."""
     draw = torch.Generator().manual_seed(int(spread))
     x, y = torch.randn(200, 5, generator=draw), spread * torch.randn(120, 5, generator=draw) + 1
-    masses = [torch.full((len(side),), 1 / len(side), dtype=torch.float64) for side in (x, y)]
-    labels = [torch.zeros(len(side), dtype=torch.int64) for side in (x, y)]
-    none = torch.zeros(1, 1, dtype=torch.float64)
-    cost = cost_between(
-        x, y, *masses, labels_x=labels[0], labels_y=labels[1], class_costs=none, lambda_x=0.5
-    )
+    cost = cost_between(x, y)
     # A power of two of which numbers near the largest keep the precision of float16 whole.
     sides = [(side - cost.centre).double() * 256 for side in (x, y)]
     exact, rounded = (

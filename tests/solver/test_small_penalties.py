@@ -253,13 +253,20 @@ def test_forbidden_pairs_beside_an_exact_side_have_an_upper_bound(unbalanced: ob
     assert narrow.bounds[1] - narrow.bounds[0] <= 1e-6 * narrow.value
 
 
-def test_two_points_of_any_penalty() -> None:
+@pytest.mark.parametrize("epsilon", [0.02, 5.0, 100.0])
+def test_two_points_of_any_penalty(epsilon: float) -> None:
     """(epsilon + 2 rho) (1 - e^(-c / (epsilon + 2 rho))), by the public function."""
     with mpmath.workdps(DIGITS):
         for power in range(-14, 9):
             for kind in (torch.float32, torch.float64):
                 cost, rho = torch.tensor([[1.1]], dtype=kind), 10.0**power
-                found = otdd.matrix_transport(cost, epsilon=5.0, unbalanced=rho)
-                whole = 5 + 2 * mpf(rho)
-                truth = -whole * mpmath.expm1(-mpf(float(cost)) / whole)
+                given = {"epsilon": epsilon, "unbalanced": rho}
+                whole = epsilon + 2 * mpf(rho)
+                share = mpf(float(cost)) / whole
+                found = otdd.matrix_transport(cost, **given)
+                truth = -whole * mpmath.expm1(-share)
                 assert found.bounds[0] <= truth <= found.bounds[1]
+                if kind == torch.float64:
+                    found = otdd.matrix_transport(cost, **given, options=otdd.Converged(1e-9))
+                    assert found.value == pytest.approx(float(truth), rel=1e-11)
+                    assert found.term.mass == pytest.approx(float(mpmath.exp(-share)), rel=1e-8)

@@ -37,23 +37,35 @@ def batch_of(x: list[Tensor], y: list[Tensor]) -> Batch:
     return Batch((left, right), (a, b), (None, None), (1, 1), None, (0.5, 0.5))
 
 
-@pytest.mark.parametrize("in_triton", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("labelled", "in_triton"),
+    [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("debias", [False, True])
 @pytest.mark.parametrize("at_once", [1, 9])
-def test_terms_are_those_of_each_problem(in_triton, debias, at_once, monkeypatch):
+def test_terms_are_those_of_each_problem(in_triton, debias, labelled, at_once, monkeypatch):
+    """With labels each has a table of its own."""
     x, y = problems()
-    batch = batch_of(x, y)
+    batch, table = batch_of(x, y), torch.zeros(3, 4, 4, dtype=torch.float64)
+    if labelled:
+        draw = torch.Generator().manual_seed(1)
+        table = 3 * torch.rand(3, 4, 4, generator=draw, dtype=torch.float64)
+        table = (table + table.mT) * (1 - torch.eye(4, dtype=torch.float64))
+        labels = [torch.arange(part.shape[1]).expand(3, -1) % 2 for part in batch.points]
+        batch = batch._replace(labels=tuple(labels), class_totals=(2, 2), table=table)
     if at_once == 1:
         monkeypatch.setattr(route, "MOST_PROBLEMS", 1)
     found = solve_terms(batch, EPSILON, Converged(), debias=debias, in_triton=in_triton)
     assert len(found) == len(x)
-    for one, other, terms in zip(x, y, found, strict=True):
+    for one, other, terms, classes in zip(x, y, found, table / 2, strict=True):
         assert set(terms) == ({"xy", "xx", "yy"} if debias else {"xy"})
-        sides = {"xy": (one, other), "xx": (one, one), "yy": (other, other)}
         for name, term in terms.items():
-            left, right = sides[name]
+            (left, rows), (right, columns) = (
+                (one, slice(0, 2)) if side == "x" else (other, slice(2, 4)) for side in name
+            )
             a, b = (torch.full((len(z),), 1 / len(z), dtype=torch.float64) for z in (left, right))
-            cost = reference.dense_cost(left, right)
+            kinds = (torch.arange(len(z)) % 2 for z in (left, right))
+            cost = reference.dense_cost(left, right, 0.5, classes[rows, columns], *kinds)
             value = reference.entropic_transport(cost, a, b, EPSILON)[0]
             assert term.bounds[0] <= value <= term.bounds[1]
             assert term.bounds[1] - term.bounds[0] < 1e-2
@@ -74,26 +86,3 @@ def test_a_problem_that_needs_another_solve_is_left_and_others_are_not():
     assert third is None or third["xy"].converged
     with pytest.raises(InputError, match="too small for float32"):
         solve_terms(batch_of(*problems()), 1e-9, Converged(), debias=True, in_triton=False)
-
-
-@pytest.mark.parametrize("at_once", [1, 9])
-def test_each_problem_may_have_a_table_of_its_own(at_once, monkeypatch):
-    x, y = problems()
-    batch = batch_of(x, y)
-    draw = torch.Generator().manual_seed(1)
-    table = 3 * torch.rand(3, 4, 4, generator=draw, dtype=torch.float64)
-    table = (table + table.mT) * (1 - torch.eye(4, dtype=torch.float64))
-    labels = [torch.arange(part.shape[1]).expand(3, -1) % 2 for part in batch.points]
-    batch = batch._replace(labels=tuple(labels), class_totals=(2, 2), table=table)
-    if at_once == 1:
-        monkeypatch.setattr(route, "MOST_PROBLEMS", 1)
-    found = solve_terms(batch, EPSILON, Converged(), debias=True, in_triton=False)
-    for k, (one, other, terms) in enumerate(zip(x, y, found, strict=True)):
-        sides = {"xy": (one, other, 0, 2), "xx": (one, one, 0, 0), "yy": (other, other, 2, 2)}
-        for name, (left, right, row, column) in sides.items():
-            a, b = (torch.full((len(z),), 1 / len(z), dtype=torch.float64) for z in (left, right))
-            block = table[k, row : row + 2, column : column + 2] * 0.5
-            rows, columns = (torch.arange(len(z)) % 2 for z in (left, right))
-            cost = reference.dense_cost(left, right, 0.5, block, rows, columns)
-            value = reference.entropic_transport(cost, a, b, EPSILON)[0]
-            assert terms[name].bounds[0] <= value <= terms[name].bounds[1]

@@ -57,13 +57,15 @@ def test_stopping_early_warns_or_raises_and_says_so(solve: Callable[..., Any]) -
         solve(*clouds, options=strict, **settings)
 
 
-def test_progress_hears_of_every_iteration() -> None:
+@pytest.mark.parametrize("precision", ["fast", "double"])
+def test_progress_hears_of_every_iteration(precision: otdd.Precision) -> None:
+    """In float32 terms are solved side by side: that of a self term's certificate is told, too."""
     heard: list[tuple[str, int, float]] = []
     divergence = otdd.sinkhorn_divergence(
         cloud(20, 0),
         cloud(20, 1),
         epsilon=0.1,
-        compute=DOUBLE,
+        compute=otdd.ComputeOptions("cpu", precision=precision),
         progress=lambda *event: heard.append(event),
     )
     for name, term in divergence.terms.items():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from operation_counts import Calls
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
@@ -16,10 +15,8 @@ from otdd_flash.operators import torch_pool
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.operators.torch_pool import MOST_SHIFT, TILE, TorchPool, TorchTerm, _Anchor
-from otdd_flash.solver.small import forget
 from otdd_flash.solver.small.pooled_solve import Batch
 from otdd_flash.solver.small.route import MOST_POINTS, is_small, solve_batch
-from otdd_flash.solver.solving import solve
 
 # The most operations of PyTorch in a certified divergence of 50 points at a tenth of the mean cost.
 MOST_OPERATIONS = 1200
@@ -92,13 +89,13 @@ def test_sums_of_a_symmetric_plan_take_half_of_it(n: int) -> None:
     assert found.columns is found.rows
 
 
+@pytest.mark.usefixtures("nothing_kept")
 @pytest.mark.parametrize(("problems", "few"), [(3, 4), (6, 0)])
 def test_a_problem_that_is_done_waits_for_the_others(
     problems: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is proved by what it kept, however many iterations others take after it."""
     monkeypatch.setattr(torch_pool, "FEW", few)
-    forget()
     draw = torch.Generator().manual_seed(0)
     scales = torch.logspace(-0.5, 0.5, problems)[:, None, None]
     x = scales * torch.randn(problems, 30, 8, generator=draw)
@@ -110,21 +107,6 @@ def test_a_problem_that_is_done_waits_for_the_others(
         float(otdd.sinkhorn_loss(x[k], y[k], epsilon=0.3, lambda_x=1.0)) for k in range(problems)
     ]
     torch.testing.assert_close(solved.values.tolist(), expected, rtol=1e-4, atol=1e-4)
-    forget()
-
-
-def test_every_iteration_is_told() -> None:
-    """That of a self term's certificate included."""
-    draw = torch.Generator().manual_seed(0)
-    x, y = torch.randn(30, 2, generator=draw), torch.randn(20, 2, generator=draw)
-    told: dict[str, list[int]] = {}
-    found = solve(
-        Comparison.between(x, y, 0.5, compute=otdd.ComputeOptions("cpu")),
-        otdd.Converged(),
-        progress=lambda name, step, _: told.setdefault(name, []).append(step),
-    )
-    for name, term in found.terms.items():
-        assert told[name] == list(range(1, term.iterations + 1)), name
 
 
 SMALL = {
@@ -147,20 +129,6 @@ def test_what_is_small_on_a_processor(name: str) -> None:
     assert is_small(comparison, asked.get("options", otdd.Converged())) == expected
 
 
-class Operations(TorchDispatchMode):
-    """Counts what PyTorch is asked for while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
 def test_a_small_divergence_asks_for_few_operations() -> None:
     """Each takes as long as thousands of additions: the time of a small divergence is theirs."""
     draw = torch.Generator().manual_seed(0)
@@ -168,9 +136,9 @@ def test_a_small_divergence_asks_for_few_operations() -> None:
     epsilon = 0.1 * float(torch.cdist(x, y).square().mean())
     options = otdd.Converged(tolerance=1e-3)
     otdd.sinkhorn_loss(x, y, epsilon=epsilon, options=options)
-    with Operations() as operations:
+    with Calls() as calls:
         otdd.sinkhorn_loss(x, y, epsilon=epsilon, options=options)
-    assert operations.count <= MOST_OPERATIONS
+    assert calls.by_name.total() <= MOST_OPERATIONS
 
 
 @pytest.mark.parametrize("term", ["xy", "xx", "yy"])
