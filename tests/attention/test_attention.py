@@ -403,15 +403,6 @@ def test_finite_in_float16(backend: str) -> None:
     assert found[1].any()
 
 
-@pytest.mark.parametrize("gradient", ["unrolled", "implicit"])
-def test_a_second_derivative_is_refused(gradient: str) -> None:
-    q, k, v = (each.requires_grad_() for each in drawn(1, 4, 5))
-    found = otdd.sinkhorn_attention(q, k, v, gradient=gradient, iterations=20)
-    (first,) = torch.autograd.grad(found.square().sum(), q, create_graph=True)
-    with pytest.raises(otdd.InputError, match="taken once"):
-        torch.autograd.grad(first.sum(), q)
-
-
 def test_leading_dimensions_strides_and_nothing() -> None:
     q, k, v = (each.unflatten(0, (2, 3)) for each in drawn(6, 5, 4))
     found = otdd.sinkhorn_attention(q, k, v)

@@ -134,13 +134,6 @@ def test_tensors_without_numbers_have_shapes() -> None:
         assert torch.autograd.grad(found.sum(), points)[2].shape == (2, 7, 5)
 
 
-def test_a_batch_of_cotangents_is_refused() -> None:
-    q, k, v = drawn(2)
-    out = otdd.sinkhorn_attention(q, k, v)
-    with pytest.raises(otdd.InputError, match="batch of cotangents"):
-        torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)
-
-
 def test_vmap_is_refused() -> None:
     with pytest.raises(otdd.InputError, match="transforms such as vmap"):
         torch.vmap(otdd.sinkhorn_attention)(*drawn(2))
