@@ -12,6 +12,7 @@ import ot
 import pytest
 import torch
 from rich.console import Console
+from tiers import slow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError, NotConvergedWarning
@@ -23,11 +24,6 @@ from otdd_flash.gromov.problem import Problem, plan_of, round_plan
 from otdd_flash.gromov.solve import Search, prepare, take_step
 from otdd_flash.report.distance import nearest_table, summary_table, write_report
 from otdd_flash.solver.schedules import Converged, Exact
-
-
-def slow(cases):
-    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
 
 DOUBLE = otdd.ComputeOptions(device="cpu", precision="double")
 PLAIN = {"ground": "gromov", "debias": False, "labels": "none", "lambda_x": 1.0}
@@ -149,20 +145,10 @@ def test_the_eccentricity_bound_is_that_of_all_pairs():
     assert found <= wanted
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_moved_copy_is_found(seed):
-    check_copy(120, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-def test_a_moved_copy_of_up_to_2000_points_is_found(seed):
-    check_copy(100 * (seed + 1), seed)
-
-
-def check_copy(size, seed):
-    x = cloud(size, 5, seed)
-    y, order = copied(x, seed)
+@pytest.mark.parametrize("size", [101, 120, 142, *slow(range(100, 2001, 100))])
+def test_a_moved_copy_is_found(size):
+    x = cloud(size, 5, size)
+    y, order = copied(x, size)
     result = otdd.dataset_distance(x, y, epsilon=0, starts=1, compute=DOUBLE, **PLAIN)
     scale = result.gromov.independent
     rows, columns = result.plan().indices()
@@ -597,22 +583,21 @@ def test_time_and_convergence():
     assert len(result.gromov.starts) == 1
 
 
-@pytest.mark.parametrize("scale", [1e20, *slow([1e-20, 1e-3])])
-def test_scales_whose_fourth_powers_are_far_from_1(scale):
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize(
+    ("scale", "compute"),
+    [
+        *((1e20, DOUBLE), (1e-6, "cpu"), (1e-20, DOUBLE), (1e-3, DOUBLE)),
+        *((1e-3, "cpu"), (0.1, "cpu"), (1e6, "cpu")),
+    ],
+)
+def test_scales_whose_fourth_powers_are_far_from_1(scale, compute):
     x, y = cloud(12, 3, 1), cloud(9, 2, 2)
     plain = otdd.dataset_distance(x, y, compute=DOUBLE, **PLAIN)
-    moved = [replace(side, features=scale * side.features) for side in (x, y)]
-    scaled = otdd.dataset_distance(*moved, compute=DOUBLE, **PLAIN)
-    assert scaled.value == pytest.approx(plain.value * scale**4, rel=1e-6)
-
-
-@pytest.mark.parametrize("scale", [1e-6, *slow([1e-3, 0.1, 1e6])])
-def test_scales_in_float32(scale):
-    x, y = cloud(12, 3, 1), cloud(9, 2, 2)
-    plain = otdd.dataset_distance(x, y, compute=DOUBLE, **PLAIN)
-    moved = [replace(side, features=(scale * side.features).float()) for side in (x, y)]
-    scaled = otdd.dataset_distance(*moved, compute="cpu", **PLAIN)
-    assert scaled.value == pytest.approx(plain.value * scale**4, rel=1e-3)
+    dtype, near = (torch.float64, 1e-6) if compute is DOUBLE else (torch.float32, 1e-3)
+    moved = [replace(side, features=(scale * side.features).to(dtype)) for side in (x, y)]
+    scaled = otdd.dataset_distance(*moved, compute=compute, **PLAIN)
+    assert scaled.value == pytest.approx(plain.value * scale**4, rel=near)
 
 
 def test_extremes():
