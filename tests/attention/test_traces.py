@@ -56,7 +56,8 @@ class Attention(torch.nn.Module):
         return otdd.sinkhorn_attention(q, k, v)
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("strict", [False, True])
 def test_what_was_exported_without_gradients_can_be_trained(strict: bool) -> None:
     points = drawn(2)
     with torch.no_grad():

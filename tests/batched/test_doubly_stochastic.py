@@ -288,6 +288,7 @@ def test_what_is_refused(logits: Tensor, options: dict[str, object], message: st
         otdd.doubly_stochastic(logits, **options)
 
 
+@pytest.mark.slow
 def test_tolerances_in_a_graph() -> None:
     logits = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(1))
     run = torch.compile(otdd.doubly_stochastic, fullgraph=True, backend="aot_eager")
