@@ -160,6 +160,7 @@ def test_equal_keys_and_their_order(backend: str) -> None:
     assert torch.allclose(found, other, atol=1e-6)
 
 
+@pytest.mark.slow(after=6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("most", "masked"), [(4, True), (100, True), (2, False), (100, False)])
 def test_a_head_stops_by_itself(most: int, masked: bool, backend: str) -> None:
@@ -201,6 +202,7 @@ def test_a_head_stops_by_itself(most: int, masked: bool, backend: str) -> None:
         assert torch.allclose(mine.double(), true, atol=near)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_implicit_gradient_is_that_of_the_limit(backend: str) -> None:
     points = drawn(2, 12, 17)

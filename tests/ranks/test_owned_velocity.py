@@ -90,7 +90,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("case", "kind"), CASES.items())
 def test_a_flow_leads_where_one_process_does(case: str, kind: str) -> None:
     points, norms, kinds = pool(3).led(moved, case)[0]
