@@ -82,3 +82,18 @@ class LiveBytes(TorchDispatchMode):
             self._held -= size
 
         weakref.finalize(storage, gone)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most numbers of a tensor that an operation made while it is entered."""
+
+    numbers = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, torch.Tensor):
+                self.numbers = max(self.numbers, each.untyped_storage().nbytes() // each.itemsize)
+        return made

@@ -250,6 +250,32 @@ def test_batches_of_cotangents_are_right_or_refused() -> None:
             call(function, given["x"], vectorize=True)
 
 
+IMPLICIT: dict[str, Any] = {"gradient": "implicit", "iterations": 20}
+# Of a square matrix.
+ONCE: dict[str, Loss] = {
+    "sinkhorn_attention": lambda x: otdd.sinkhorn_attention(x, x, x),
+    "sinkhorn_attention, implicit": lambda x: otdd.sinkhorn_attention(x, x, x, **IMPLICIT),
+    "doubly_stochastic": otdd.doubly_stochastic,
+    "doubly_stochastic, implicit": lambda x: otdd.doubly_stochastic(x, **IMPLICIT),
+    "sinkhorn_plans": lambda x: otdd.sinkhorn_plans(x[None], epsilon=0.5, unbalanced=1.0).plans,
+    "matrix_plan": lambda x: otdd.matrix_plan(x, epsilon=0.5),
+    "matrix_loss": lambda x: otdd.matrix_loss(x, epsilon=0.5),
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_what_is_differentiable_once_refuses_a_second_derivative(name: str) -> None:
+    x = inputs()["costs"][:M].requires_grad_()
+    found = ONCE[name](x)
+    (first,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
+    with pytest.raises(InputError, match=r"(differentiable|taken) once"):
+        torch.autograd.grad(first.sum(), x)
+    if not name.startswith("matrix"):
+        found, many = ONCE[name](x), torch.ones(3, *found.shape)
+        with pytest.raises(InputError, match="batch of cotangents"):
+            torch.autograd.grad(found, x, many, is_grads_batched=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_losses_have_the_same_gradient(reentrant: bool) -> None:

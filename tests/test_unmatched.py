@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.operators.comparison import Comparison
 from otdd_flash.unmatched import Unmatched, UnmatchedClass
 
 
@@ -109,17 +106,6 @@ def test_pairs_of_datasets_are_those_of_single_distances() -> None:
         assert float(found.values[i, j]) == pytest.approx(one.value, rel=1e-9)
     assert found.details["unbalanced"] == [0.5, 0.5]
     assert "unbalanced=[0.5, 0.5], " in repr(found)
-
-
-def test_parts_of_a_comparison_keep_the_penalties() -> None:
-    sides = [clusters(0.0), clusters(1.0), clusters(2.0)]
-    whole = Comparison.prepare(sides, otdd.GroundCost(), otdd.ComputeOptions("cpu"))
-    assert replace(whole, constraints=CONSTRAINTS).of(0, 2).constraints == CONSTRAINTS
-
-
-CONSTRAINTS = otdd.dataset_distance(
-    clusters(0.0), clusters(1.0), unbalanced=0.5, labels="none"
-).constraints
 
 
 @pytest.mark.parametrize("mode", ["features", "attached", "joint"])

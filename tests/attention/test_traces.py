@@ -56,7 +56,8 @@ class Attention(torch.nn.Module):
         return otdd.sinkhorn_attention(q, k, v)
 
 
-@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("strict", [False, True])
 def test_what_was_exported_without_gradients_can_be_trained(strict: bool) -> None:
     points = drawn(2)
     with torch.no_grad():
@@ -132,13 +133,6 @@ def test_tensors_without_numbers_have_shapes() -> None:
         points = tuple(mode.from_tensor(each.detach()).requires_grad_() for each in drawn(2))
         found = otdd.sinkhorn_attention(*points, key_mask=mode.from_tensor(mask), **options)
         assert torch.autograd.grad(found.sum(), points)[2].shape == (2, 7, 5)
-
-
-def test_a_batch_of_cotangents_is_refused() -> None:
-    q, k, v = drawn(2)
-    out = otdd.sinkhorn_attention(q, k, v)
-    with pytest.raises(otdd.InputError, match="batch of cotangents"):
-        torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)
 
 
 def test_vmap_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -253,13 +252,3 @@ def test_late_steps_are_told_apart_by_what_stopped_them_or_what_they_missed(kind
     with pytest.warns(NotConvergedWarning, match=sentence) as caught:
         report_convergence(history, otdd.Converged(tolerance=1e-3, **solver), DOUBLE)
     assert len(caught) == 1
-
-
-def test_a_solve_starts_where_the_last_two_lead():
-    """The self term of a target that does not move starts where it was."""
-    objective = object.__new__(TargetDivergence)
-    objective._setting = SimpleNamespace(comparison=SimpleNamespace(device=torch.device("cpu")))
-    last, earlier = {"xy": torch.tensor([3.0])}, {"xy": torch.tensor([1.0])}
-    for before, start in (({}, 3.0), (earlier, 5.0)):
-        objective.restore({"last": last, "earlier": before, "yy": None})
-        assert {key: u.tolist() for key, u in objective._start().items()} == {"xy": [start]}

@@ -6,9 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from live_bytes import LargestTensor
 from refusals import naming
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from otdd_flash.errors import InputError
 from otdd_flash.flows import functionals
@@ -144,18 +143,6 @@ def test_parameters_are_not_rounded_to_the_points_type():
             torch.testing.assert_close(single.double(), velocity, rtol=4e-7, atol=1e-12)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that any operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
-
-
 def test_repulsion_in_tiles_of_any_size_and_place_never_holds_all_pairs(monkeypatch):
     term = (WeightedFunctional("repulsion", 1.0, ClassRepulsion(CLOUD, 0.8)),)
     for n, tile in ((33, 1), (33, 100), (1, 4), (500, 5000)):
@@ -166,7 +153,7 @@ def test_repulsion_in_tiles_of_any_size_and_place_never_holds_all_pairs(monkeypa
             tiled = evaluated(term, cloud)
             assert tiled[0] == pytest.approx(whole[0], rel=1e-13)
             torch.testing.assert_close(tiled[1], whole[1])
-            assert largest.elements <= max(tile, 3 * n)
+            assert largest.numbers <= max(tile, 3 * n)
     # Exact in float32, so that only the centring can keep the digits.
     points = ((cloud.features * 64).round() / 64).float()
     near, far = (evaluated(term, cloud, points + shift) for shift in (0, 4096))

@@ -134,13 +134,8 @@ def test_a_missed_tolerance_warns_or_raises() -> None:
 
 
 def test_what_is_refused() -> None:
-    costs, a, b, cotangent = problem(5, 4)
+    costs = problem(5, 4)[0]
     with pytest.raises(otdd.InputError, match="one of them; got none"):
         otdd.matrix_plan(costs)
     with pytest.raises(otdd.InputError, match="costs requires a gradient and is float16"):
         otdd.matrix_plan(costs.half().requires_grad_(), epsilon=1.0)
-    moved = costs.clone().requires_grad_()
-    plan = otdd.matrix_plan(moved, a, b, epsilon=EPSILON)
-    (gradient,) = torch.autograd.grad(plan, moved, cotangent, create_graph=True)
-    with pytest.raises(otdd.InputError, match="matrix_plan is differentiable once"):
-        gradient.sum().backward()

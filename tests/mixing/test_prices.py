@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from otdd_flash.mixing.sources import MixtureOracle, at_weights, priced
+from otdd_flash.mixing.sources import MixtureOracle, priced
 from tests.mixing.dense import prepared, problem, value
 
 
@@ -81,19 +81,6 @@ def test_cuts_are_lowered_by_all_errors_of_their_pass():
     assert exact.cut - rough.cut == pytest.approx(np.full(len(each), lost), rel=1e-3)
 
 
-def test_the_mean_potential_alone_is_no_bound():
-    """What `epsilon (1 - r)` is there for."""
-    target, each = problem(3)
-    sources, comparison = prepared(target, each, 0.2)
-    operator = comparison.operator("xy", keep_scores=False).refined
-    w = np.full(len(each), 1 / len(each))
-    truth = value(target, each, w, 0.2)
-    g = torch.zeros(len(target), dtype=torch.float64)
-    f = torch.full((len(sources.own),), 2.0, dtype=torch.float64)
-    assert float(w @ sources.sums(f)) > truth
-    assert float(w @ priced(operator, sources, f, g, 0.2).cut) <= truth
-
-
 @pytest.mark.parametrize("seed", [1, 4])
 def test_prices_are_the_gradient(seed):
     target, each = problem(seed)
@@ -106,18 +93,6 @@ def test_prices_are_the_gradient(seed):
         step[[0, k]] = -1e-4, 1e-4
         ends = [value(target, each, w + sign * step, 0.3) for sign in (1, -1)]
         assert (ends[0] - ends[1]) / 2e-4 == pytest.approx(slope[k] - slope[0], abs=1e-4)
-
-
-def test_a_source_without_weight_has_the_price_of_its_softmins():
-    target, each = problem(5)
-    sources, comparison = prepared(target, each, 0.3, "double")
-    w = np.eye(len(each))[0]
-    answer = MixtureOracle(comparison, sources).at(w, 1e-9)
-    at = value(target, each, w, 0.3)
-    for k in range(1, len(each)):
-        moved = (1 - 1e-5) * w + 1e-5 * np.eye(len(each))[k]
-        slope = (value(target, each, moved, 0.3) - at) / 1e-5
-        assert slope == pytest.approx(answer.slope[k] - answer.slope[0], rel=0.02, abs=0.02)
 
 
 def test_curvature_is_at_most_the_hessian():
@@ -133,13 +108,3 @@ def test_curvature_is_at_most_the_hessian():
         ends = [value(target, each, w + length * step, 0.5) for length in (-1e-2, 0.0, 1e-2)]
         second = (ends[0] - 2 * ends[1] + ends[2]) / 1e-4
         assert 0 < step @ found @ step <= second * 1.01
-
-
-def test_masses_are_the_weights_times_own_masses():
-    target, each = problem(9)
-    sources, comparison = prepared(target, each, 0.3)
-    w = simplex(len(each), np.random.default_rng(0))
-    masses = at_weights(comparison, sources, w).transformed[0].masses
-    # Rows of unused sources are left out.
-    expected = [wk * one.masses for wk, one in zip(w, each, strict=True) if wk > 0]
-    assert torch.allclose(masses, torch.cat(expected), rtol=0, atol=1e-15)

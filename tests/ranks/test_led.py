@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from rank_pool import lead, pool
+from test_ring import in_a_ring
 
 import otdd_flash as otdd
 from otdd_flash import pairwise
 from otdd_flash.distributed import ranks
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
-from otdd_flash.operators import sharing
 from otdd_flash.operators.comparison import Comparison
 from tests.frozen.cases import CASES, SOURCE, TARGET
 from tests.frozen.recording import Record, record
@@ -29,13 +29,8 @@ def recorded(group: Ranks | None, name: str, options: dict[str, Any]) -> Record:
     return record(CASES[name].compute(compute), precision="double")
 
 
-def in_a_ring(name: str) -> Record:
-    """Points that no rank holds all of."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sharing, "ASSUMED_FREE", 0)
-        return lead(recorded, name, {"backend": "torch", "memory_budget": 0})
-
-
+# Of points that no rank holds all of.
+RING = {"backend": "torch", "memory_budget": 0}
 SLOW = (
     *(
         "labels: sinkhorn",
@@ -58,7 +53,8 @@ SLOW = (
 )
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
 def test_led_work_is_that_of_one_process(name: str, ring: bool) -> None:
-    answers = pool(2).run(in_a_ring, name) if ring else pool(2).led(recorded, name, {})
+    way = in_a_ring if ring else lead
+    answers = pool(2).run(way, recorded, name, RING if ring else {})
     alone = recorded(None, name, {})
     first, copy = answers
     assert first.keys() == copy.keys() == alone.keys()

@@ -14,7 +14,6 @@ import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.flows.stepping import Stepper
 from otdd_flash.operators import sharing
-from otdd_flash.operators.parts import Owned
 from otdd_flash.solver.small import route
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -91,7 +90,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("case", "kind"), CASES.items())
 def test_a_flow_leads_where_one_process_does(case: str, kind: str) -> None:
     points, norms, kinds = pool(3).led(moved, case)[0]
@@ -123,17 +122,3 @@ def names_of_held(ranks: Ranks) -> list[str]:
 def test_a_flow_that_ends_with_an_error_leaves_no_derivatives() -> None:
     found = pool(2).led(derivatives_held)[0]
     assert "_Derivatives" not in found, found
-
-
-def in_given_order(labels: Tensor) -> bool:
-    """Whether rows of all points come to the owners of their places."""
-    ranks = Ranks()
-    owned, values = Owned.by_class(labels), torch.arange(2.0 * len(labels)).reshape(-1, 2)
-    found = owned.in_given_order(ranks, values[owned.of(ranks)])
-    return torch.equal(found, values[ranks.share(len(labels))])
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 12])
-def test_rows_come_to_the_owners_of_their_places(count: int) -> None:
-    labels = torch.randperm(count, generator=torch.Generator().manual_seed(count)) % 3
-    assert all(pool(3).run(in_given_order, labels))
