@@ -164,11 +164,12 @@ def passes(given: list[Tensor], in_triton: bool) -> dict[str, Callable[[], objec
     scores.half_step(vs[0], torch.zeros_like(us[0]), 0, us[0])
     us[1:] = us[0]
     x, y, one = torch.randn_like(us), torch.randn_like(vs), us.new_ones(len(q))
+    lasts = us[-1], vs[-1]
     zero, out, by_v, found = us.new_zeros(us.shape[1:]), torch.empty_like(v), v.clone(), vs[0] + 0
     return {
         "vector by a guess": lambda: scores.half_step(vs[0], zero, 0, us[0].clone(), us[1]),
         "gradient": lambda: scores.gradient(
-            (cotangent, v), (us, vs), scores.earlier((us, vs), (x, y)), (x[0], y[0]), out
+            *((cotangent, v), (us, vs), scores.earlier((us, vs), lasts, (x, y)), (x[0], y[0]), out)
         ),
         "vector of a plan": lambda: scores.plan_product((us[0], vs[0]), y[0], one, 0, x[0].clone()),
         "output": lambda: scores.half_step(vs[0], zero, 0, us[0].clone(), None, v, out),

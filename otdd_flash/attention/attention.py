@@ -324,7 +324,7 @@ def gradients_now(
             adjoints, offsets = _adjoints(rows, us, vs, delta, y), (delta, torch.zeros_like(y))
         else:
             adjoints, offsets = (us, vs), _solve_implicit(rows, u, last, delta, y)
-        earlier = rows.earlier((us, vs), adjoints)
+        earlier = rows.earlier((us, vs), (u, last), adjoints)
         if by_q:
             rows.gradient((cotangents, v), (us, vs), earlier, offsets, of_q)
         if by_k:
@@ -380,12 +380,13 @@ def _adjoints(
     ratios = _key_ratios(vs[0], us.shape[2])
     xs = delta.expand(len(us), -1, -1).contiguous()
     ys = (y * ratios[:, None]).expand(len(vs), -1, -1).contiguous()
-    columns, one = rows.transposed, torch.ones_like(ratios)
+    columns, minus_ratios, minus_one = rows.transposed, -ratios, -torch.ones_like(ratios)
+    u, v, x, y_of = us.unbind(), vs.unbind(), xs.unbind(), ys.unbind()
     for t in range(len(us) - 1, 0, -1):
         if t < len(us) - 1:
             # Heads whose last iteration is later.
-            columns.plan_product((vs[t], us[t]), xs[t], -ratios, t + 1, ys[t])
-        rows.plan_product((us[t - 1], vs[t]), ys[t], -one, t, xs[t - 1])
+            columns.plan_product((v[t], u[t]), x[t], minus_ratios, t + 1, y_of[t])
+        rows.plan_product((u[t - 1], v[t]), y_of[t], minus_one, t, x[t - 1])
     return xs, ys
 
 

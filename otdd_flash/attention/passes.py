@@ -211,28 +211,33 @@ class Scores:
             out[heads, rows] = (self.scale * (by_scores @ columns)).to(out.dtype)
 
     def earlier(
-        self, potentials: tuple[Tensor, Tensor], adjoints: tuple[Tensor, Tensor]
+        self,
+        potentials: tuple[Tensor, Tensor],
+        lasts: tuple[Tensor, Tensor],
+        adjoints: tuple[Tensor, Tensor],
     ) -> Earlier:
         """Prepare the terms of half-steps before the last, where rows are queries.
 
         Args:
             potentials: u (T + 1, H, n) and v (T + 1, H, m).
-            adjoints: x and y, of u, and of v times m / n; of the same shapes.
+            lasts: those of each head's last iteration, (H, n) and (H, m).
+            adjoints: x and y, of u, and of v times m / n; of the shapes of potentials.
         """
-        r = torch.arange(2 * (len(potentials[0]) - 1), device=self.counts.device)
+        count = 2 * (len(potentials[0]) - 1)
+        if count == 0:
+            near = torch.ones_like(self.counts, dtype=torch.bool)
+            return Earlier(near, *(each[:0] for each in adjoints))
+        r = torch.arange(count, device=self.counts.device)
         made = (r[:, None] < 2 * self.counts)[..., None]
         # Adjoints of queries in even terms, of keys in odd ones.
         owned = (r % 2 == 0)[:, None, None]
         moved, weights = [], []
-        for each, place, adjoint, own in zip(
-            potentials, (r // 2, (r + 1) // 2), adjoints, (owned, ~owned), strict=True
+        for each, place, last, adjoint, own in zip(
+            potentials, (r // 2, (r + 1) // 2), lasts, adjoints, (owned, ~owned), strict=True
         ):
-            last = at(each, self.counts)
             moved.append(torch.where(made & last.isfinite(), each[place].sub_(last), 0))
             weights.append(torch.where(own, adjoint[place], 1).mul_(made))
-        near = torch.ones_like(self.counts, dtype=torch.bool)
-        if len(r):
-            near = moved[0].abs().amax((0, 2)) + moved[1].abs().amax((0, 2)) <= FAR
+        near = moved[0].abs().amax((0, 2)) + moved[1].abs().amax((0, 2)) <= FAR
         for each, weight in zip(moved, weights, strict=True):
             weight.mul_(torch.where(near[:, None], each, 0).exp_())
         return Earlier(near, *weights)

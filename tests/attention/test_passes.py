@@ -74,7 +74,8 @@ def test_potentials_of_one_side_alone_may_move_far():
     for side, moved in ((0, 0.0), (0, 90.0), (1, 90.0)):
         potentials = torch.zeros(3, 1, 3), torch.zeros(3, 1, 4)
         potentials[side][2] = moved
-        near = scores.earlier(potentials, potentials).near
+        lasts = potentials[0][2], potentials[1][2]
+        near = scores.earlier(potentials, lasts, potentials).near
         assert near.tolist() == [moved == 0]
 
 
