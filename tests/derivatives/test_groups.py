@@ -617,6 +617,15 @@ def test_links_with_the_largest_group_are_summed_to_one_a_row_and_column(largest
     assert len(others[into].unique()) == int(into.sum()) > 0
 
 
+def test_few_rows_are_sampled_on_a_processor_alone() -> None:
+    parts = {
+        kind: plan_links._even_parts(1000, 1000, torch.device(kind)) for kind in ("cpu", "cuda")
+    }
+    assert [of_sample for _, of_sample in parts["cpu"]] == [True, False]
+    assert parts["cuda"] == [(slice(0, 1000, 1), False)]
+    assert plan_links._even_parts(5000, 5000, torch.device("cuda"))[0][1]
+
+
 def test_a_row_of_a_sample_does_not_join_a_group_of_which_no_row_is_in_it() -> None:
     """Of 600 rows every tenth is in the sample, which has none of the 50 rows of one group."""
     epsilon, joint = 0.1, torch.full((600, 300), 1e-20, dtype=torch.float64)
