@@ -14,12 +14,13 @@ those of y, so that passes over either read whole rows, and the same number.
 `stored_step` is the Sinkhorn half-step of many small transport problems in one launch. For the rows
 i and columns j of a segment, a block of a matrix of scores S,
 
-    h_i + log2 s_i = log2 sum_j 2^((S_ij + u_j) log2(e) / epsilon)
+    t_i + log2 s_i = log2 sum_j 2^((S_ij + u_j) log2(e) / epsilon)
 
-with u_j = g_j + epsilon log b_j in float64, rounded once. S_ij + u_j is rounded to float32, like a
-cost; it is multiplied by a factor of two parts and lowered by the highest logit, rounded up to a
-whole number, in fused steps: what is left is small where it counts, and so is its rounding. Every
-lane keeps a maximum and a sum of its own until the end of its row.
+with t_i the highest logit of a row, rounded up to a whole number (h_i in `segments.step`), and
+u_j = g_j + epsilon log b_j in float64, rounded once. S_ij + u_j is rounded to float32, like a cost;
+it is multiplied by a factor of two parts and lowered by the highest logit, so rounded up, in fused
+steps: what is left is small where it counts, and so is its rounding. Every lane keeps a maximum and
+a sum of its own until the end of its row.
 
 One program owns a block of rows of a segment and all of its columns; a segment that is not active
 ends at once. The engine turns the sums into potentials by `segmented_softmin` and

@@ -7,8 +7,9 @@ Feydy et al. 2019, Interpolating between optimal transport and MMD using Sinkhor
 
 `dataset_distance` is the whole path: check datasets and options, move both to the device, measure
 class distances, settle epsilon, solve the terms, return a `DistanceResult`. `commands.compare`,
-`sampling.comparison` and `integrations.torchmetrics` call it, and users. Errors of input must come
-before class distances are measured, which may take long.
+`sampling.comparison` and `integrations.torchmetrics` call it, and users. `pairwise` calls
+`ground_cost`, `prepared` and `refuse_starts`, `commands.compare` the last; `commands.settings`
+reads LAMBDA_Y. Errors of input must come before class distances are measured, which may take long.
 
 `takes_shards`, which decorates it, stands before it: on several processes, each of which holds a
 shard of every dataset, it joins the shards in the order of the ranks (the numbers of the processes

@@ -6,12 +6,12 @@ after Nguyen et al. 2025, "Lightspeed geometric dataset distance via sliced opti
 draw maps every sample to a number; every dataset is projected and sorted once per draw
 (`Projected`), and a pair then costs a subtraction (`squared_wasserstein`).
 
-`sliced_distances` is public; `study.measures.distances` calls `prepare`, `draw_chunk` and
-`chunk_distances` to measure chunk by chunk; `gromov.bounds` uses `Steps`. Everything is float64. A
-change must keep draw k of a seed the same however many draws there are, also if its chunk is
-computed alone: a study stores chunks and resumes from them. MOMENTS, DRAWS_PER_CHUNK and the order
-of the random calls in `draw_chunk` decide every draw; WORK_BYTES, BUFFERS and ROWS_AT_ONCE decide
-memory and speed, and of the result only its rounding.
+`sliced_distances` is public; `study.measures.distances` calls `prepare`, `chunks_of`, `draws_in`,
+`draw_chunk` and `chunk_distances` to measure chunk by chunk; `gromov.bounds` calls `equal_steps`
+and `weighted_steps`. Everything is float64. A change must keep draw k of a seed the same however
+many draws there are, also if its chunk is computed alone: a study stores chunks and resumes from
+them. MOMENTS, DRAWS_PER_CHUNK and the order of the random calls in `draw_chunk` decide every draw;
+WORK_BYTES, BUFFERS and ROWS_AT_ONCE decide memory and speed, and of the result only its rounding.
 
 W_2^2 has a heavy tail over draws, the heavier the larger the features are: a moment of order l
 contributes the power 2 l of a projection. Means of L draws are skewed, and symmetric intervals that

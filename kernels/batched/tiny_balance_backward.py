@@ -1,9 +1,12 @@
-"""The derivative of `tiny_balance` by the iterations made: a matrix per thread, in one launch.
+"""Backward pass of `tiny_balance` through the iterations made: a matrix per thread, in one launch.
+
+`tiny_balance` is Sinkhorn scaling of matrices x (n, n), n <= 4, to doubly stochastic R:
 
     R = diag(phi_K) E diag(gamma_K),   phi_k = 1 / (E gamma_k-1),   gamma_k = 1 / (E^T phi_k)
 
-E is what the first iteration leaves, and gamma_0 = 1. Backwards through a division the cotangent of
-logarithms loses its sums, each times the quotients:
+E is what the first iteration leaves of exp(x / t), and gamma_0 = 1. G is the cotangent of R, and D
+becomes that of log E. Backwards through a division the cotangent of logarithms loses its sums, each
+times the quotients:
 
     D <- D - Q o sums of D,      D = R o G to begin with.
 

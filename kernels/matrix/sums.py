@@ -1,9 +1,10 @@
-"""Row and column sums of the plan of a cost matrix in memory, in float64, by one read of it.
+"""Row and column sums of a plan over their own masses, in float64, by one read of its cost matrix.
 
     r_i = sum_j b_j e_ij,    c_j = sum_i a_i e_ij,    e_ij = exp((f_i + g_j - C_ij) / epsilon)
 
-Every entry is computed once and counts in both sums. Potentials of points without mass may be
-anything. An exponent below `least` is raised to it, and a forbidden pair, of cost +inf, adds
+The cost matrix C is in memory. The plan has row sums a_i r_i and column sums b_j c_j: callers
+multiply. Every entry is computed once and counts in both sums. Potentials of points without mass
+may be anything. An exponent below `least` is raised to it, and a forbidden pair, of cost +inf, adds
 nothing.
 
 Exponents are of base 2: potentials and cost are multiplied by log2(e) / epsilon, then added and
@@ -97,7 +98,7 @@ def matrix_sums(
     epsilon: Tensor,
     least: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute row sums r (n,) and column sums c (m,) of the plan, float64.
+    """Compute the plan's row sums r (n,) and column sums c (m,) over their own masses, float64.
 
     Args:
         place: of C (n, m).

@@ -59,7 +59,7 @@ from otdd_flash.kernels.tiling import (
 # Column blocks of a program: short enough to balance the ragged ranges of a triangle.
 BLOCKS_PER_RANGE = 16
 
-# Bytes of the sums over tiles of one stripe.
+# Bytes of the sums over tiles of one stripe; `operators.build` counts them as needed memory.
 STRIPE_BYTES = 1 << 28
 
 

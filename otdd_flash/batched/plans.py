@@ -19,7 +19,7 @@ open:
 2. A group that starts at the heaviest column takes in all rows and columns with which it exchanges
    that share of the lighter one's mass: some products of plans and flags a round.
 3. `derivatives.groups` in float64 on the host, one problem after another, up to the first with
-   undetermined offsets, which is reported in the words of that chapter.
+   undetermined offsets, which is reported in the words of that module.
 
 From that share on the rounding of the masses, of the type that is computed in, changes an offset by
 `OPEN` epsilon at the most. The first test shows that every cut between groups has it: where one

@@ -2,11 +2,12 @@
 
 The entry points `otdd_flash.distance`, `.flow`, `.nearest`, `.mix`, `study.__main__` and
 `shift.__main__` call `run_hydra`, `run_command` and `run_script`. `commands.messages` asks for the
-running job and draws inside `dispensable`; `commands.outcome` ends a job (`job_ended`) and asks
-`unheard`; `commands.settings` calls `conceal_environment`; `commands.outcome` and `commands.ranks`
-use `say_error`. Everything else is imported where it is needed: help is shown without torch, and
-Ctrl-C works from the start, also while Hydra and torch are imported. So nothing heavy may be
-imported at the top.
+running job and draws inside `dispensable`; `commands.outcome` records a job's exit code (`note`),
+ends it (`job_ended`), puts into `at_the_end` what to undo, and asks `unheard`; `commands.ranks`
+exits with INTERRUPTED; `commands.settings` calls `conceal_environment`; `commands.outcome` and
+`commands.ranks` use `say_error`. Everything else is imported where it is needed: help is shown
+without torch, and Ctrl-C works from the start, also while Hydra and torch are imported. So nothing
+heavy may be imported at the top.
 
 A command runs inside `guarded_streams`, where writing never raises. A reader that has gone, as in
 `| head -1`, is no failure. Other failures to write are stored, and `unheard` reports them: a job or

@@ -2,8 +2,8 @@
 
 `data.registry` calls `read_arrays` for the source `arrays`; `flows.functionals` calls `read_npy`;
 `data.writing` reads `TARGETS`. `data.hugging_face` chooses its columns by `check_columns`,
-`find_label` and `find_weights`, names them by `listed`, and checks text files by
-`check_rounded_text` and `check_spelled`.
+`find_label` and `find_weights`, names them by `listed`, reads LABEL_NAMES and `TARGETS`, and checks
+text files by `check_rounded_text` and `check_spelled`.
 
 Pickled objects must never be loaded, because loading them runs code that a file may hold. .npy
 files must be mapped, not copied, because they may exceed the memory. An ambiguous choice of columns

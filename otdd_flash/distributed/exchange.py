@@ -3,11 +3,12 @@
 All processes call these methods together. A run of as many ranks repeats to the last bit, because
 nothing is added in the order in which it arrives. `ranks` derives `Ranks` from `Exchange`;
 `operators.parts`, `operators.self_share` and `flows.stepping` call `added`, and `commands.ranks`
-reads `PATIENCE`. `otdd` and `result` store a `Shared` in results, to say how work was shared.
+reads `PATIENCE`. `otdd_flash.otdd` and `otdd_flash.result` store a `Shared` in results, to say how
+work was shared.
 
-An exception in the middle of an order leaves the other ranks there, where they wait for what does
-not come. So `Interrupts` notes Ctrl-C at rank 0 meanwhile, which comes when the order is done;
-pressed twice, it comes at once.
+An exception in the middle of an order (what rank 0 tells the others to do) leaves the other ranks
+there, where they wait for what does not come. So `Interrupts` notes Ctrl-C at rank 0 meanwhile,
+which comes when the order is done; pressed twice, it comes at once.
 """
 
 from __future__ import annotations

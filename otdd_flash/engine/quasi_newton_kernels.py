@@ -346,8 +346,8 @@ class SegmentLayout(NamedTuple):
 
     Attributes:
         table: (S, 8) int64 of `segmented_step`.
-        blocks: (P, 2) int32 of `segmented_softmin.blocks_of`.
-        first_blocks: (S + 1,) int64 of `segmented_totals.first_blocks`.
+        blocks: (P, 2) int32 of `kernels.segments.evaluation.blocks_of`.
+        first_blocks: (S + 1,) int64 of `kernels.segments.evaluation.first_blocks`.
         entries: how many rows there are, those of segments that were left out included.
     """
 

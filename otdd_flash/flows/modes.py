@@ -1,7 +1,7 @@
 """The modes of a flow: the base class, and those in which points alone move.
 
-A mode says which variables move besides the features, and how fast. In the modes of this chapter
-none do, and class distances are computed from the moved points:
+A mode says which variables move besides the features, and how fast. In the modes of this file none
+do, and class distances are computed from the moved points:
 
 features    dx_i / dt = -(1 / a_i) dS_epsilon(x, y; W) / dx_i,     W = W(x), every `refresh` steps
 attached    dx_i / dt = -(1 / a_i) (dS/dx_i + sum_kl dS/dW_kl dW_kl/dx_i),     W = W(x), every step
@@ -13,10 +13,11 @@ the dataset distance itself. Both compute W at the current positions; what depen
 alone is computed once, with the same result to the last bit as a new computation, because a resumed
 flow computes it again and must take the same steps.
 
-`flows.joint_modes` derives from `Mode` too, and `flows.flow` names all modes; `flows.run` and
-`flows.objective` only use the interface. `flows.stepping` changes `variables` in place, so a mode
-must not replace these tensors. What the next evaluation needs besides them must be in `state`,
-which checkpoints store, so that a resumed flow takes the same steps.
+`flows.joint_modes` derives from `Mode` too, and uses `Evaluation`, `beside`, `per_mass` and
+`require_moments`. `flows.flow` names all modes; `flows.run` and `flows.objective` only use the
+interface. `flows.stepping` changes `variables` in place, so a mode must not replace these tensors.
+What the next evaluation needs besides them must be in `state`, which checkpoints store, so that a
+resumed flow takes the same steps.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """The result of a flow: the adapted dataset, the records of its steps, and how to store it.
 
-`flows.objective` and `flows.run` make the records, `Recorder` thins the trajectory of the
-particles, and `flows.checkpoint` stores records, moments and the state of the `Recorder`. A
-`Moment` is the state of a step from which an entropic map is built. `commands.messages` and the
-modules of `report.flow` read records. The fields of `StepRecord` and `Moment` are part of the
-checkpoint format, and those of `StepRecord` are the columns of metrics.csv, so their names must
-stay.
+`flows.objective` makes the records of steps and `flows.run` the moments, `Recorder` thins the
+trajectory of the particles, and `flows.checkpoint` stores records, moments and the state of the
+`Recorder`. A `Moment` is the state of a step from which an entropic map is built.
+`commands.messages` and `report.flow` read records, which `flows.flow` has in the type of
+`progress`; `report.flow_pictures` reads the trajectory. The fields of `StepRecord` and `Moment` are
+part of the checkpoint format, and those of `StepRecord` are the columns of metrics.csv, so their
+names must stay.
 
-`gradient_flow` (`flows.run`) returns a `FlowResult`; `commands.adapt`, `commands.results` and
-`report.flow` read it. The module also saves and loads it, and makes maps of new points from
-it. result.json comes from `to_dict`, and result.safetensors from the tensors that `PARTS` lists:
-keys and names are the format.
+`gradient_flow` (`flows.run`) returns a `FlowResult`; `commands.adapt`, `commands.results`,
+`report.flow` and `integrations.sklearn` read it. The module also saves and loads it, and makes maps
+of new points from it. result.json comes from `to_dict`, and result.safetensors from the tensors
+that `PARTS` lists: keys and names are the format.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Lower bounds of E over all plans, rounding included, and of the cost between classes.
+"""Lower bounds of the Gromov-Wasserstein energy E and the class cost <W, P>, rounding included.
 
-`solve` calls them once for a pair of datasets. Two of them are of E:
+They hold for all plans P. `gromov.solve` calls them once for a pair of datasets. `gromov.energy`
+defines E, u, v, M and S. Two bounds are of E:
 
 - Eccentricities (Memoli 2011, Gromov-Wasserstein distances and the metric approach to object
   matching): for given (i, j) the sum over P_kl is the squared distance of two functions in L2(P),

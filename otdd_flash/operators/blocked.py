@@ -8,7 +8,8 @@ and products are added in the order of the pairs; softmins are combined in float
 
 `BlockSums` combines pairs of blocks of any origin. `BlockedOperator` streams them from host memory
 or a file (`cost.host_points`) and is built by `build`; those of a `ring` come from other ranks,
-those of `self_share` are all on the device.
+those of `self_share.FoldedPairs` are all on the device. `parts` uses `BlockOperator` and ROUNDINGS,
+and `sharing` `Build`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ host memory. Later passes copy that back, which is half the bytes or fewer if ke
 float16 part, and pack nothing. Norms of packed rows stay on the GPU, and so do the order and labels
 of blocks for which the host has no room. Certificates and plan products stream the unpacked points.
 If the rows are one block, it stays on the GPU, points and packed form, until another cost is
-streamed. `blocked.BlockedOperator` streams both sides of its cost by these blocks.
+streamed. `blocked.BlockedOperator` streams both sides of its cost by these blocks. `ring` and
+`self_share` make `DeviceBlock`s of their own, and `triton_operator` makes the `Packing`.
 """
 
 from __future__ import annotations

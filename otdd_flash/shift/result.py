@@ -1,7 +1,8 @@
 """The result of a shift test: `ShiftReport`.
 
 `shift.joint` makes it; `commands.shift` writes `to_dict` as result.json and prints `sentences`,
-`report.shift` draws it. Keys of `to_dict` must stay, because users' pipelines read them.
+`report.shift` draws it, `commands.results` tracks it and `integrations.detector` returns it. Keys
+of `to_dict` must stay, because users' pipelines read them.
 """
 
 from __future__ import annotations

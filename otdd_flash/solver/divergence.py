@@ -7,7 +7,10 @@ but the value that they are compared with is known only once all terms are solve
 solved coarsely first; then those that make the interval wide continue from their potentials, to a
 marginal error smaller by the factor by which the interval is too wide.
 
-`solver.solving` calls it for what is not small; entry points and results read the `Divergence`.
+`solver.solving` calls it for what is not small and for equal clouds, and `ranking.bounds` directly;
+`solver.small.route` and `solver.exact.solve` make a `Divergence` too. Entry points call
+`checked_start` and `report_convergence`, `flows.objective` the latter, `pairwise` and
+`ranking.bounds` `whole_term`; `commands.settings` reads SCHEDULES. Results read the `Divergence`.
 """
 
 from __future__ import annotations

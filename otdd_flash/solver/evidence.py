@@ -1,8 +1,9 @@
 """The error model of one problem, and its bounds from the row and column sums of its plan.
 
 `solver.certificate` combines them with the dual value and the bound by oscillation of
-`formulas.evidence`, and `solver.solve` refuses tolerances below what `rounding_floor` allows;
-`solver.matrix.transport` calls `widen_bounds`. A change must leave every bound valid:
+`formulas.evidence`. `solver.solve` and `solver.small.route` refuse tolerances below what
+`rounding_floor` allows; `solver.matrix.transport` calls `widen_bounds`, and `mixing.sources`
+`share_of_costs`. A change must leave every bound valid:
 `tests/solver/test_certificate_evidence.py` and `tests/solver/test_primal.py` have problems that
 nearly attain them. Shapes are () for numbers, (n,), (m,) for potentials and sums; units those of
 the cost, or of mass.

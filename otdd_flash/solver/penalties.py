@@ -1,7 +1,9 @@
 """The arguments `unbalanced` and `unbalanced_relative`: what marginals owe, as users give it.
 
 Entry points call `resolve_constraints` once the mean cost is known, and put what it returns beside
-the cost. A change must keep that nothing below an entry point reads these arguments.
+the cost. `MatrixComparison.with_penalties`, `study.measures.distances` and loaded results call it
+too. `solver.solve`, `solver.small.route` and `batched.plans` refuse penalties `beyond_digits`;
+results and files have `penalties_of`. A change must keep that solvers read `Constraints` alone.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ whose weights depend only on a seed; a user's function can replace the built-in 
 
 `source_unit` and `run_unit` make the units; `gains`, `halved_gains` and `gain_errors` turn test
 errors into percentages. `study.measures.network` uses trained sources and the rows of targets,
-`study.study` lists the units (`transfer_units`), and `study.result` computes the gains.
+`study.study` lists the units (`transfer_units`) and tries `build_body` and `build_head` first, and
+`study.result` reads the units (`run_unit`) and computes the gains.
 
 Each repetition has one seed per purpose. The initial weights depend only on the repetition, and so
 do a target's head, its rows and their order, so one run on the target alone serves all sources. All

@@ -1,7 +1,7 @@
 """The result of `matrix_transport`: value, bounds and plan, saved in two files.
 
-`solver.matrix.transport` makes it. The keys and names that `save` writes are a format on disk:
-results of earlier versions stay readable.
+`solver.matrix.transport` makes it; users and `shift.pooled` read it. The keys and names that `save`
+writes are a format on disk: results of earlier versions stay readable.
 """
 
 from __future__ import annotations
