@@ -14,9 +14,9 @@ those of y, so that passes over either read whole rows, and the same number.
 `stored_step` is the Sinkhorn half-step of many small transport problems in one launch. For the rows
 i and columns j of a segment, a block of a matrix of scores S,
 
-    t_i + log2 s_i = log2 sum_j 2^((S_ij + u_j) log2(e) / epsilon)
+    h_i + log2 s_i = log2 sum_j 2^((S_ij + u_j) log2(e) / epsilon)
 
-with t_i the highest logit of a row, rounded up to a whole number (h_i in `segments.step`), and
+with h_i the highest logit of a row, rounded up to a whole number, and
 u_j = g_j + epsilon log b_j in float64, rounded once. S_ij + u_j is rounded to float32, like a cost;
 it is multiplied by a factor of two parts and lowered by the highest logit, so rounded up, in fused
 steps: what is left is small where it counts, and so is its rounding. Every lane keeps a maximum and
@@ -30,12 +30,12 @@ Plans over the stored scores S = -C of B problems have row sums, products of sco
 
     stored_plan      sum_j b_j exp((f_i + g_j + S_ij) / epsilon)
     stored_product   sum_j S_ij q_j
-    signed_plan      Q_ij = sign_ij a_i a_j exp((h_i + h_j + S_ij) / epsilon)
+    signed_plan      Q_ij = sign_ij a_i a_j exp((k_i + k_j + S_ij) / epsilon)
 
 The first two are between the two sides of one term, in float64: `operators.kernel_pool.PooledTerm`
 reads them for certificates. The last is over all points of a problem, those of x before those of y,
-with their masses a. Between x and y the sign is 1 and h are the potentials of the cross term; among
-the points of one side it is -1 and h are the potentials of the self terms, or 0 where there are no
+with their masses a. Between x and y the sign is 1 and k are the potentials of the cross term; among
+the points of one side it is -1 and k are the potentials of the self terms, or 0 where there are no
 self terms. `solver.small.pooled_solve` multiplies Q by the points for gradients of a divergence.
 """
 
