@@ -319,8 +319,9 @@ def _links_of(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the links of some rows: columns (l,), columns (l,) and the mass that each carries.
 
-    Those with the largest group are summed: of a column over all of its rows, and of a row over all
-    of its columns. One of them stands for the group's columns. It may have most of the points.
+    Links with the largest group, which may have most of the points, are summed: those of a column
+    over all of the group's rows, and those of a row over all of the group's columns. One column of
+    the group stands for all of them.
 
     Args:
         logs: (k, m) of entries, without potentials of rows.
@@ -334,7 +335,8 @@ def _links_of(
     inside = groups == largest
     linked = logs >= (most - threshold)[:, None]
     # A row within the largest group, whose links are as well, says nothing.
-    rows = ((linked & ~inside).any(1) & (masses > 0)).nonzero().squeeze(1)
+    outward = (linked & ~inside).any(1) & (masses > 0) & most.isfinite()
+    rows = outward.nonzero().squeeze(1)
     heaviest = masses.max()
     if len(rows) < len(masses):
         logs, linked, most, best, masses = (

@@ -197,13 +197,15 @@ class KernelOperator:
     ) -> Tensor:
         """Compute the softmin (n,) of a self term near f, float64.
 
-        It is over the pairs of some stripes of blocks, or of all.
+        It is over the pairs of some stripes of blocks, which may be none, or of all.
         """
         assert self._masses is not None
         layout, potential = self.packed[0].layout, single(f)
+        if stripes is None:
+            stripes = [(0, layout.size // BLOCK_ROWS)]
         level = on_device(epsilon, f.device)
         given = self._rows, self.scores[0], self._masses, potential, level
-        sums = triangle_sums(*given, stripes or [(0, layout.size // BLOCK_ROWS)])
+        sums = triangle_sums(*given, stripes)
         return potential.double() - level * sums.log_()[layout.position]
 
     def marginals(

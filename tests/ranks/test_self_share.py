@@ -75,6 +75,18 @@ def test_kernels_compute_each_pair_of_blocks_once(monkeypatch: pytest.MonkeyPatc
     assert sorted(seen) == [(row, column) for row in range(blocks) for column in range(row, blocks)]
 
 
+@pytest.mark.parametrize("size", [1, 8])
+def test_kernels_of_more_ranks_than_blocks(size: int) -> None:
+    """A rank without a block adds nothing."""
+    operator = KernelOperator(cost_of(40), "high")
+    f = operator.softmin_rows(torch.zeros(40, device=DEVICE), EPSILON).double()
+    parts = [KernelSelfShare(operator, (rank, size)).softmin(f, EPSILON) for rank in range(size)]
+    assert any(part.isposinf().all() for part in parts) == (size == 8)
+    found = merged(torch.stack(parts), EPSILON)
+    expected = operator.softmin_rows(f, EPSILON).double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_pytorch_computes_pairs_of_one_range_twice(size: int) -> None:
     n = 64
