@@ -119,19 +119,23 @@ class Exchange:
         now = self.shared
         return now._replace(bytes_moved=now.bytes_moved - before.bytes_moved)
 
+    def moves(self, device: torch.device) -> bool:
+        """Return whether the group moves tensors from there; gloo moves those of a GPU by host."""
+        return device.type == "cuda" or device.type in self._backends
+
     def device_of(self, device: torch.device) -> torch.device:
         """Where this process keeps what the leader has on a device.
 
         Raises:
             InputError: the group's backend cannot move tensors from there.
         """
-        if device.type == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
-        if device.type not in self._backends:
+        if not self.moves(device):
             raise InputError(
                 f"compute.group is of nccl, which moves no tensors of device={device}; use a group "
                 "of gloo, or device=cuda"
             )
+        if device.type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
         return device
 
     def share(self, count: int, rank: int | None = None) -> slice:
@@ -186,8 +190,8 @@ class Exchange:
     def deal(self, whole: Tensor) -> None:
         """Send every other rank its share of a tensor (count, ...): rank 0 alone.
 
-        All get as many rows as the last, who has most, and so at least one, because NCCL begins
-        with all ranks of a group.
+        All get as many rows as the last, who has most, because NCCL begins with all ranks of a
+        group: of fewer rows than ranks every rank gets one, of no rows none does.
         """
         dist, moves = torch.distributed, []
         width = -(-len(whole) // self.size)

@@ -24,7 +24,7 @@ import io
 import math
 import pickle
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -160,11 +160,12 @@ class Ranks(Exchange):
 
         Args:
             function: of a module, which others find by its name.
-            *arguments: what is pickled, but for tensors in it, which are moved to where each rank
-                keeps what is there; and tensors that are `Dealt`, likewise.
+            *arguments: pickled, but for plain tensors, also within other objects, which are
+                moved to where each rank keeps what is there. An argument may be `Dealt`, but hold
+                none. Within objects, tensors that the group does not move are pickled.
 
         Raises:
-            InputError: the others have been dismissed.
+            InputError: the others have been dismissed, or the group does not move an argument.
             LostRankError: they wait in an order that ended here with an error.
         """
         if self._dismissed:
@@ -176,6 +177,10 @@ class Ranks(Exchange):
             raise LostRankError(
                 "rank 0 has left the other ranks in the middle of what they do together"
             )
+        for each in arguments:
+            tensor = each.tensor if isinstance(each, Dealt) else each
+            if isinstance(tensor, Tensor):
+                self.device_of(tensor.device)
         with self._interrupts.held():
             self.apart = True
             try:
@@ -206,13 +211,15 @@ class Ranks(Exchange):
 
     def _send(self, function: Callable[..., Any] | None, arguments: tuple[Any, ...]) -> None:
         order = io.BytesIO()
-        pickler = _WithoutTensors(order, self._backends)
+        pickler = _WithoutTensors(order, self.moves)
         pickler.dump((function, arguments))
         carried, dealt = pickler.carried, pickler.dealt
+        # Rank 0 would find the whole of what is dealt within an argument.
+        assert len(dealt) == sum(isinstance(each, Dealt) for each in arguments)
         described, of_dealt = ([*map(Described.of, tensors)] for tensors in (carried, dealt))
         # Taken first: what ends meanwhile is for the next order.
         dropped, self._dropped = self._dropped, []
-        content = pickle.dumps((dropped, described, of_dealt, order.getvalue()))
+        content = bytearray(pickle.dumps((dropped, described, of_dealt))) + order.getbuffer()
         with self.moving():
             for part in _pages(content):
                 torch.distributed.broadcast(part, self._leader, group=self._orders)
@@ -235,13 +242,14 @@ class Ranks(Exchange):
                 rest = torch.empty(length - len(content), dtype=torch.uint8)
                 torch.distributed.broadcast(rest, self._leader, group=self._orders)
                 content += rest.numpy().tobytes()
-        dropped, described, of_dealt, order = pickle.loads(content[:length])
+        order = io.BytesIO(content)
+        dropped, described, of_dealt = pickle.load(order)
         self._forget(dropped)
         carried, shares = self._received(described), []
         for of in of_dealt:
             like = torch.empty(0, dtype=of.dtype, device=self.device_of(of.device))
             shares.append(self.own_of_dealt(like, of.shape))
-        function, arguments = _WithTensors(io.BytesIO(order), carried, shares).load()
+        function, arguments = _WithTensors(order, carried, shares).load()
         return function, arguments
 
     def _received(self, described: Sequence[Described]) -> list[Tensor]:
@@ -267,29 +275,35 @@ class Ranks(Exchange):
             self.held.pop(number, None)
 
 
-def _pages(content: bytes) -> list[Tensor]:
+def _pages(content: bytearray) -> list[Tensor]:
     """A message as it is sent: its length and what a page has room for, then the rest if any."""
     room = PAGE - COUNTED
     first = len(content).to_bytes(COUNTED, "little") + content[:room].ljust(room, b"\0")
-    pages = [first] if len(content) <= room else [first, content[room:]]
-    return [torch.frombuffer(bytearray(page), dtype=torch.uint8) for page in pages]
+    pages = [torch.frombuffer(bytearray(first), dtype=torch.uint8)]
+    if len(content) > room:
+        # Of a large order there is no second copy.
+        pages.append(torch.frombuffer(content, dtype=torch.uint8, offset=room))
+    return pages
 
 
 class _WithoutTensors(pickle.Pickler):
-    """Pickles an order without its tensors, which follow it.
+    """Pickles an order without its plain tensors, which follow it.
+
+    Of a `Parameter` and a sparse tensor their parts follow, of `FileFeatures` nothing: they are
+    pickled as names of files.
 
     Args:
         file: where to.
-        kinds: of devices from which the group moves tensors; others are pickled.
+        moves: whether the group moves tensors from a device; others are pickled.
 
     Attributes:
         carried: the tensors that every rank is given whole, each once.
         dealt: those of which every rank is given its own share.
     """
 
-    def __init__(self, file: io.BytesIO, kinds: Container[str]) -> None:
+    def __init__(self, file: io.BytesIO, moves: Callable[[torch.device], bool]) -> None:
         super().__init__(file)
-        self._kinds = kinds
+        self._moves = moves
         self._places: dict[int, int] = {}
         self.carried: list[Tensor] = []
         self.dealt: list[Tensor] = []
@@ -299,7 +313,9 @@ class _WithoutTensors(pickle.Pickler):
         if isinstance(part, Dealt):
             self.dealt.append(part.tensor)
             return True, len(self.dealt) - 1
-        if not isinstance(part, Tensor) or part.device.type not in self._kinds:
+        # As bytes, other layouts and numbers to be conjugated cannot be moved.
+        plain = type(part) is Tensor and part.layout is torch.strided and not part.is_conj()
+        if not plain or not self._moves(part.device):
             return None
         if id(part) not in self._places:
             self._places[id(part)] = len(self.carried)
