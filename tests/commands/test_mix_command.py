@@ -53,6 +53,9 @@ def test_the_files_of_a_run(mix):
     page = Path("run/mixture.html").read_text(encoding="utf-8")
     assert page.count("<rect") == 3
     assert ">debiased weight</th>" in page
+    # Rows are not sorted by bars.
+    assert page.count("<th></th>") == 1
+    assert page.count("<th data-sorts") == page.count("</th>") - 1
     assert content["labels"] == content["other"]["labels"] == "gaussian"
     assert content["epsilon"] == content["other"]["epsilon"]
     drawn = np.load("run/mixture.npz")
