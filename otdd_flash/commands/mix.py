@@ -139,10 +139,11 @@ def _datasets(
     settings: MixSettings, phases: Phases
 ) -> tuple[dict[str, LabeledSamples], LabeledSamples, tuple[int, int, int] | None]:
     """Load and embed all datasets; return sources, target, and the shape of features as images."""
+    nodes = listed("sources", settings.sources)
     extractor, _ = build(settings.extractor, phases)
     sources: dict[str, LabeledSamples] = {}
     shape = None
-    for name, node in listed("sources", settings.sources).items():
+    for name, node in nodes.items():
         samples, dataset = listed_side(name, node, extractor, settings, phases)
         shape = image_shape_of(extractor, dataset)
         sources[name] = replace(samples, name=name)

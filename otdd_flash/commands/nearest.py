@@ -121,7 +121,7 @@ def _indexed(settings: NearestSettings, extractor: Extractor, dim: int, phases: 
                 f"index={folder}"
             )
         return _built({}, folder, settings, dim, phases)
-    nodes = listed("library", settings.library, ", or the folder of an index")
+    nodes = listed("library", settings.library, ", or the folder of an index", empty=True)
     library: dict[str, LabeledSamples] = {}
     for name, node in nodes.items():
         samples, _ = listed_side(name, node, extractor, settings, phases)

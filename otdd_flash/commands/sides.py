@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from otdd_flash.arguments import count
-from otdd_flash.checks import choice, optional, shown
+from otdd_flash.checks import LONGEST_SHOWN, choice, optional
 from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import EmbeddingSettings, RuntimeSettings
@@ -37,7 +37,7 @@ from otdd_flash.extractors.network import Extractor
 from otdd_flash.extractors.plain import PixelValues
 from otdd_flash.labels import Continuous
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.shown import hidden
+from otdd_flash.shown import display, hidden
 
 # Keys of an extractor's configuration that are arguments of `embed`.
 EMBEDDING = ("batch_size", "mixed_precision", "num_workers")
@@ -145,21 +145,24 @@ def named(node: dict[str, Any], group: str) -> str:
     return str(node["name"])
 
 
-def listed(key: str, nodes: Any, otherwise: str = "") -> dict[str, dict[str, Any]]:
+def listed(
+    key: str, nodes: Any, otherwise: str = "", *, empty: bool = False
+) -> dict[str, dict[str, Any]]:
     """Return the keys of each dataset of a list by its name, which `as` gives or else `name`.
 
     Args:
         key: the setting that holds the list.
         nodes: its value.
         otherwise: what else the setting may be, for messages.
+        empty: whether the list may be empty.
 
     Raises:
-        InputError: it is no list, an item names no dataset, or two have the same name.
+        InputError: it is no list, it is empty, an item names no dataset, or two have the same name.
     """
-    if not isinstance(nodes, list):
+    if not isinstance(nodes, list) or not (nodes or empty):
         raise InputError(
             f"{key} must be a list of datasets such as [{{name: mnist}}]{otherwise}, got "
-            f"{shown(nodes)}"
+            f"{display(repr(nodes), LONGEST_SHOWN)}"
         )
     found: dict[str, dict[str, Any]] = {}
     for place, given in enumerate(nodes):
@@ -182,7 +185,7 @@ def keys_of(key: str, given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping) or "name" not in given:
         raise InputError(
             f"{key} must be a dataset's name, or its keys such as {{name: mnist}}, got "
-            f"{shown(given)}"
+            f"{display(repr(given), LONGEST_SHOWN)}"
         )
     return dict(given)
 

@@ -7,7 +7,7 @@ writes `dataset`; `report.mixture` draws it. Keys of `to_dict` must stay, becaus
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -222,13 +222,15 @@ class Mixture:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of mixture.json, in JSON's own types."""
+        named = {one.name: getattr(self, one.name) for one in fields(self)}
+        del named["details"], named["sources"]
         content = {
-            **vars(self),
+            "target": self.target,
+            **named,
             "others": [other._asdict() for other in self.others],
             "sentences": self.sentences(),
             **self.details,
         }
-        del content["details"], content["sources"]
         return json_content(content)
 
     def plot(self) -> Figure:

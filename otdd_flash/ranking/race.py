@@ -20,7 +20,7 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -181,15 +181,16 @@ class Ranking:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of result.json, in JSON's own types; infinite numbers are None."""
+        named = {one.name: getattr(self, one.name) for one in fields(self)}
+        del named["details"]
         content = {
-            **vars(self),
+            **named,
             "rows": [row._asdict() for row in self.rows],
             "others": [row._asdict() for row in self.others],
             "cost": self.cost._asdict(),
             "sentences": self.sentences(),
             **self.details,
         }
-        del content["details"]
         return json_content(content)
 
     def to_frame(self) -> DataFrame:

@@ -170,19 +170,24 @@ for width, tables in ((600, "table"), (1100, "table.wide")):
     STYLE += f"@media (max-width: {width}px) {{{STACKED.replace('TABLE', tables)}}}\n"
 
 
-# A click on a column's head sorts the rows by it; a second click reverses the order.
+# A click on a column's head sorts the rows by it; a second click reverses the order. Empty cells
+# come before numbers, and numbers before text such as "?".
 SCRIPT = """
 for (const head of document.querySelectorAll("th[data-sorts]")) head.onclick = () => {
   const body = head.closest("table").tBodies[0], place = head.cellIndex;
   const down = head.dataset.sorts = head.dataset.sorts === "up" ? "down" : "up";
   const key = row => row.cells[place].dataset.key ?? row.cells[place].textContent;
+  const number = x => x === "" ? -1e300 : isNaN(x) ? 1e300 : +x;
   const order = (a, b) => { const x = key(a), y = key(b);
-    return (x === "" ? -1e300 : isNaN(x) ? 0 : +x) - (y === "" ? -1e300 : isNaN(y) ? 0 : +y)
-      || x.localeCompare(y) };
+    return number(x) - number(y) || x.localeCompare(y) };
   [...body.rows].sort((a, b) => down === "up" ? order(a, b) : order(b, a))
     .forEach(row => body.append(row));
 };
 """
+
+
+# The CSS class of cells with a bar.
+BARS = "bars"
 
 
 class Cell(NamedTuple):
@@ -191,6 +196,11 @@ class Cell(NamedTuple):
     html: str
     key: str = ""
     kind: str = ""
+
+    @property
+    def sorts(self) -> bool:
+        """Whether rows can be sorted by the cell; bars have no text."""
+        return self.kind != BARS and bool(self.key or self.html)
 
 
 def html_page(title: str, heading: str, parts: Iterable[str]) -> str:
@@ -219,7 +229,7 @@ def html_table(
     foot: Sequence[Cell] = (),
     kind: str = "",
 ) -> str:
-    """Return a table, which a click on a head sorts, as HTML; "" if it has no rows.
+    """Return a table as HTML, "" if it has no rows; a click on a head sorts it if cells have keys.
 
     Args:
         title: above the table; "" for none.
@@ -230,11 +240,11 @@ def html_table(
     """
     if not rows:
         return ""
-    named = [cell.kind.startswith("name") for cell in rows[0]]
-    head = "".join(
-        f'<th data-sorts=""{_class("name" if left else "")}>{html_text(one)}</th>'
-        for one, left in zip(heads, named, strict=True)
-    )
+    head = ""
+    for one, column in zip(heads, zip(*rows, strict=True), strict=True):
+        sorts = ' data-sorts=""' if any(cell.sorts for cell in column) else ""
+        left = "name" if column[0].kind.startswith("name") else ""
+        head += f"<th{sorts}{_class(left)}>{html_text(one)}</th>"
     body = "".join(_row(heads, row) for row in rows)
     end = f"<tfoot>{_row(heads, foot)}</tfoot>" if foot else ""
     heading = f"<h2>{html_text(title)}</h2>" if title else ""
@@ -274,4 +284,4 @@ def name_cell(text: str, limit: int = LONGEST_NAME) -> Cell:
 def bar_cell(left: float, width: float, color: str) -> Cell:
     """Return a cell with a bar, its left end and width in percent of the column's width."""
     bar = f'<rect x="{left:.2f}%" y="25%" height="50%" width="{width:.2f}%" fill="{color}"/>'
-    return Cell(f"<svg>{bar}</svg>", kind="bars")
+    return Cell(f"<svg>{bar}</svg>", kind=BARS)

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, permutations
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from torch import nn
@@ -50,6 +50,8 @@ from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
 from otdd_flash.solver.schedules import Schedule
+
+T = TypeVar("T")
 
 # Key of study.json: the version of `otdd_flash.fingerprint` that digested the tasks.
 VERSION_KEY = "fingerprint_version"
@@ -450,6 +452,21 @@ class Setup:
     tasks: tuple[Task, ...]
     settings: Settings
     cache_dir: str | os.PathLike[str] | None = None
+    _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process makes its own units, because functions of some cannot be pickled.
+        return {**vars(self), "_made": {}}
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` returned when it was first asked for by this name.
+
+        Units of K tasks need up to K^2 others each, so they are not made again for each of them.
+        """
+        if name not in self._made:
+            self._made[name] = make()
+        made: T = self._made[name]
+        return made
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from spying import calls_of
 
+from otdd_flash.commands import mix as command
 from otdd_flash.mix import main
 
 BLOBS = "name: blobs, samples: 60, num_classes: 3"
@@ -51,6 +53,9 @@ def test_the_files_of_a_run(mix):
     page = Path("run/mixture.html").read_text(encoding="utf-8")
     assert page.count("<rect") == 3
     assert ">debiased weight</th>" in page
+    # Rows are not sorted by bars.
+    assert page.count("<th></th>") == 1
+    assert page.count("<th data-sorts") == page.count("</th>") - 1
     assert content["labels"] == content["other"]["labels"] == "gaussian"
     assert content["epsilon"] == content["other"]["epsilon"]
     drawn = np.load("run/mixture.npz")
@@ -81,7 +86,9 @@ def test_limits_subsamples_and_a_quiet_run(mix, subsample):
 
 REFUSED = {
     "sources=3": "sources must be a list of datasets",
-    "sources=[{samples: 3}]": "sources[0] must be a dataset's name, or its keys",
+    "sources=[]": "sources must be a list of datasets such as [{name: mnist}], got []",
+    "sources=[{samples: 3}]": "sources[0] must be a dataset's name, or its keys such as "
+    "{name: mnist}, got {'samples': 3}",
     f"sources=[{{{BLOBS}}}, {{{BLOBS}}}]": "two datasets of sources are called",
     "max_weights={z: 1}": "max_weights names 'z'",
     "labels=given": "labels=given is for two datasets",
@@ -105,3 +112,12 @@ def test_refusals(mix, given):
     said = mix(given, "both=false")
     assert said.code == 2, said.err
     assert REFUSED[given] in said.error
+
+
+@pytest.mark.parametrize("given", [given for given in REFUSED if given.startswith("sources=")])
+def test_faulty_sources_are_refused_before_anything_is_loaded(mix, monkeypatch, given):
+    built = calls_of(monkeypatch, command, "build")
+    said = mix(given)
+    assert said.code == 2, said.err
+    assert REFUSED[given] in said.error
+    assert not built

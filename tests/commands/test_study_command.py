@@ -204,6 +204,8 @@ REFUSED = r"""
     'study.tasks=[{name: blobs}, {name: blobs, dim: 5, as: b}]' transfer=null -> blobs has 2 feature
     'study.tasks=[{name: blobs}, {name: blobs, seed: 1}]' -> two datasets of study.tasks are called
     study.tasks=[3] -> study.tasks\[0\] must be a dataset's name, or its keys
+    'study.tasks=[{a: 1}]' -> study.tasks\[0\] must be .* such as \{name: mnist\}, got \{'a': 1\}
+    study.tasks=[] -> study.tasks must be a list of datasets such as \[\{name: mnist\}\], got \[\]
     'study.tasks=[{name: mnist}, {name: digits}]' transfer=null -> task mnist: .*set data_root=DIR
     'study.tasks=[{name: blobs, part: 3/2}, {name: digits}]' -> task blobs: part must be I/N
     measures=[knn] transfer=null -> knn need trained sources: drop them or set transfer

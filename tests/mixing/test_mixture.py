@@ -117,6 +117,11 @@ def test_what_a_mixture_tells():
     assert "near" in repr(found)
     content = found.to_dict()
     assert content["weights"] == dict(found.weights)
+    assert next(iter(content)) == "target"
+    assert not {"details", "sources"} & {*content}
+    # What a property may keep is no field.
+    vars(found)["kept"] = object()
+    assert found.to_dict() == content
     assert str(found).count("\n") > 3
 
 

@@ -419,4 +419,9 @@ def test_a_ranking_as_table_and_as_json():
     assert content["certified"] is True
     assert content["cost"]["members"] == len(members)
     assert content["settings"]["metric"]["method"] == "gaussian"
+    assert next(iter(content)) == "query"
+    assert "details" not in content
+    # What a property may keep is no field.
+    vars(ranking)["kept"] = object()
+    assert ranking.to_dict() == content
     assert repr(ranking).startswith("Ranking(")

@@ -37,6 +37,10 @@ def test_bars_are_where_the_intervals_are(ranking, tmp_path):
     assert bars[1] == (0, 100)
     assert bars[2] == pytest.approx((86 / 2.12, 120 / 2.12), abs=0.01)
     assert "b &amp; c" in page
+    # Rows are sorted by text, of which bars have none.
+    heads = re.findall(r"<th\b( data-sorts)?.*?>(.*?)</th>", page)
+    assert [name for sorts, name in heads if not sorts] == ["interval"]
+    assert len(heads) == 7
     text = (tmp_path / "ranking.csv").read_text(encoding="utf-8")
     assert text.splitlines()[2:] == ["2,b & c,,,,false,d", ",d,2.0,1.8,3.0,false,"]
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import random
 import signal
 import time
@@ -16,15 +17,16 @@ import pytest
 import torch
 from refusals import naming
 from small_tasks import QUICK, small_study, small_task, small_tasks
+from spying import calls_of
 
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.report.study.writing import TABLES, write_study_report
 from otdd_flash.study import study as running
-from otdd_flash.study.measures import MEASURES
+from otdd_flash.study.measures import MEASURES, distances
 from otdd_flash.study.measures.base import Reading
 from otdd_flash.study.measures.distances import conditional_entropy, frechet_distance
-from otdd_flash.study.setup import as_tasks
+from otdd_flash.study.setup import Setup, as_tasks
 from otdd_flash.study.training import (
     Network,
     Purpose,
@@ -426,6 +428,23 @@ def test_a_folder_is_a_studys_own(tmp_path):
     with pytest.raises(InputError, match=r"epsilon, .* 0\.1 was the default of earlier versions"):
         study.run(tmp_path / "c", resume=True)
     assert earlier.run(tmp_path / "c", resume=True).complete
+
+
+def test_every_unit_is_made_once(monkeypatch, tmp_path):
+    study = small_study(6, measures=["otdd", "otce"], transfer=None)
+    tasks, metric = study._compared(study._tasks())
+    setup = Setup(tasks, study._settings({}, metric, 1, 1))
+    made = calls_of(monkeypatch, distances, "Unit")
+    units = running.study_units(setup)
+    # Class distances and terms of 15 pairs and 6 tasks, and the mean cost.
+    assert len(units) == len(made) == 2 * (15 + 6) + 1
+    running.gather(setup, running.Store(tmp_path, 1), units, seconds=0.0)
+    assert running.study_units(setup) == units
+    assert len(made) == len(units)
+    # Another process makes its own.
+    sent = pickle.loads(pickle.dumps(setup))
+    assert [unit.digest for unit in running.study_units(sent)] == [unit.digest for unit in units]
+    assert len(made) == 2 * len(units)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ Bures-Wasserstein distance between whole datasets, without labels. `study.measur
 K tasks have K self terms and K (K - 1) / 2 cross terms, each solved as `dataset_distance` does and
 each a unit of its own (`term_unit`), so that both directions share one. Class distances are
 computed in blocks of two tasks (`class_unit`), and the mean cost over all pairs is one unit
-(`epsilon_unit`). Units on two tasks i and j have i <= j.
+(`epsilon_unit`). Units on two tasks i and j have i <= j, and each is made once per `Setup`.
 
 Stored units are used as long as their keys are equal, so a change that gives other numbers must
 change the key. The datasets are checked and moved to the device once per process (`compared`).
@@ -141,6 +141,10 @@ def distance_of(setup: Setup, store: Store, i: int, j: int) -> Reading | None:
 
 def term_unit(setup: Setup, i: int, j: int) -> Unit:
     """Return the transport term of two tasks, or the self term of one."""
+    return setup.once(("transport term", i, j), partial(_make_term, setup, i, j))
+
+
+def _make_term(setup: Setup, i: int, j: int) -> Unit:
     settings, names = setup.settings, setup.names
     needs = [class_unit(setup, *pair) for pair in dict.fromkeys(((i, i), (i, j), (j, j)))]
     # What is relative to the mean cost is read from its unit.
@@ -197,6 +201,10 @@ def _solve_term(setup: Setup, i: int, j: int, store: Store) -> Content:
 
 def class_unit(setup: Setup, i: int, j: int) -> Unit:
     """Return squared distances between the classes of two tasks, or within one task."""
+    return setup.once(("class distances", i, j), partial(_make_classes, setup, i, j))
+
+
+def _make_classes(setup: Setup, i: int, j: int) -> Unit:
     settings = setup.settings
     key = {
         "fingerprints": setup.fingerprints(i, j),
@@ -216,6 +224,10 @@ def class_unit(setup: Setup, i: int, j: int) -> Unit:
 
 def epsilon_unit(setup: Setup) -> Unit:
     """Return the mean cost over all pairs, and the regularisation, which may be relative to it."""
+    return setup.once("epsilon", partial(_make_epsilon, setup))
+
+
+def _make_epsilon(setup: Setup) -> Unit:
     pairs = list(setup.pairs())
     if _several(setup):
         pairs = [*((place, place) for place in range(len(setup.tasks))), *pairs]
