@@ -14,7 +14,7 @@ products takes ceil(K / p) steps, so its error is at most
 
     ceil(K / p) ((p + 1) 2^(1 - e) + 2) u S (1 + 2^-8),
 
-as A <= S (1 + 2^-8) where that is below 2^-8 S.
+as A <= S (1 + 2^-8) if that error is below 2^-8 S.
 
 The same bound holds for zeros that were skipped or products that came in any other order.
 
@@ -25,7 +25,10 @@ for any p, in float32 sums of any order just the same.
 p and e are whole numbers of a card, found by `experiments.probe_adder`. A card that was not probed
 is taken to add one product at a time without extra bits. That is the worst of all p for e = 0: 6 u
 per product. It also covers float32 sums in any order, u per product, as the interpreter has them.
-`operators.kernel_segments` calls `adder_of` and `chain_error`.
+
+`operators.kernel_segments` calls `adder_of` and takes `chain_error` into the bounds of class
+distances. So it must never be below the true error, and a card may enter `PROBED` only with the
+result of its probe.
 """
 
 from __future__ import annotations

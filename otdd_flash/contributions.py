@@ -2,14 +2,14 @@
 
     s_i = (g_i - sum_j a_j g_j) / (1 - a_i),    g = dS / da
 
-with a the masses of the source. Without row i the other masses grow by 1 / (1 - a_i), and S changes
-by -a_i s_i to first order: a row with s_i > 0 keeps the datasets apart. For equal masses and
-without debiasing it is the calibrated gradient of Just et al. 2023, LAVA: data valuation without
-pre-specified learning algorithms.
+with a the masses of the source. Without row i the other masses grow by the factor 1 / (1 - a_i),
+and S changes by -a_i s_i to first order: a row with s_i > 0 keeps the datasets apart. For equal
+masses and without debiasing it is the calibrated gradient of Just et al. 2023, LAVA: data valuation
+without pre-specified learning algorithms.
 
-Masses act in two ways. With fixed class distances, g is f_xy - f_xx, or f_xy without debiasing; of
-marginals that are relaxed by a fixed rho it has phi(f) of `formulas.marginals` in the place of f.
-In addition the moments of a row's class move with its mass, and with them the class distances,
+Masses act in two ways. With fixed class distances, g is f_xy - f_xx, or f_xy without debiasing;
+with marginals relaxed by a fixed rho, phi(f) of `formulas.marginals` takes the place of each f. In
+addition the moments of a row's class move with its mass, and with them the class distances,
 
     m = sum_i w_i x_i,    S = sum_i w_i (x_i - m)(x_i - m)^T / z,    w_i = a_i / sum of the class
 

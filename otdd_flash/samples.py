@@ -1,15 +1,15 @@
 """`LabeledSamples`: a weighted, labelled point cloud, the input of every transport problem.
 
 Nearly every package imports it; `LabeledDataset.with_features` (`data.dataset`) makes samples of
-the user's datasets. This module also holds the checks of their parts (`check_squares`,
-`check_masses`), of two of them (`check_same_dimension`) and the comparison of content
+the user's datasets. The module also checks features (`check_squares`), weights (`check_masses`) and
+whether two samples fit together (`check_same_dimension`), and compares their content
 (`same_content`). `displaced` makes derived copies without checks.
 
 A change must respect that samples are valid by construction, that numbers are never rounded
 silently, and that features stay where they are: in a file (`features.file_features`), in shared
-memory, on a GPU. The user may change shared memory in place; a fingerprint is kept while the mark
-of its tensors (a checksum, on a GPU torch's count of in-place changes) is unchanged. Weights that
-already sum to 1 keep their bits, so that copies have equal fingerprints.
+memory, on a GPU. The user may change shared memory in place, so a fingerprint is used again only
+while the mark of the tensors is the same: a checksum on a CPU, torch's count of in-place changes on
+a GPU. Weights that already sum to 1 keep their bits, so that copies have equal fingerprints.
 """
 
 from __future__ import annotations

@@ -2,18 +2,22 @@
 
     a_l, r_l: the mass of a class, and what the plan moves of it;    1 - r_l / a_l: what it leaves
 
-Transport with a penalty always leaves some mass, where points are sparse most of all, and leaves it
-between a dataset and itself, too. So every class has beside it the same share of its own self term:
-what exceeds that has no counterpart in the other dataset, or too few of them. In the second case
-the class has less mass there, or a surplus: where r_l exceeds a_l the penalty has created mass.
+Transport with a penalty always leaves some mass, most of it where points are sparse, even between a
+dataset and itself. So every class has beside it the share that is left in its own self term: what
+exceeds that has no counterpart in the other dataset, or too little of one. In the second case the
+class has less mass there, or a surplus: where r_l exceeds a_l the penalty has created mass.
 
-The marginals are those that the potentials owe, r = a e^(-f / rho): sums of the plan are as near as
-the marginal error, relative to the mass that moves, and no pass is needed.
-`DistanceResult.unmatched` (`result`) makes one, `report.distance` writes and draws it.
+The moved mass is r = a e^(-f / rho), computed from the potentials without a pass. Sums of the plan
+differ from it by no more than the marginal error, relative to the mass that moves.
+`DistanceResult.unmatched` (`result`) returns an `Unmatched`; `report.distance` writes and draws it.
 
 Numbers of rows (`labels="continuous"`) move with the mass: `mean_changes` says by how much, and
 `histogram` counts the mass that moves between intervals, both by products with the plan.
-`DistanceResult` calls both; `report.distance` writes and draws them.
+`DistanceResult.target_changes` and `target_histogram` return them; `report.distance` writes and
+draws them.
+
+The fields of `UnmatchedClass` are columns of unmatched.csv and of `to_frame`, so their names must
+stay.
 """
 
 from __future__ import annotations

@@ -4,26 +4,30 @@
 
     R = diag(phi_K) E diag(gamma_K),   phi_k = 1 / (E gamma_k-1),   gamma_k = 1 / (E^T phi_k)
 
-E is what the first iteration leaves of exp(x / t), and gamma_0 = 1. G is the cotangent of R, and D
-becomes that of log E. Backwards through a division the cotangent of logarithms loses its sums, each
-times the quotients:
+E is what the first iteration makes of exp(x / t), and gamma_0 = 1. G is the cotangent of R, and D
+begins as R o G, the cotangent of log R, and ends as that of log E. Backward through a division of
+rows or columns by their sums, with quotients Q,
 
-    D <- D - Q o sums of D,      D = R o G to begin with.
+    D <- D - Q o sums of D.
 
-So it goes through the last iteration, after which D is of the size of the result: near a
-permutation R o G is not. Through those before it only scalings pass the cotangent on, q_k that of
-log gamma_k, and entries of E gather their share of it:
+The last iteration is done in this way, because D is then of the size of the result, which R o G is
+not near a permutation. Before it, only the scalings carry the cotangent back: q_k is that of log
+gamma_k, and D gathers the share of the entries of E,
 
     q_K-1 = D^T 1
     p_k = -phi_k o (E (gamma_k o q_k)),      q_k-1 = -gamma_k-1 o (E^T (phi_k o p_k))
     D <- D - E o sum_k (phi_k (gamma_k o q_k)^T + (phi_k o p_k) gamma_k-1^T)
 
-and in the end it goes through the first.
+The first iteration is done as the last.
 
-Column scalings of every LENGTH-th iteration are kept in registers, and from there the scalings of
-LENGTH iterations are made again at a time. What is done in the log domain is as in `tiny_balance`;
-there phi, gamma and E are logarithms to base 2. `otdd_flash.batched.balance` calls
-`tiny_balance_backward` for the problems that `takes` accepts.
+Column scalings of every LENGTH-th iteration are kept in registers, and from each the scalings of
+the next LENGTH iterations are computed again. Where `tiny_balance` works in the log domain, so does
+this file; phi, gamma and E are then logarithms to base 2.
+
+`otdd_flash.batched.balance` calls `tiny_balance_backward` for the problems that `takes` accepts. It
+differentiates the iterations of `tiny_balance`, whose device functions it uses, so a change of
+these must be made here too. `tests/kernels/test_compilation.py` limits the registers that may
+spill.
 
 Memory: x and the cotangent are read, and the gradient written, once. Work: for 4 x 4 some 210
 operations an iteration, four of them on the special-function unit.

@@ -4,7 +4,7 @@
 
     logits_ij = scale S_ij + bias_j - lambda_y W[k_i, l_j] log2(e) / epsilon
 
-No table of all columns is made for it. What is looked up depends on how rows and columns lie:
+No table of all columns is made for it. What is looked up depends on how points are packed:
 
     in_bias   all rows have one class              nothing: the bias of columns holds it
     blocks    blocks of both sides have one class  a number for every 128 columns of a tile
@@ -20,8 +20,8 @@ No table of all columns is made for it. What is looked up depends on how rows an
 
 `half_step` and `symmetric_step` call it.
 
-Shapes: g (M,) in the points' own order; everything else, and bias (m,), in packed order. Distances
-between classes are part of it where all rows have one class.
+Shapes: g (M,) in the points' own order; everything else, and bias (m,), in packed order. The term
+[- lambda_y W_j] is there if all rows have one class.
 
 `plan_terms` is what rows and columns add to the scores of a plan where it is computed:
 
@@ -31,8 +31,12 @@ between classes are part of it where all rows have one class.
 `operators.triton_plans`, `block_products` and `fused_product` call it.
 
 Shapes: f (N,), g (M,) and masses (N,) in the points' own order; squares, row terms (n,) and bias
-(m,) in packed order. Rows of padding are not there, nor are those of points without mass where
-masses are given.
+(m,) in packed order. Rows of padding get `NOTHING` as their row term, and so do points without mass
+if masses are given: their entries are 0.
+
+Plans are scaled by 2^LOG2_SCALE, and their rows must sum to numbers in ROW_RANGE, to fit into
+float16. The callers of `plan_terms` divide by the scale; `operators.triton_plans`, `block_products`
+and `linear.halves` check the range.
 """
 
 from __future__ import annotations

@@ -11,33 +11,36 @@ segment, so that the order of additions depends on nothing but the segment.
 over the ranges k of a row's columns, in float64, and two sums per segment: <a, f> and <a, |f|> of
 the f that are stored, in float32.
 
-Of relaxed marginals (`formulas.marginals`) f_i is what is above over 1 + epsilon / rho, and sums
-are <a, phi(f)>, <a, |f|> and <a, e^(-f / rho)>. Segments have 1 / rho of rows and of columns, which
-is 0 where one of both is exact.
+With relaxed marginals (`formulas.marginals`) this f_i is divided by 1 + epsilon / rho, and the sums
+are <a, phi(f)>, <a, |f|> and <a, e^(-f / rho)>. Every segment has 1 / rho of its rows and of its
+columns, which is 0 for an exact marginal.
 
 `segmented_evaluation` makes the numbers of the potentials g of columns. With T'_j merged from the
-ranges in the same way, the residual r_j = T'_j - g_j is stored, in float32. With the step s = g -
-g° and the residual difference y = r° - r from the potentials kept last, every segment gets the
-numbers of `formulas.evidence.Evaluation` from <1, g> on, of float64: with <u, v> = sum_j b_j u_j
-v_j and c_j = exp(-r_j / epsilon) of the residual before its rounding,
+ranges in the same way, the residual r_j = T'_j - g_j is stored, in float32. With g° and r°, the
+potentials kept last and their residual, s = g - g° is the step and y = r° - r the residual
+difference. With <u, v> = sum_j b_j u_j v_j and c_j = exp((g_j - T'_j) / epsilon), in float64, every
+segment gets these numbers:
 
     <1, g>, <1, |g|>, min g, max g, <1, |c - 1|>, <1, c>,
     <1, s>, <1, y>, <1, r>, <s, s>, <s, y>, <y, y>, <s, r>, <y, r>,
 
-and the products of each remembered vector with y, then with r.
+and the products of each remembered vector with y, then with r. They are those of
+`formulas.evidence.Evaluation` from <1, g> on; `segmented_decision` reads them by their places, so a
+change of their order must be made there too.
 
-Of relaxed marginals (`formulas.marginals`) T'_j is over 1 + epsilon / rho in r, <1, phi(g)> takes
-the place of <1, g>, and with what columns owe, q = e^(-g / rho), <1, |c - q|> that of <1, |c - 1|>.
-After <y, r> come <1, q>, what the update of columns adds to the dual value, less epsilon (<1, c> -
-1), and <1, q> of the updated potentials. The translation that follows from these is left to
-`segmented_decision`. A segment of m columns has 2 memory rows of m remembered numbers.
+With relaxed marginals T'_j is divided by 1 + epsilon / rho in r, but not in c. <1, phi(g)> takes
+the place of <1, g>. With q = e^(-g / rho), what columns owe over their masses, <1, |c - q|> takes
+that of <1, |c - 1|>. Three numbers follow <y, r>: <1, q>; what the update of columns adds to the
+dual value, less epsilon (<1, c> - 1); and <1, q> of the updated potentials. `segmented_decision`
+makes the translation that follows from these. A segment of m columns has 2 memory rows of m
+remembered numbers.
 
 `segmented_totals` adds up the numbers of blocks to those of whole segments, always in the same
 order.
 
 Shapes: partial numbers (P, 2) of rows and (P', 14 + 4 memory) of columns, the third and fourth of
-which are a minimum and a maximum; totals (S, 2) and (S, 14 + 4 memory), all float64. Of relaxed
-marginals they are 3 and 17 + 4 memory.
+which are a minimum and a maximum; totals (S, 2) and (S, 14 + 4 memory), all float64. With relaxed
+marginals there are 3 and 17 + 4 memory.
 """
 
 from __future__ import annotations

@@ -13,24 +13,27 @@ the next one, which count for nothing: their columns have no mass, their rows ar
 nothing is padded but the end of the pool, and a potential takes as much memory as its class.
 
 One program owns a block of rows of a segment and a range of its columns; a segment that is not
-active ends at once. The sums of the ranges are left to those who read them, `segmented_softmin` and
-`segmented_evaluation`. The ranges depend on the segment alone, so its numbers do not change with
-the segments beside it.
+active ends at once. It stores the sums of its range, which `segmented_softmin` and
+`segmented_evaluation` merge. The ranges must depend on the segment alone, so that its numbers do
+not change with the segments beside it.
 
 Rounded points give the coarse form, whose sums prove nothing. The exact form has points of three
-digits, x = h + l + r in units of their class: h whole numbers of norm at most 2^12, l what those
-round off, r what l rounds off. Then
+digits, x = h + l + r in units of their class: h are whole numbers of norm at most 2^12, l is the
+rest x - h, rounded to float16, and r the rest of that. Then
 
     x . y = [h . h'] + [h . l' + l . h' + l . l' + h . r' + r . h'] + dropped:
 
 the first bracket is a whole number below 2^24 and exact in float32, whatever adds it up (`adder`);
 the second is some hundred times smaller, and so are its errors. It is summed in chains of
-`CHAIN_PRODUCTS`. A logit is kept as a whole number and a rest: of the bias, made in float64, and of
-h . h' scale, whose factors are cut into pieces of 12 bits so that the products are exact. Maxima
-are rounded up to whole numbers, so that shifts are exact; what is left after the shift is the
-exponent itself, and its rounding is relative to it. Exponentials are added in eights in float32,
-everything else in float64. `operators.kernel_segments` bounds what remains.
-`operators.kernel_segments` calls `segmented_step`; other passes of the engine return its `Sums`.
+`CHAIN_PRODUCTS`. A logit is kept as a whole number and a rest. Its parts are the bias, made in
+float64, and h . h' scale, whose factors are cut into pieces of 12 bits so that the products are
+exact. Maxima are rounded up to whole numbers, so that shifts are exact; what is left after the
+shift is the exponent itself, and its rounding is relative to it. Exponentials are added in eights
+in float32, everything else in float64.
+
+`operators.kernel_segments` calls `segmented_step` and bounds the errors that remain, so a change of
+this arithmetic must change those bounds (`tests/operators/test_segment_errors.py`). The kernels of
+`matrix` make `Sums` too.
 """
 
 from __future__ import annotations

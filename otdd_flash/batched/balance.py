@@ -1,11 +1,13 @@
 """Balancing as an operation of PyTorch, for autograd, `torch.compile` and CUDA graphs.
 
 `balance` runs `balance_now` and, backward, `gradients_now`, from Python or recorded by
-`torch.compile`.
+`torch.compile`. `batched.doubly_stochastic` and `batched.plans` call it by
+`differentiable_balance`, which returns R with potentials, errors and iterations (`Balanced`).
 
-Arguments are those of `Problems`, one by one, as an operation takes tensors and numbers. Kernels
-never wait for a GPU, where PyTorch's own path asks it once for each chunk.
-`batched.doubly_stochastic` and `batched.plans` call `differentiable_balance`.
+Arguments are the fields of `Problems`, one by one, because an operation takes tensors and numbers.
+If arguments, results or their shapes change, both operations need other names: PyTorch finds
+compiled graphs on disk by these (`batched.recorded`). Kernels must never wait for a GPU; only
+PyTorch's own path (`batched.cpu`) does.
 """
 
 from __future__ import annotations

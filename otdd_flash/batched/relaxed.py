@@ -1,21 +1,22 @@
 """Plans of many small matrices whose marginals are relaxed, in PyTorch.
 
-Where marginals are exact, an iteration scales rows and columns of one fixed matrix (`batched.cpu`
-and kernels). Relaxed updates are powers of such scalings, of potentials in absolute terms, with a
-translation between them, so that iterations are logarithms here: alternating updates and the
-translation of `formulas.marginals`, in float64, for all problems side by side. What has stopped
-stays as it is, and every problem gets what it gets alone.
+With exact marginals an iteration only scales rows and columns of one fixed matrix (`batched.cpu`
+and kernels). Relaxed updates are powers of such scalings, with a translation of the potentials
+between them. So iterations here are of potentials, by logarithms of sums: alternating updates and
+the translation of `formulas.marginals`, in float64, for all problems side by side. A problem that
+has stopped keeps its potentials, so every problem gets the result that it gets alone.
 
 Gradients are those of the solution, of
 
     f / rho_x + log sum_j b_j e_ij = 0,    g / rho_y + log sum_i a_i e_ij = 0,
     e_ij = exp((f_i + g_j - C_ij) / epsilon),
 
-by a step of Newton's method, which leaves potentials as they are and moves with costs, masses and
-epsilon. Without the equations for f, a system of m rows is left, which is factorized.
+by a step of Newton's method, which leaves the potentials as they are and carries the derivatives by
+costs, masses and epsilon. The equations for f are eliminated; a system of m rows is left, which is
+factorized.
 
-`batched.plans` calls `relaxed_plans`, and `bounds_of_relaxed` for what is proven. A change must
-keep that a GPU is waited for but once in CHECKED iterations.
+`batched.plans` calls `relaxed_plans` for the plans and `bounds_of_relaxed` for bounds of their
+values. A change must keep that the host waits for a GPU only once in CHECKED iterations.
 """
 
 from __future__ import annotations

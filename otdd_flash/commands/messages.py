@@ -1,18 +1,17 @@
 """What a command says while it runs: messages on standard error, progress, and Ctrl-C.
 
 `commands.start`, `commands.outcome` and `commands.ranks` print errors, warnings, notices and log
-records through it; `commands.results` and the work of the commands (`commands.adapt`,
-`commands.mix`, ...) print tables and lines of results by `Terminal`. conf/runtime.yaml names
-`SafeFormatter` by its path, which must stay. Standard output holds the result only, because scripts
-read it. Texts may come from data or arguments, so nothing printed here may act on the terminal: no
-markup, no escapes.
+records through it; `commands.results`, `commands.adapt` and `commands.study` print tables and lines
+of results by `Terminal`. conf/runtime.yaml and `commands.arguments` name `SafeFormatter` by its
+path, which must stay. Standard output holds the result only, because scripts read it. Texts may
+come from data or arguments, so nothing printed here may act on the terminal: no markup, no escapes.
 
 `Phases` shows progress: bars on a terminal; elsewhere a line when a stage begins, and then at most
 one per minute. The work of the six commands, `commands.sides` and `commands.results` use it;
-`commands.start.run_work` enters `plugins` for all six entry points. All seconds, in these lines,
+`commands.start.run_work` enters `importing` for all six entry points. All seconds, in these lines,
 in tables and in result.json, come from one clock, which starts with the command or, in a multirun,
-with the job. The names of phases (`import`, `load`, `extract`, `sampling`) are keys of result.json,
-and must be the same here and at the callers.
+with the job. The phases `import`, `load`, `extract` and `sampling` are keys of result.json, and
+must have the same names here and at the callers.
 
 `commands.adapt` and `commands.study` enter `interrupts_noted` and hand the function that it yields
 to the run. The run calls it between two steps and ends early if it returns True, so that what was

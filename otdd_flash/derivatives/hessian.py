@@ -1,8 +1,9 @@
 """Hessian-vector products of the Sinkhorn divergence by the points; no Hessian is stored.
 
-`sinkhorn_hessian` is the entry point, which users alone call; `SecondDerivatives` are the products
-for autograd's second pass through a `loss`. Both sum the terms' second derivatives (`curvature`) as
-`DivergenceCurvature` does.
+`sinkhorn_hessian` is the entry point, which users alone call. `loss` makes `SecondDerivatives`, the
+products for autograd's second pass. Both sum the terms' second derivatives (`curvature`) by
+`DivergenceCurvature`. A change must keep products symmetric, and refuse inputs that were changed in
+place since the solve (`check_unchanged`; `tests/derivatives/test_changed_inputs.py`).
 """
 
 from __future__ import annotations

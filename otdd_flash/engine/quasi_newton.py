@@ -3,9 +3,9 @@
 Every segment has its own differences, trust and level of epsilon, which depend on nothing but
 itself: `formulas.decision` and `formulas.differences` have the rules. This file decides in tensors,
 with vectors that are padded to one length, in float64 and plain PyTorch; entries of padding have no
-mass, and their residuals are 0. `quasi_newton_kernels` does by the same formulas in Triton, and
-`few_problems` in floats. `operators.stored_segments` and `operators.torch_pool` make a
-`QuasiNewton`.
+mass, and their residuals are 0. `quasi_newton_kernels` decides by the same formulas in Triton, and
+`few_problems` in Python floats, so a change must be made in all three. `operators.stored_segments`
+and `operators.torch_pool` make a `QuasiNewton`, and `engine.problems` advances it.
 """
 
 from __future__ import annotations

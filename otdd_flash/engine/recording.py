@@ -5,11 +5,14 @@ them. A graph launches all kernels of a step at once. A step changes tensors in 
 changes from one step to the next, epsilon and every decision, stands in the device's memory: so one
 recording serves all levels of epsilon.
 
-`Repeated` is for a step that is taken again and again: of `quasi_newton_kernels` and of
-`conjugate_gradients_kernels`. `Recorded` is for all that a small solve launches
-(`solver.small.pooled_solve`), whose room outlives it: the next problem in that room replays the
-recording. `operators.score_pool` and `solver.small.pooled_solve` put what can run side by side into
-`run_branches`.
+`Repeated` is for a step that is taken again and again, in `quasi_newton_kernels` and
+`conjugate_gradients_kernels`. `Recorded` is for all that a small solve launches:
+`solver.small.pooled_solve` keeps its tensors, and the next problem that fits them replays the
+recording. `operators.score_pool` and `solver.small.pooled_solve` give `run_branches` what can run
+side by side.
+
+A graph repeats launches on the same addresses, and no Python. So what is recorded must not wait for
+the device, read a number from it, or replace a tensor by another.
 """
 
 from __future__ import annotations

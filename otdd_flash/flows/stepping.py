@@ -3,21 +3,23 @@
 Velocities v are gradients divided by masses, so plain descent, the default, is the explicit
 Euler step x <- x - tau v of the flow, for any number of particles.
 
-`Stepping` holds the options, which users, `commands.adapt` and `integrations.sklearn` set and
-`flows.flow` stores; with TO_THE_END that decides whether the number of steps is a setting that a
-resumed flow must repeat. `flows.modes` and `flows.objective` take `Batch`. `flows.run` takes steps
-through `Stepper`, whose `Rows` hold the rows that a process owns and their optimiser. The
-optimisers allowed here move each number by its own gradients alone, so rows can be moved on
-different ranks: rank r has the rows `share(n)` of a variable of n rows, with their optimiser state.
-A rank receives the velocities of its rows, or holds them already (`OwnedVelocity`), and the moved
-rows are gathered. If an evaluation on all ranks has sent the points there
-(`distributed.ranks.Copied`), every rank moves its copy too.
+`Stepping` holds the options. Users, `commands.adapt` and `integrations.sklearn` set them, and
+`flows.flow` stores them; a schedule in TO_THE_END depends on the number of steps, so a resumed flow
+must repeat that number. `flows.objective` draws a `Batch` and hands it to the modes (`flows.modes`,
+`flows.joint_modes`). `flows.run` takes steps through `Stepper`.
 
-Where ranks share the passes and have all points, rank r computes the rows of both products with the
-plans that belong to its points. `OwnedGradient`, which `flows.objective` makes on rank 0, sums them
-up there, term by term, as `DivergenceGradient` does in one process, and `OwnedVelocity` sends every
-row to the rank that owns it in the particles' own order (`Ranks.share`), where it is moved. So a
-step exchanges two arrays of the points' size in all: part of the velocities, and the moved points.
+The optimisers allowed here move each number by its own gradients alone, so different ranks can move
+different rows: rank r owns the rows `share(n)` of a variable of n rows, with their optimiser state
+(`Rows`). It receives the velocities of its rows, or holds them already (`OwnedVelocity`), and the
+moved rows are gathered. If other ranks hold copies of all points (`distributed.ranks.Copied`),
+every rank moves its copy too.
+
+If every rank has all points and the ranks share the passes, rank r computes the products of the
+plans of both terms, xy and xx, for its own points. `OwnedGradient`, which `flows.objective` makes
+on rank 0, has each rank add them up, term by term, as `DivergenceGradient` does in one process.
+Then every row is sent to the rank that owns it in the particles' own order (`Ranks.share`), and
+rank 0 gets an `OwnedVelocity`. So a step exchanges two arrays of the points' size in all: part of
+the velocities, and the moved points.
 
 Random numbers (`Draw`, `generator`; `flows.objective` and `flows.run` draw by them too) depend only
 on seed, step and purpose, so a flow is the same when it is resumed, and on any device. Functions

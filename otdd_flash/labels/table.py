@@ -2,14 +2,15 @@
 
 `ClassDistances` holds the blocks xx, xy and yy of two datasets and is what the ground cost reads.
 `JointClassDistances` is the (V, V) table over all classes of K datasets; `between` gives that of
-two. `labels.measuring` builds both, `labels.metrics` reads the first from a file, `report.distance`
-shows its `NearestClass` rows; `sliced` uses `distinct_names`, and `flows.modes` `class_names`;
-`otdd`, `pairwise`, `result`, `sampling.comparison`, `commands.compare`, `study.measures` and
-modules of `flows` import one of them through `otdd_flash.labels`.
+two. `labels.measuring` and `gromov.distance` build tables, `labels.metrics` reads the first kind
+from a file, and `report.distance` shows its `NearestClass` rows. Whatever compares labelled
+datasets (`otdd`, `pairwise`, `flows`, `mixing`, `study`, ...) imports the tables through
+`otdd_flash.labels`, and the names of classes (`class_names`, `distinct_names`) from here.
 
 A change must respect that any `ClassDistances` is valid: all checks run in the constructor, so a
-table of the user's, of a file or of a metric obeys the same rules. The npz keys must stay: users'
-files are read by them.
+table of the user's, of a file or of a metric obeys the same rules. Only `split` skips them, for
+parts of a valid table. The npz keys must stay, because users' files have them, and `arguments`
+names both classes by their path.
 """
 
 from __future__ import annotations

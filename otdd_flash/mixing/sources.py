@@ -17,17 +17,19 @@ is linear in w, as r does not depend on it, and never above OT_epsilon. So for a
     price_k = sum_i a_ki (f_i + epsilon (1 - r_i)).
 
 The mean potential alone is no such bound: f_i + epsilon (1 - r_i) is largest where r_i = 1, at the
-softmin of g, and far below f_i where r_i is large. Sources without weight have prices too, as
-their rows take softmins. `priced` computes all prices in one pass, at equal weights, so that every
-row has mass, and lowers them by the errors of that pass (`solver.evidence` has the table): the sums
-are of costs C' with |C' - C| <= A_i + B_j + rho |C|, and OT of C' exceeds that of C by no more than
-<a, A> + <b, B> + rho <|C|, P>.
+softmin of g, and far below f_i where r_i is large. Sources without weight have prices too, as their
+rows take softmins. `priced` computes all prices in one pass, at equal weights, so that every row
+has mass. It lowers them by the errors of that pass, E, F and rho (A, B and rho in
+`solver.evidence`): the sums are of costs C' with |C'_ij - C_ij| <= E_i + F_j + rho |C_ij|, and OT
+of C' exceeds that of C by no more than <a, E> + <b, F> + rho <|C|, P>.
 
 The second derivative is epsilon M^T Q^+ M, with the mass M_jk that column j gets from source k, a
 unit of weight, and Q = diag(b) - P^T diag(1 / A) P. As Q <= diag(b), it is no less than epsilon M^T
 diag(1 / b) M, which takes one product (`MixtureOracle.curvature`).
 
-`mixing.mixture` calls all of this; `mixing.weights` asks a `MixtureOracle`.
+`mixing.mixture` names and compares the sources and makes a `MixtureOracle`; `mixing.weights` asks
+it for values and cuts, and takes its lower bound from the cuts. So without debiasing a cut must
+stay below the value at all weights, rounding included (`tests/mixing/test_prices.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The operations on a cost with masses and on plans that solver, engine and certificates call.
+"""The interfaces of a cost with masses and of its plans: what solver and derivatives call.
 
 An operator stands for a ground cost C (n, m) together with the masses a (n,) and b (m,) of its two
-sides. Points and labels streamed in tiles, a stored matrix, a GPU kernel or several ranks differ
-only in how they carry out the operations below; the solver never sees the difference. Every
-operator has every member.
+sides. `Comparison.operator` and `solver.matrix_comparison` return one. Points and labels streamed
+in tiles, a stored matrix, a GPU kernel or several ranks differ only in how they carry out the
+operations below, and the solver never sees the difference: every operator has every member.
 
 Notation: f (n,) and g (m,) are potentials in units of the cost and
 
@@ -11,8 +11,9 @@ Notation: f (n,) and g (m,) are potentials in units of the cost and
 
 `Operator.plan` returns an `EvaluatedPlan`, whose entries are computed again in every product; its
 `prepared` form is for many products, and may hold the entries (`StoredPlan`; in Triton see
-`triton_plans`). Gradients, Hessians and maps read these. A change must keep that row and column
-sums are those of the very numbers that are multiplied, after any rounding.
+`triton_plans`). Gradients, Hessians and maps read these, and certificates `Operator.marginals`.
+After a change the sums of a plan must still be those of the entries that are multiplied, rounding
+included; `tests/conformance` checks every operator.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Datasets to be compared: checked, moved to the device and transformed for the ground cost, once.
 
-Entry points call `check_comparable` for the datasets as they were given, then `Comparison.prepare`.
-Class distances, operators, solves and results read the points from a `Comparison`. Points are
-transformed for the ground cost (`cost.ground`) here and nowhere below: operators and solvers know
-squared distances between transformed points only.
+Entry points for datasets call `check_comparable` for the datasets as they were given, then
+`Comparison.prepare`; `solver.solving` and `solver.tensors`, which are given an epsilon, call
+`Comparison.between`, which does both. Class distances, operators, solves and results read the
+points from a `Comparison`. Its points are transformed for the ground cost (`cost.ground`) when it
+is made: operators and solvers know squared distances between transformed points only, and must not
+transform them again.
 """
 
 from __future__ import annotations

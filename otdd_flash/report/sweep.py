@@ -1,10 +1,10 @@
 """The report of a Hydra multirun: summary.csv, and a picture of the value against a swept setting.
 
 Each job is a mapping with `job` (the name of its folder, which is its number by default),
-`directory` and `overrides` (the settings given on the command line, by key), and of `COLUMNS`,
-`SAMPLING` and `error` what it has; any other field becomes a column as well. `commands.outcome`
-collects the jobs and calls this module after the last one. The columns of summary.csv are read by
-users' scripts, so their names must stay.
+`directory` and `overrides` (the settings given on the command line, by key). It has those fields of
+`COLUMNS`, `SAMPLING` and `error` that are known of the job; any other field becomes a column too.
+`commands.outcome` collects the jobs and calls this module after the last one. The columns of
+summary.csv are read by users' scripts, so their names must stay.
 """
 
 from __future__ import annotations

@@ -1,23 +1,30 @@
-"""The size of a shift: what transport between the sides costs more than within them.
+"""The size of a shift: how much more transport between the sides costs than within them.
 
-A large sample makes any difference significant, so a p-value needs a size beside it. T of two
-samples of one law is positive, by its null mean. With a shift that mean is of each side's own law
-and number of rows; permutations of the pooled rows, which mix both laws, do not show it: with a
-wide sample of few rows T less their mean is several times too large. So both sides are halved, x
-into x1, x2 and y into y1, y2, and with OT between different rows alone
+A large sample makes any difference significant, so a p-value needs a size beside it. The test's
+statistic T is no such size: its mean is positive even for two samples of one law. Under a shift
+that mean depends on each side's own law and number of rows. Permutations of the pooled rows, which
+mix both laws, do not show it: if one side has few rows of wide spread, T less the mean over
+permutations is several times too large. So both sides are halved, x into x1, x2 and y into y1, y2,
+and with OT between different rows alone
 
     effect = mean of (OT(x1, y1) - OT(x1, x2) / 2 - OT(y1, y2) / 2) / mean cost
 
-over random halves. Its mean is 0 for one law, whatever the number of rows of equal sides. Of few
-rows in many dimensions, where OT of samples is far above that of laws, it is below that of laws.
+over random halves. For one law and equal sides its mean is 0, whatever the number of rows. For few
+rows in many dimensions, where OT of samples is far above that of their laws, the effect is below
+that of the laws.
 
 Its interval is by subsampling, as in `sampling.subsampling`: T(x1, y1) deviates from its mean over
-halves as the effect does from its own, at rate sqrt((m / n) / (1 - m / n)) = 1. All are masses on
-the pooled rows of the test. Class distances and epsilon are held at those of all rows.
+halves as the effect does from its own, at rate sqrt((m / n) / (1 - m / n)), which is 1 for halves,
+m = n / 2. All halves are masses on the pooled rows of the test. Class distances and epsilon are
+held at those of all rows.
 
 Near 0 the statistic fluctuates as 1 / n instead, and no such interval covers: there is none unless
 the test rejects and the lower end is above 0. The interval is asymptotic, not exact as the p-value
-is. `shift.joint` calls `measure_effect`.
+is.
+
+`shift.joint` calls `measure_effect`, and `shift.result` writes the fields of its `ShiftEffect` to
+result.json, so their names must stay. Halves must be drawn by the seed alone, so that a test can be
+repeated.
 """
 
 from __future__ import annotations
