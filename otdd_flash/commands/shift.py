@@ -1,8 +1,13 @@
 """The work of `python -m otdd_flash.shift`: one shift test, or one a window, and its files.
 
 For the entry point `otdd_flash.shift.__main__`, `commands.start.run_work` imports this module by
-name and `commands.outcome.run_job` calls `shift`. result.json is written and tables are printed
-before anything is drawn. A shift is no failure: the exit code is 0 unless `fail_on_shift` is given.
+name and `commands.outcome.run_job` calls `shift`. result.json must be written and tables printed
+before anything is drawn, so that an error in drawing loses no result. A shift that is found is no
+failure: only if `fail_on_shift` is set, the command ends with exit code 5 (`ShiftFound`).
+
+A key of conf/shift.yaml needs a field of the same name in `ShiftSettings`. The keys of result.json
+must stay: `commands.outcome` reads `source`, `target`, `value`, `bounds`, `epsilon`, `converged`,
+`p_value`, `effect` and others for the summary of a multirun.
 """
 
 from __future__ import annotations

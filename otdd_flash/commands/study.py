@@ -5,8 +5,8 @@ For the entry point `study.__main__`, `commands.start.run_work` imports this mod
 disjoint parts, clusters as labels, and test rows split off. `experiments.transfer_study` calls
 `load_tasks` and `study_of` too.
 
-Settings are checked with an empty study before any data are read, because that takes long. Draws
-depend on the seed alone, so that shards and resumed runs get the same rows.
+Settings are checked with an empty study before any data are read, because reading takes long. Draws
+must depend on the seed alone, so that shards and resumed runs get the same rows.
 """
 
 from __future__ import annotations

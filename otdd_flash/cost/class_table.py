@@ -1,8 +1,9 @@
 """The blocks [x, y], [x, x] and [y, y] of a class table W; those of self terms are symmetric.
 
-`operators.comparison` cuts a table into its blocks here, on the device; `labels.table` holds one
-with its names and bounds, and symmetrises by the same rule, as recorded solves do;
-`solver.small.route` reads `ROUNDING`.
+`operators.comparison` makes a `ClassTable` on the device and takes the blocks of terms from it.
+`labels.table`, which holds a table with its names and bounds, symmetrises its blocks by
+`symmetrized`. `solver.small.route` checks the symmetry of its tables itself, by the same
+`ROUNDING`, so a change of the rule must be made there too (`tests/solver/test_class_tables.py`).
 
 A self term OT(x, x) has one potential for both of its sides. That potential is optimal only if the
 cost is the same in both directions, so a block W that is not symmetric would give a wrong value and

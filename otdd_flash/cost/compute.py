@@ -1,8 +1,12 @@
 """Options of a pass over the cost: device, precision, backend and memory, as a user asks for them.
 
-Entry points take a `ComputeOptions`; `uses_triton` and `scores_fit` decide for a device what
-follows from it. An impossible request raises and is never replaced by another one.
-`operators.build`, `operators.sharing`, `solver.small` and `derivatives.loss` call `uses_triton`.
+Entry points take a `ComputeOptions`, or only a device, and call `ComputeOptions.of`. `uses_triton`
+decides whether passes run in Triton, `scores_fit` whether scores may be stored. `operators.build`
+and `solver.matrix_comparison` call both; `operators.sharing`, `solver.small.route`,
+`derivatives.loss`, `batched.checking`, `ranking.bounds` and `study.study` call `uses_triton`.
+
+An impossible request must raise an `InputError` and never be replaced by another one. Results and
+studies write `settings` to their files, so the names of the fields must stay.
 """
 
 from __future__ import annotations

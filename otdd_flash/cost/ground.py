@@ -12,9 +12,16 @@ separable terms, which depend on one side alone:
 
     lambda_x c(x_i, y_j) = share lambda_x ||z_i - w_j||^2 + p_i + q_j.
 
-`operators.comparison` transforms points once; operators and solvers know squared distances only.
-Entry points (`otdd`, `flows.run`, `derivatives.loss`, ...) make a `GroundCost`. Separable terms do
-not change the plan, add <a, p> + <b, q> to OT_epsilon and cancel in the debiased divergence.
+Entry points (`otdd`, `flows.run`, `derivatives.loss`, ...) make a `GroundCost`.
+`operators.comparison` calls `transform` for the datasets that it compares, `labels.measuring`,
+`ranking.index`, `shift.rows`, `sampling.comparison` and `study.study` for those that they measure
+themselves. Operators and solvers know squared distances only, weighted by `GroundCost.squared`, so
+no points may be transformed twice. `derivatives.gradient` undoes the transformation by `pull_back`.
+
+Separable terms do not change the plan, add <a, p> + <b, q> to OT_epsilon and cancel in the debiased
+divergence. A further ground cost needs its name in the choices of `arguments`, a share in `SHARES`
+and a case in the methods of `GroundCost`; `tests/solver/test_ground_costs.py` compares every ground
+cost with dense formulas.
 """
 
 from __future__ import annotations

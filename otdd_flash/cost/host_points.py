@@ -1,9 +1,16 @@
 """Points in host memory or in a file that are streamed to the device, one block at a time.
 
 While passes use one block, a thread reads the next into page-locked memory and copies it on a CUDA
-stream of its own: a pass over enough rows hides both. `cost.points` reads these clouds as it reads
-tensors; `operators.packed_blocks` streams them, or the packed form of their blocks; other operators
-ask whether points are streamed.
+stream of its own: a pass over enough rows hides both. `operators.comparison` makes a `Streaming` if
+points are to stream; `cost.points` then makes `HostPoints` and reads them as it reads tensors.
+`operators.packed_blocks` streams them, or the packed form of their blocks, `derivatives.centred`
+and `cost.rounding` the points alone. `operators.build` and `operators.sharing` ask whether points
+are `HostPoints`.
+
+A change must keep that the copy of block k + 1 waits until passes are done with block k - 1,
+because the host enqueues passes faster than a GPU runs them, and blocks would fill the device
+(`tests/cost/test_host_points.py`). Points that are on the device already, such as particles of a
+flow, must be read on the current stream, because earlier work on it may still write them.
 """
 
 from __future__ import annotations

@@ -18,8 +18,10 @@ products is at most
 B_j likewise, for any theta > 0; with theta = rms e / rms ||x|| the two parts are equal.
 
 `float16_rounding` estimates, without a proof, how much rounding points to float16 changes costs.
-`operators.triton_operator` and `operators.sharing` call `lattice_of`, `operators.fixed_point` and
-`operators.point_scores` call `product_errors`.
+`operators.triton_operator` and `operators.sharing` call `float16_rounding` and `lattice_of`,
+`operators.blocked` the former. `operators.fixed_point` and `operators.point_scores` take
+`product_errors` into their bounds on costs, so it must never be below the true error.
+`tests/kernels/test_lattice.py` and `tests/solver/test_rounding.py` check lattices and the estimate.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Samples that a flow has moved, written to files: npz, and a Hugging Face dataset on disk.
+"""Samples that a flow has moved, and mixtures, written to files: npz, and a Hugging Face dataset.
 
-`report.flow` and `report.mixture` call `write_npz` and `write_hugging_face`, the first also
+`report.flow` and `report.mixture` call `write_npz` and `write_hugging_face`, `report.flow` also
 `check_image_shape`; `report.flow_pictures` uses `eight_bit_images`. A change must keep the keys and
 columns, which the sources `arrays` and `huggingface` of this package read, and must replace files
-only as a whole, so that an interrupted run leaves no half of one.
+only as a whole, so that an interrupted run leaves no half of one (`tests/data/test_writing.py`).
 """
 
 from __future__ import annotations
