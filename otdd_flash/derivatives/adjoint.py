@@ -7,21 +7,25 @@ Everything is written in terms of the plan's density e with respect to a b^T,
 
 so that nothing is divided by a mass of 0: the potential of a point without mass is the softmin of
 the others', or the update that it gives, and its row or column of e is the conditional plan that
-this potential defines, times q or p. At the optimum q and p are 1 of exact marginals, e^(-f / rho)
-of relaxed ones. After an earlier stop exact ones are held fixed: what is differentiated is the
-problem whose masses are r and c.
+this potential defines, times q or p. At the optimum q and p are 1 for exact marginals, and for
+relaxed ones exp(-f / rho) and exp(-g / rho). After an earlier stop the sums of exact marginals are
+held fixed: what is differentiated is the problem whose masses are r and c.
 
 The adjoint of any such function is a weight for each cost,
 
     dL/dC = M,    M_ij = e_ij (A_i . B_j b_j + h_i b_j + a_i k_j),
 
-with h, k, A, B of what is differentiated: `potentials` gives them, and `solver.matrix.gradients`
-those of a given matrix. The derivatives by x, y, the class distances and both lambdas need only
-products M V and M^T U:
+with h, k, A, B of the function that is differentiated, which `potentials` gives. The derivatives by
+x, y, the class distances and both lambdas need only products M V and M^T U:
 
     dL/dx = 2 lambda_x ((M 1) o x - M y)         dL/dlambda_x = sum_ij M_ij ||x_i - y_j||^2
     dL/dy = 2 lambda_x ((M^T 1) o y - M^T x)     dL/dlambda_y = sum_ij M_ij W[l_i, l_j]
     dL/dW[k, l] = lambda_y sum of M over the pairs of classes k, l.
+
+`potentials` makes a `Density`, solves the linear system of the plan by it and takes the derivatives
+from `cost_gradient`. `solver.matrix.gradients` uses `Density` and `potentials_everywhere`, and
+computes the gradient of a given matrix itself. A change must hold for masses of 0, for relaxed
+marginals and after an early stop (`tests/derivatives/test_solved_gradients.py`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
 """Results for autograd whose derivatives do not come from its tape.
 
-`KnownGradient` is a value whose gradients were computed together with it: of losses, of class
-distances (`labels.gaussian`) and of functionals of flows. `Solved` are results whose gradients come
-from a linear system that the backward pass solves: of potentials, maps and plans. Both run outside
-of the caller's contexts, refuse what they cannot give by an `InputError` (`LastDerivative`), and
-keep nothing of how a result was computed.
+`KnownGradient` is a value whose gradients were computed together with it, for `derivatives.loss`
+and `flows.functionals`. `Solved` are results whose gradients come from a linear system that the
+backward pass solves, for `derivatives.potentials`, `solver.matrix.gradients` and `batched.relaxed`.
+`LastDerivative` is a gradient that may not be differentiated again, here and in `labels.gaussian`.
+
+Backward passes must run outside of the caller's contexts (`eager.own_settings`), raise an
+`InputError` for derivatives that they cannot give, refuse inputs that were changed in place since
+(`Inputs`; `tests/derivatives/test_changed_inputs.py`), and keep nothing of how a result was
+computed.
 """
 
 from __future__ import annotations

@@ -5,12 +5,15 @@ from 0 and close to each other, that is their distance from 0, while only their 
 
     sum_j P_ij y_j / r_i = o + sum_j P_ij (y_j - o) / r_i,      r = P 1,
 
-for any o. With o near the points' mean, only the spread is rounded, and the final sum with o once.
+for any o. With o near the points' mean, only the spread is rounded, and o is added once at the end.
 
-Values are computed from the points of one side, block by block, and results `Assembled` where their
-points are. So of streamed points neither need be on the device at once. `gradient` computes
-derivatives by points in this way; `result` and `flows.maps` call `conditional_means`; `adjoint`,
-`potentials`, `plan_points` and `flows.stepping` take the point near the mean from here.
+Values are computed from the points of one side, block by block, and results are `Assembled` on the
+device of their points. So neither streamed points nor their results need be on the device as a
+whole; a change must keep this (`tests/derivatives/test_streamed_points.py`).
+
+`gradient` computes derivatives by points in this way. `result` and `flows.maps` call
+`conditional_means`, which leaves it to them to add o. `gradient`, `plan_points`, `result`,
+`flows.maps` and `flows.stepping` call `origin_near`, `adjoint` and `potentials` call `mean_near`.
 """
 
 from __future__ import annotations

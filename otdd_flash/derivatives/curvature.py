@@ -1,6 +1,8 @@
 """Second derivatives of OT_epsilon by the points, along directions, in closed form.
 
-`hessian.DivergenceCurvature` sums those of the terms of a divergence.
+`hessian.DivergenceCurvature` makes a `CrossCurvature` and, with debiasing, a `SelfCurvature` for a
+self term, and sums their derivatives. Second derivatives must stay symmetric, damped ones too, and
+the curvature without debiasing must stay a lower bound (`tests/derivatives/test_hessian.py`).
 
 The gradient 2 L (r x - P y), L = lambda_x, changes with the points and with the plan. Along
 directions A (n, d) of x and B (m, d) of y the cost changes by C'_ij = 2 L <x_i - y_j, A_i - B_j>,
@@ -49,9 +51,10 @@ For a self term OT(x, x), whose two arguments move together, B = A and there is 
 
 The residual of an approximate solution, s - S w2 or s - (alpha diag(r) + P) w, is the error of the
 column sums of epsilon dP. So residual o y is added to epsilon dP^T x, as for a plan whose marginals
-change, and residual o x in a self term; what relaxed marginals give way is added with it. With
-<w2, residual> / epsilon added, the error of the curvature <(A, B), T (A, B)> is of second order in
-the residual, and the system's share of it is a lower bound.
+change, and residual o x in a self term. With relaxed marginals the change of the sums, -epsilon
+(dP^T 1) o y, is added with it. With <w2, residual> / epsilon added, the error of the curvature
+<(A, B), T (A, B)> is of second order in the residual, and the system's share of it is a lower
+bound.
 
 A damped solution has delta c o w2, or delta r o w, beside its residual. Both are added, and the
 part that they add to all rows of T_x alike is subtracted where marginals are exact: T stays

@@ -25,12 +25,15 @@ the terms of
 
     dS = dOT(x, y) - dOT(x, x) / 2 - dOT(y, y) / 2
 
-and applies the chain rule to the points given. Losses, Hessians, contributions and flows pass it to
-the solve. `derivatives.loss`, `derivatives.hessian`, `flows.objective` and `contributions` make a
-`DivergenceGradient`; `solver.matrix.gradients` calls `mass_gradient`.
+and applies the chain rule to the points given. `derivatives.loss`, `derivatives.hessian` and
+`flows.objective` make a `DivergenceGradient` and pass it to the solve, which calls it with every
+solved term; `contributions` calls it with the terms of a result. On ranks `flows.stepping` makes
+one for terms whose points no rank has whole, and calls `pulled` for the rows of a rank.
+`solver.matrix.gradients` calls `mass_gradient`.
 
-Cost: one pass for x, W and both lambdas together, one for each of y, a and b. The plan is never
-stored.
+Cost: one pass for x, W and both lambdas together, one for each of y, a and b. The plan must never
+be stored, nor streamed points be on the device as a whole
+(`tests/derivatives/test_streamed_points.py`).
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ the flows between groups change,
 
     F_gh(t) = F_gh exp((t_g - t_h) / epsilon),    F_gh = sum of P over rows of g and columns of h,
 
-and only they tie the offsets t to the masses. Where they are far below the marginal error, a
-converged solve leaves t wherever its iterations ended. In the linear system of the plan
-(`plan_system`) they are its small singular values. Plans, values and bounds do not depend on t, nor
-do Hessians, derivatives of plans and maps by points and costs, or the map of points with mass: for
-these t is a null vector that their right-hand sides do not have. Potentials, contributions and
-gradients by masses do, and the images of points without mass that lie between groups. When these
-are asked for, and not in a solve for a value alone,
+and only these flows tie the offsets t to the masses. If they are far below the marginal error, a
+converged solve leaves t wherever its iterations ended; in the linear system of the plan
+(`plan_system`) they are small singular values. Plans, values and bounds do not depend on t, nor do
+Hessians, derivatives of plans and maps by points and costs, or the map of points with mass: t is a
+null vector of their linear systems, and their right-hand sides have no part along it. Potentials,
+contributions, gradients by masses and the images of points without mass that lie between groups
+depend on t. When these are asked for, and not in a solve for a value alone,
 
 1. `plan_links` takes a small plan to its optimum, finds the groups, which for most plans are one,
    and sums the flows between them,
@@ -22,11 +22,12 @@ In plans that are not small, slow modes within a group stay as the solve left th
 one potential, and so offsets only between groups that send all of their mass to each other.
 
 `settle` does this for results (`result`, `solver.matrix.result`) and for functions of potentials
-(`potentials`, `solver.matrix.gradients`), `settle_images` for maps, and `settled_columns` for maps
-of new points (`flows.maps`); gradients by masses (`gradient`, `solver.matrix.gradients`) are
-`settled` during the solve, and reported after it. `batched.plans` reports groups of small plans, as
-`groups_of_matrix` finds them, and balances none. What depends on offsets must call one of them:
-nothing else says that they are undetermined.
+(`potentials`, `solver.matrix.gradients`), `settle_images` for maps (`result`, `potentials`), and
+`settled_columns` for maps of new points (`flows.maps`). For gradients by masses `gradient` and
+`solver.matrix.gradients` call `settled` during the solve and `report_groups` after it;
+`contributions` reads the `Groups` that `gradient` found. `batched.plans` reports groups of small
+plans, as `groups_of_matrix` finds them, and balances none. What depends on offsets must call one of
+these: nothing else says that offsets are undetermined (`tests/derivatives/test_groups.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,15 @@
 """The Sinkhorn divergence as a differentiable function of tensors, of one pair of clouds or many.
 
-`otdd_flash` exports `sinkhorn_loss` and `sinkhorn_losses` for users. The first calls the second for
-batches of clouds, and the second the first for pairs that are not solved side by side.
+`otdd_flash` exports `sinkhorn_loss` and `sinkhorn_losses` for users; `potentials` uses
+`plain_number`. `sinkhorn_loss` solves the divergence, takes first derivatives from
+`gradient.DivergenceGradient` and, for squared Euclidean distances, second ones from
+`hessian.SecondDerivatives`, and gives both to `autograd.KnownGradient`. For batches of clouds it
+calls `sinkhorn_losses`, which in turn calls it for every pair that is not solved, or not proved,
+side by side.
+
+So a pair must have the same value and gradients on both ways (`tests/derivatives/test_losses.py`).
+All gradients must be computed in the forward pass, from the potentials of the solve, so that memory
+does not grow with the number of iterations.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which points of a plan links of enough mass connect, and how much mass groups of them exchange.
 
-`groups` asks it for potentials whose offsets between groups may be undetermined:
+`groups` calls this module for potentials whose offsets between groups may be undetermined:
 
 - `polished` takes a small plan to its optimum by Newton steps, if it is not near it.
 - `connected` finds the groups: the points that links of enough of their mass connect. A link is an
@@ -8,7 +8,9 @@
   first; it shows most plans to be one group, and nothing else is done.
 - `contracted` sums the flows between groups, for `group_flows`.
 
-Costs are read in blocks of rows and columns (`Entries`), so that no plan is stored.
+Costs must be read in blocks of rows and columns (`Entries`), so that no plan is stored. If a change
+joins groups that it should not join, their offsets stay undetermined and nothing reports it
+(`tests/derivatives/test_groups.py`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """Products of a plan with points and with directions along which points move, for `curvature`.
 
-`PlanPoints` is a plan with the points of its sides; `plan_points` builds it. A plan multiplies
-matrices (m, k): points (m, d), one value a point and direction (s, m), and directions (s, m, d) are
-concatenated to one matrix, so that they share a pass.
+`plan_points` builds the `PlanPoints` of a term, a plan with the points of its sides; `curvature`
+takes all products with points and directions from it. A plan multiplies matrices (m, k): points
+(m, d), one value a point and direction (s, m), and directions (s, m, d) are concatenated to one
+matrix, so that they share a pass.
 
-`PackedPlanPoints` is the same where an operator has packed the points. These then take the memory
-of one copy in float32, directions that of another while they are multiplied one by one, and
-results, which come for a few points at a time as a `Part`, none.
+`PackedPlanPoints` is the same for points that an operator has packed. They take the memory of one
+copy in float32, and directions that of another, as they are multiplied one by one. Products with
+directions come for a few points at a time, as a `Part`, and are not held as a whole. A change must
+keep this, and both classes must give the products of the same plan
+(`tests/derivatives/test_plan_points.py`).
 """
 
 from __future__ import annotations

@@ -19,14 +19,17 @@ damping delta the matrices are S + delta diag(c) and (alpha + delta) diag(r) + P
 
 With exact marginals the kernel is larger for a plan of separate blocks, whose potentials have an
 undetermined offset each; `groups` finds and reports them. Right-hand sides of Hessians, maps and
-plans have no part along these offsets but for rounding. That of potentials may have one, and is not
-solved then.
+plans have no part along these offsets but for rounding. Those of potentials may have one; their
+system is then not solved.
 
 A small plan is stored (`dense_plan`), and its matrix factorized. Others are solved by
 `engine.conjugate_gradients`, preconditioned by the masses and, where that is slow, by a `LowRank`
 part. Products may be those of a plan rounded to lower precision, with its own marginals; the
 residual of the plan itself then corrects the solution (iterative refinement, Higham 2002, Accuracy
 and stability of numerical algorithms).
+
+A solution counts as converged only by a residual that was recomputed with the plan itself;
+`report_unsolved` warns or raises for any other (`tests/derivatives/test_plan_system.py`).
 """
 
 from __future__ import annotations

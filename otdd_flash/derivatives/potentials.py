@@ -36,9 +36,13 @@ the derivatives are dL/dV = b o e^T (T' / q), dL/da = u, dL/db = v and dL/dC = -
     M = e o (A B^T) b - P o (u 1^T + 1 v^T).
 
 V and T are relative to an origin near them, as A B^T cancels any common part. At points without
-mass u = -e (b o v) / (alpha q) and v = (B . e^T A - e^T (a o u)) / (beta p). Of relaxed marginals
-dL/da = alpha q o u and dL/db = beta p o v. `otdd_flash` exports `sinkhorn_potentials` and
-`transport_map`; users alone call them.
+mass u = -e (b o v) / (alpha q) and v = (B . e^T A - e^T (a o u)) / (beta p). With relaxed marginals
+dL/da = alpha q o u and dL/db = beta p o v.
+
+`otdd_flash` exports `sinkhorn_potentials` and `transport_map`; users alone call them. The
+potentials must be balanced by `groups.settle`, and images by `settle_images`, before they are
+returned or differentiated. `tests/derivatives/test_solved_gradients.py` compares the gradients with
+unrolled autograd.
 """
 
 from __future__ import annotations
