@@ -1,14 +1,16 @@
 """What processes of a `torch.distributed` group exchange, put together in the order of the ranks.
 
 All processes call these methods together. A run of as many ranks repeats to the last bit, because
-nothing is added in the order in which it arrives. `ranks` derives `Ranks` from `Exchange`;
-`operators.parts`, `operators.self_share` and `flows.stepping` call `added`, and `commands.ranks`
-reads `PATIENCE`. `otdd_flash.otdd` and `otdd_flash.result` store a `Shared` in results, to say how
-work was shared.
+nothing is added in the order in which it arrives; a change must keep this. `ranks` derives `Ranks`
+from `Exchange`; `operators.parts`, `operators.self_share` and `flows.stepping` call `added`, and
+`commands.ranks` reads `PATIENCE`. `otdd_flash.otdd` and `otdd_flash.result` store a `Shared` in
+results, which says how work was shared.
 
-An exception in the middle of an order (what rank 0 tells the others to do) leaves the other ranks
-there, where they wait for what does not come. So `Interrupts` notes Ctrl-C at rank 0 meanwhile,
-which comes when the order is done; pressed twice, it comes at once.
+An order is a function that rank 0 has all ranks call (`Ranks.order`). If one process alone leaves
+it by an exception, the others wait for messages that never come. So `Exchange.together` raises an
+`InputError` or a `ConvergenceError` of one rank on every rank, and `Interrupts` delays Ctrl-C at
+rank 0 until the order is done. Ctrl-C comes at once within `together`, and if it is pressed twice
+(`tests/ranks/test_interrupts.py`).
 """
 
 from __future__ import annotations

@@ -2,20 +2,20 @@
 
 Rank 0 leads: it alone runs solvers, flows and reports, reads clocks and caches, and hears Ctrl-C.
 The others `serve`: they hold shares of what rank 0 works on, and do what it orders, until it says
-that it is done. An order is a function that every rank calls with the same arguments, rank 0 too;
-so ranks can never be of two minds about what comes next. `commands.ranks` and `otdd.led` make
-`Ranks`; operators, `labels.by_ranks`, `flows.stepping`, `sampling.subsampling` and others order and
-exchange by it.
+that it is done. An order is a function that every rank calls with the same arguments, rank 0 too,
+so ranks always agree on the exchange that comes next. `commands.ranks`, `otdd.led` and `ranks_of`
+make `Ranks`; operators, `labels.by_ranks`, `flows.stepping`, `sampling.subsampling` and others give
+orders and exchange tensors by it.
 
-A broadcast takes the host and a GPU as long for a number as for many potentials. So the small
-tensors of an order, of one device, are sent as one message of bytes, and every large one by itself.
-Both sides call `messages` with the same descriptions, so that they agree on what is in which.
+A broadcast of a number takes as long as one of many potentials. So the small tensors of an order
+that are on one device are sent as one message of bytes, and every large one by itself. Both sides
+call `messages` with the same descriptions, so that they agree on which tensors a message holds.
 
-`flows.run` and `flows.stepping` hold tensors that change as `Copied`, of which the other ranks hold
-copies. Orders that change such a tensor change its copies alike, and rank 0 then calls
-`mark_equal`. PyTorch counts changes of a tensor, so that one which was changed otherwise is sent
-anew. It counts none through `.data` or by libraries that share its memory: content tells of what
-may be changed so.
+`flows.run` and `flows.stepping` make a `Copied` of each tensor that changes and of which the other
+ranks hold copies. An order that changes such a tensor must change its copies alike, and rank 0 must
+then call `mark_equal`. PyTorch's count of changes shows whether a tensor was changed otherwise; it
+is then sent anew. Changes through `.data`, or by libraries that share its memory, are not counted;
+for the memory of a user (`given`) a checksum of the content shows them on a CPU.
 """
 
 from __future__ import annotations

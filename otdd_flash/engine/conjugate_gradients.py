@@ -1,8 +1,8 @@
 """Conjugate gradients for a matrix scaled by masses, with several right-hand sides at once.
 
-The preconditioner is the diagonal of masses, plus a low-rank part where that is slow. Each
-right-hand side has its own iteration; their products with the matrix share one pass. Residuals are
-projected onto the range: where constants are in the kernel, their sum is kept at 0.
+The preconditioner is the diagonal of masses, plus a low-rank part where the masses alone are slow.
+Each right-hand side has its own iteration; their products with the matrix share one pass. Residuals
+are projected onto the range: where constants are in the kernel, their sum is kept at 0.
 
 The recursive residual drifts from the true one by the rounding of every product (van der Vorst & Ye
 2000, Residual replacement strategies for Krylov subspace iterative methods for the convergence of
@@ -11,8 +11,12 @@ residual itself, such as a long one where the matrix is 0 but for rounding, is n
 iteration of that right-hand side ends.
 
 Iterations may use a nearby matrix with faster products. The true residual of the matrix itself then
-corrects their result: iterations restart from it. `derivatives.plan_system` makes `Iterates`;
-`conjugate_gradients_kernels` shares `Limits`, `Metric` and `Near`.
+corrects their result: iterations restart from it.
+
+`derivatives.plan_system` makes `Iterates` and implements `System`; `solver.matrix.transport` calls
+`inverse`. `conjugate_gradients_kernels` does the same in Triton, with `Limits`, `Metric`, `Near`
+and `AIM` of this module, so a change of the iterations must be made there too
+(`tests/kernels/test_linear.py` compares both).
 """
 
 from __future__ import annotations

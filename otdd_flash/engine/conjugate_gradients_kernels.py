@@ -1,9 +1,12 @@
 """Conjugate gradients in Triton: `conjugate_gradients` says what they are.
 
-All vectors and numbers of a step lie in the device's memory, at places that stay the same: a step
-is its products and one launch more, or a few with a preconditioner, asks the device nothing and can
-be recorded. What is recorded serves all later solves. `derivatives.plan_system` makes
-`KernelIterates`.
+All vectors and numbers of a step lie in the device's memory, at places that stay the same. A step
+is its products and one launch more, or a few with a preconditioner; it asks the device nothing and
+can be recorded. What is recorded serves all later solves.
+
+`derivatives.plan_system` makes `KernelIterates` for products of packed points. A change must keep
+that a step leaves the host alone (`tests/derivatives/test_recorded_systems.py`), and that the
+iterations are those of `conjugate_gradients` (`tests/kernels/test_linear.py`).
 """
 
 from __future__ import annotations

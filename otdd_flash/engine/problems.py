@@ -17,13 +17,15 @@ r = T(g) - g. Where a marginal is relaxed, T'(T(g)) is translated by `Constraint
 
 Problems choose how they hold scores: `TorchProblems` in PyTorch, `KernelProblems` of
 `quasi_newton_kernels` in Triton. Their iterations are `Iterations`, which say when a segment is
-done. `run` and `run_one`, which `solver.solve` calls, repeat them, keep what every segment has
-proved when it finished, and go on with those that are left. Whether a segment is done is decided on
-the device; the host reads their number late (`LateReader`, also of `derivatives.plan_system` and
-`operators.parts`), and then leaves out the others.
+done. `solver.solve` calls `run` for many segments and `run_one` for one. Both repeat iterations;
+`run` stores the terms of segments that have finished and goes on with the others. Whether a segment
+is done is decided on the device. On a GPU the host reads this one step late (`LateReader`, also of
+`derivatives.plan_system` and `operators.parts`), so that the device does not wait for the host.
 
 The problems are in `operators` (`operators.one_problem`, `operators.kernel_segments`, ...). The
 numbers of a segment must not depend on the segments beside it, to the last bit.
+`kernels.segments.decision` writes moves and terms in the order of the fields of `Move` and
+`SegmentReport`, so a change of these must be made there too.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """`quasi_newton.QuasiNewton` in Triton, with one launch between an evaluation and a move.
 
 In PyTorch the same decisions are two hundred launches, which for small problems take far longer
-than the passes. What is decided is the same, up to rounding. Vectors of problems of any lengths lie
-one after the other: potentials of rows in one tensor and those of columns in another, and so do the
-other vectors of the columns.
+than the passes. The decisions must be the same, up to rounding
+(`tests/engine/test_quasi_newton_kernels.py`); `kernels.segments.decision` makes them. Vectors of
+problems of any lengths lie one after the other: potentials of rows in one tensor and those of
+columns in another, and so do the other vectors of the columns.
 
-The problems are of `operators`, and each kind makes its own `QuasiNewtonKernels`:
+The problems are in `operators`, and each kind makes its own `QuasiNewtonKernels`:
 `one_kernel_problem` for a single operator, `kernel_segments` for pairs of classes, and
-`kernel_pool` for small problems and given matrices that `solver.small` records.
+`kernel_pool` for small problems and given matrices that `solver.small` records. So a step must ask
+the device nothing, and what it reads must stay at its place in memory.
 """
 
 from __future__ import annotations
