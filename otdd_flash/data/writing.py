@@ -65,10 +65,9 @@ def write_hugging_face(
 
     The column `features` holds d numbers in the samples' precision. Labels are the column `label`,
     a ClassLabel, or lists of them where rows have several; numbers are lists of floats in the
-    column `targets`. Masses are the column
-    `weight`: without `weights=weight`, the source `huggingface` takes it for an input beside
-    `features`. With an image shape there is a column `image` too, which that source chooses: 8-bit
-    pictures, values outside [0, 1] clipped.
+    column `targets`. Masses are the column `weight`: without `weights=weight`, the source
+    `huggingface` takes it for an input beside `features`. With an image shape there is a column
+    `image` too, which that source chooses: 8-bit pictures, values outside [0, 1] clipped.
 
     Args:
         samples: the samples; pixel values in [0, 1], channel after channel, if an image shape is

@@ -438,7 +438,7 @@ def _now() -> float:
 
 @contextmanager
 def others_heard() -> Iterator[None]:
-    """Say in an error that it is another process that has ended."""
+    """Raise a `LostRankError` in place of a `RuntimeError`: another process has ended."""
     try:
         yield
     except RuntimeError as error:
@@ -449,7 +449,7 @@ def others_heard() -> Iterator[None]:
 
 
 class Interrupts:
-    """Holds Ctrl-C back while ranks do something together; in the main thread, which hears it."""
+    """Delays Ctrl-C while ranks exchange something; only the main thread receives it."""
 
     def __init__(self) -> None:
         self._before: Any = None
@@ -457,7 +457,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Note Ctrl-C, which comes at the end."""
+        """Delay Ctrl-C until the end; pressed twice, it comes at once."""
         before = signal.getsignal(signal.SIGINT)
         main = threading.current_thread() is threading.main_thread()
         if self._before is not None or before is None or not main:
@@ -474,7 +474,7 @@ class Interrupts:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Let Ctrl-C come at any time, in what is held."""
+        """Let Ctrl-C come at once inside `held`, also one that was pressed before."""
         if self._before is None:
             yield
             return

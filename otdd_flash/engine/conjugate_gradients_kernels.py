@@ -30,7 +30,7 @@ RECORDED_ROWS = 1 << 13
 
 
 class KernelIterates:
-    """Where s directions are; as `conjugate_gradients.Iterates`, in kernels.
+    """The state of s iterations, as `conjugate_gradients.Iterates` has it, for kernels.
 
     Args:
         metric: of the system that is solved.
@@ -64,17 +64,17 @@ class KernelIterates:
         self._repeated: dict[tuple[System, bool, Any], Repeated] = {}
 
     def begin(self, right: Tensor, near: Near) -> None:
-        """Iterate from right-hand sides (m, s) on, of any strides."""
+        """Start from 0 for right-hand sides (m, s), of any strides."""
         self._near, self._started = near, True
         self._start(right, BEGIN)
 
     def resume(self, near: Near) -> None:
-        """Iterate in another way, wherever the tolerance is not met."""
+        """Restart with the system and preconditioner of `near`, where the tolerance is missed."""
         self._near, self._started = near, True
         self._start(None, RESUME)
 
     def repeat(self) -> None:
-        """Take a step or a few, recorded where they take less time than to launch them."""
+        """Make one step; for so few rows that launches take longer, make several recorded ones."""
         few, near = len(self.values) <= RECORDED_ROWS, self._near.system
         if not few or not self.values.is_cuda or near.layout is None:
             self.step()
@@ -85,10 +85,10 @@ class KernelIterates:
         self._repeated.setdefault(way, Repeated()).run(self.step)
 
     def wanted(self) -> tuple[bool, bool]:
-        """Whether any correction is wanted, and whether any target is missed; waits for both.
+        """Return whether any correction is due, and whether any tolerance is missed; wait for both.
 
-        At a start that is so but for right-hand sides of 0, whose steps change nothing: it is not
-        worth to wait for.
+        After a start both are taken to be so without waiting: they are, unless all right-hand sides
+        are 0, whose steps change nothing.
         """
         if self._started:
             return True, True
@@ -96,7 +96,7 @@ class KernelIterates:
         return any(pending), any(missed)
 
     def step(self) -> None:
-        """Take a step of all active directions."""
+        """Make a step of conjugate gradients for all active right-hand sides."""
         near = self._near.system
         metric = near.metric
         cg_step(
@@ -116,7 +116,7 @@ class KernelIterates:
         return self._near.preconditioner is not None
 
     def _turn(self) -> None:
-        """Where residuals are preconditioned, on to the next directions."""
+        """Compute the next directions from preconditioned residuals, if they are preconditioned."""
         near = self._near
         if near.preconditioner is not None:
             scaled = near.preconditioner.times(self.residual, near.system.metric.inverse)
@@ -130,7 +130,7 @@ class KernelIterates:
 
     @property
     def _place(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Rows of points, and where directions are packed with their scales."""
+        """The rows of points, and the memory for packed directions and their scales."""
         near, (m, count) = self._near.system, self.values.shape
         if near not in self._places:
             layout, device = near.layout, self.values.device
@@ -141,9 +141,10 @@ class KernelIterates:
         return self._places[near]
 
     def correct(self, system: System) -> None:
-        """Take the correction if the residual is smaller then; start again if it halves.
+        """Add the correction if it lowers the true residual; restart if it halves it.
 
-        Unless it took as many iterations as there may be: another way is wanted then.
+        Do not restart after as many iterations as a correction may have: a better preconditioner,
+        or another system, is due then.
         """
         self._started = False
         values = self.values + self.correction

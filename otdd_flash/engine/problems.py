@@ -344,14 +344,14 @@ class SegmentReport(NamedTuple):
     """The numbers of a segment in `Iterations.terms`: its `SegmentTerms`, and two more.
 
     Attributes:
-        value: as there, and so on.
-        lower: likewise.
-        upper: likewise.
-        marginal_error: likewise.
-        rounding: likewise.
-        iterations: likewise.
+        value: as in `SegmentTerms`.
+        lower: as in `SegmentTerms`.
+        upper: as in `SegmentTerms`.
+        marginal_error: as in `SegmentTerms`.
+        rounding: as in `SegmentTerms`.
+        iterations: as in `SegmentTerms`.
         size: <a, |f|> + <b, |g|> of the potentials, both of which are one in a self term.
-        active: 1 as long as it was not done.
+        active: 1 until the segment is done, then 0.
     """
 
     value: float
