@@ -4,9 +4,9 @@ pyproject.toml names `script` as the console command `otdd-nearest`. `run_hydra`
 conf/nearest.yaml and the arguments; `run_work` then imports `commands.nearest`, which does the
 work. Imports at the top must stay light, so that help is shown without importing torch.
 
-The function `otdd.nearest` has the name of this module, which `python -m` and the console command
-run and nobody else imports. Python binds an imported module to its name in the package, over the
-function: so the module can be called in its place.
+The function `otdd.nearest` (`ranking.race.nearest`) and this module have one name. Once the module
+is imported, as the console command does, Python binds the module to that name in the package. So
+the module must stay callable, and calls the function.
 """
 
 from __future__ import annotations

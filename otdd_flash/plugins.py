@@ -2,20 +2,22 @@
 
 `import_callable` imports a function by its path for `extractors.plain`, `flows.functionals` and
 `study.setup`. `user_code` turns anything that foreign code raises into a `UserCodeError` of one
-sentence. Every place that calls a user's function must use it, so that no error of the user's looks
-like a defect of this package: `extractors.plain`, `extractors.embedding`,
-`extractors.module_features`, `flows.functionals`, `study.training`, `data.given`, `labels.metrics`,
-and, by `blamed_on`, whose errors name the package, `labels.measuring`, `study.measures`,
-`study.study` and `study.result`. `user_traceback` gives `commands.outcome` the part of the
-traceback that is the user's.
+sentence. A new caller of users' code must use it, so that no error of the user's looks like a
+defect of this package, as `extractors.plain`, `extractors.embedding`, `extractors.module_features`,
+`flows.functionals`, `study.training`, `data.given` and `labels.metrics` do. Only
+`operators.given_costs` makes its `UserCodeError` itself. `blamed_on` does the same for parts of
+other packages alone, in `data.registry`, `extractors`, `labels.metrics`, `labels.measuring`,
+`study.measures`, `study.study` and `study.result`. `user_traceback` gives `commands.outcome` the
+part of the traceback that is the user's.
 
 Parts of packages are entry points of the groups `otdd_flash.KIND`. `Registry` holds this package's
 parts of one kind and finds those of others: `data.registry`, `extractors`, `labels.metrics` and
 `study.measures` each have one. `commands.arguments` reads `folders` to find configurations, and
-`parts` for its messages. The groups are written in the metadata of other packages, so they must
-stay. Nothing of another package may be imported before one of its names is used, because an import
-runs its code: until then its metadata list its names, and its folder of configurations is found
-without an import. The working directory of a command is not searched; see `otdd_flash/__init__.py`.
+`parts` for its messages, as `study.measures` does. The groups are written in the metadata of other
+packages, so they must stay. Nothing of another package may be imported before one of its names is
+used, because an import runs its code: until then its metadata list its names, and its folder of
+configurations is found without an import. The working directory of a command is not searched; see
+`otdd_flash/__init__.py`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Columns of tables and raw labels as NumPy arrays: conversion without rounding or lost entries.
 
-`encode_labels` maps integers or text in any numbering to class indices; `samples` and
-`data.dataset` call it, and these, `data.given`, `label_sets` and `integrations.sklearn` call its
-parts. `columns_of` reads columns of pandas, pyarrow and Hugging Face, nullable, categorical or
-nested; `real_numbers`, `data.arrays` and `data.hugging_face` use it. `frame_of` makes the pandas
-tables of results (`result`, `pairwise`, `sliced`, `unmatched`, `flows.result`, `ranking.race` and
-`study.result`).
+`encode_labels` maps integers or text in any numbering to class indices; `label_sets` calls it.
+`label_sets`, `samples`, `data.given`, `data.dataset`, `shift.rows` and `integrations.sklearn` call
+its parts, such as `raw_values` and `missing_rows`. `columns_of` reads columns of pandas, pyarrow
+and Hugging Face, nullable, categorical or nested; `label_sets`, `real_numbers`, `data.arrays` and
+`data.hugging_face` use it. `frame_of` makes the pandas tables of results (`result`, `pairwise`,
+`sliced`, `unmatched`, `flows.result`, `ranking.race` and `study.result`).
 
 NumPy's own conversion turns integers into floats as soon as one is missing, or beside floats, and
-rounds large ones, so that two classes may become one. Here only the present entries are converted,
-with a mask of the missing ones. Tables are recognised without an import of pandas or pyarrow: an
-object of theirs exists only where they are imported already.
+rounds large ones, so that two classes may become one. So a change must convert the present entries
+alone, with a mask of the missing ones. Tables are recognised without an import of pandas or
+pyarrow: an object of theirs exists only where they are imported already.
 """
 
 from __future__ import annotations

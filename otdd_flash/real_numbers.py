@@ -1,14 +1,16 @@
 """Numbers in any container of the user's, converted to tensors exactly or refused.
 
-Every array that a user gives passes here: `samples`, `data.given`, `labels.table`,
-`solver.matrix_comparison`, `cost.class_table` and others call it; `fingerprint` takes its
-`in_one_row`.
+Features, numbers as labels, weights, tables of class distances and cost matrices that a user gives
+pass here. `samples`, `data` (`arrays`, `dataset`, `given`, `hugging_face`), `extractors`,
+`labels.table`, `cost.class_table`, `solver.matrix_comparison`, `integrations` and others call it;
+`fingerprint` takes its `in_one_row`.
 
 A change must keep the rule, because a rounded identifier or value would give another result
 unnoticed: a number from 2^53 on that float64 cannot hold is refused with its row, in whatever
 container: integers, Python's own, decimals and fractions. So is any number of a longer
 floating-point type that float64 rounds. Decimal digits below 2^53 are rounded to the nearest
-float64, as those of a text are. Memory is shared with the caller if possible, and never written to.
+float64, as those of a text are. Memory is shared with the caller if possible, and never written to
+(`tests/test_real_numbers.py`).
 """
 
 from __future__ import annotations

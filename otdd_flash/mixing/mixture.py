@@ -11,9 +11,13 @@ Intervals of the weights come from subsamples drawn without replacement, as `sam
 makes those of distances: the deviations of weights of subsamples of m of n rows, times sqrt((m / n)
 / (1 - m / n)), give their standard errors at all rows. Rows are drawn from every source and from
 the target; classes are measured anew, unless a table is given; epsilon is that of the whole.
-Intervals are cut at 0 and 1: at a border weights are not normal, and an interval there is rough.
+Intervals are cut at 0 and 1. One that reaches 0 or 1 is rough, because weights at a border are not
+normal.
 
-`commands.mix` and users call `mixture`.
+`commands.mix` and users call `mixture`, which returns a `Mixture` (`mixing.result`). Without
+debiasing the bounds must contain the least objective over all allowed weights: the upper one is
+that of the best solve, the lower one comes from cuts alone (`mixing.weights`). With debiasing they
+are solver bounds at the weights found. `tests/mixing/test_mixture.py` checks both.
 """
 
 from __future__ import annotations
@@ -243,7 +247,7 @@ def searched(
     left: Callable[[], float | None] = lambda: None,
     progress: MixtureProgress | None = None,
 ) -> tuple[Found, MixtureOracle]:
-    """Search the best weights of a comparison of sources and target; also return who was asked."""
+    """Search the best weights of the sources for the target; return them and the oracle."""
     oracle = MixtureOracle(comparison, sources, left)
     start = oracle.approach(allowed, APPROACH * width)
     if oracle.entropy:

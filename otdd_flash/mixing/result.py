@@ -1,7 +1,8 @@
 """The result of a mixture: `Mixture`, with the rows to train on.
 
-`mixing.mixture` makes it; `commands.mix` writes `to_dict` as mixture.json, prints `sentences` and
-writes `dataset`; `report.mixture` draws it. Keys of `to_dict` must stay, because users read them.
+`mixing.mixture` makes it. `commands.mix` writes `to_dict` as mixture.json, prints `sentences`, and
+gives the rows of `dataset` to `report.mixture`, which writes them and draws the weights. Users read
+mixture.json, whose keys are the fields of `Mixture` and its `details`, so their names must stay.
 """
 
 from __future__ import annotations

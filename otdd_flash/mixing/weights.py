@@ -1,17 +1,22 @@
 """Minimisation of a convex function over weights, from cuts: a bundle method with a metric.
 
-An oracle is asked at weights w (K,) for an upper bound of a convex function V there and for a cut
-e (K,): V(w') >= <e, w'> for all weights w' that sum to 1. `minimise` keeps the cuts and asks at
+An oracle is asked at weights w (K,) for an upper bound of a convex function V at w and for a cut e
+(K,): V(w') >= <e, w'> for all weights w' that sum to 1. `minimise` keeps the cuts and asks next at
 
     argmin  max_c <e_c, w> + penalty KL(w | towards) + (w - v)^T H (w - v) / 2
 
-over the allowed weights, v the best so far. Far from the optimum V is nearly piecewise linear,
-where cuts are good models; near it V is smooth, and this a quasi-Newton step at curvature H. Its
-multipliers combine the cuts to one, whose minimum over the allowed weights is a lower bound of V:
-`Allowed.lowest` is a dual value, a bound for any multiplier (Kiwiel 1990, Proximity control in
-bundle methods; Lemarechal, Nemirovskii & Nesterov 1995, New variants of bundle methods).
+over the allowed weights, with v the best weights so far. Far from the optimum V is nearly piecewise
+linear, and cuts are good models of it. Near the optimum V is smooth, and the step is a quasi-Newton
+step at curvature H. The multipliers of the step combine the cuts to one cut, whose minimum over the
+allowed weights is a lower bound of V: `Allowed.lowest` is a dual value, a bound for any multiplier
+(Kiwiel 1990, Proximity control in bundle methods; Lemarechal, Nemirovskii & Nesterov 1995, New
+variants of bundle methods).
 
-`mixing.mixture` calls it. Everything here is float64 on the host.
+`mixing.mixture` calls `minimise` with a `sources.MixtureOracle` and an `Allowed`, and takes from
+`Found` weights, bounds and the cut that proves the lower one. `mixing.sources` uses `Allowed` and
+`without_small`. For a convex V `Found.lower` must stay a bound, rounding included, so it comes from
+`Allowed.lowest` alone (`tests/mixing/test_weights.py`). The values of `StoppedBy` are written to
+mixture.json, so they must stay. All numbers are float64 on the host.
 """
 
 from __future__ import annotations
@@ -168,7 +173,7 @@ class Found(NamedTuple):
 
     Attributes:
         w: (K,) weights.
-        answer: of the oracle there.
+        answer: of the oracle at w.
         upper: upper bound at w, with the penalty.
         lower: lower bound over all allowed weights, with the penalty.
         cut: (K,) the combined cut that proves it.

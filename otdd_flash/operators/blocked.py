@@ -6,10 +6,14 @@ where f^c is the softmin over block c of the columns, whose masses are divided b
 Each pair of blocks is a cost of its own, whose operator is built when the blocks arrive. Plan sums
 and products are added in the order of the pairs; softmins are combined in float64.
 
-`BlockSums` combines pairs of blocks of any origin. `BlockedOperator` streams them from host memory
-or a file (`cost.host_points`) and is built by `build`; those of a `ring` come from other ranks,
-those of `self_share.FoldedPairs` are all on the device. `parts` uses `BlockOperator` and ROUNDINGS,
-and `sharing` `Build`.
+`BlockSums` combines the results of pairs of blocks. `BlockedOperator`, which `build` makes, streams
+blocks from host memory or a file (`cost.host_points`). `ring.RingPart` and `ring.RingPairs` receive
+them from other ranks; the points of `self_share.FoldedPairs` are all on the device. `parts` reads
+the error bounds of a `BlockOperator` and adds ROUNDINGS to those of a shared cost.
+
+A change must keep the errors in `marginals` upper bounds: they are the largest over the pairs, with
+ROUNDINGS for masses that are divided and multiplied by w_c. A softmin of kernels may be kept only
+if its guess was within FAR of it; otherwise the pass is repeated without a guess.
 """
 
 from __future__ import annotations

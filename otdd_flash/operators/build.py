@@ -1,8 +1,12 @@
 """The choice of an operator for the cost between two labelled clouds, and its least memory.
 
-`Comparison.operator`, `sharing` and blocked operators call `build_operator`. Memory is counted from
-below, without padding, potentials and small tables: an operator that is refused for its size would
-not have fitted.
+`build_operator` is called by `Comparison.operator` if there is one process, by `sharing` on every
+rank, and by operators over blocks for each pair of blocks. Before any work `comparison` asks
+`operator_bytes` whether an operator fits the device, and else refuses it or streams its points.
+
+Memory is counted from below, without padding, potentials and small tables: an operator that is
+refused for its size would not have fitted. A change of the buffers of an operator must change its
+count here (`tests/test_memory.py`).
 """
 
 from __future__ import annotations

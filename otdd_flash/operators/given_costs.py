@@ -1,16 +1,21 @@
 """A given cost: a matrix held in its own type, or a function that is called for blocks.
 
-Nothing of the size of the matrix is allocated. Every pass reads it once, in blocks of rows that are
-converted to scores in the type of the potentials while they are in a cache. An entry of +inf
+A pass allocates nothing of the size of the matrix. It reads the matrix once, in blocks of rows that
+are converted to scores in the type of the potentials while they are in a cache. An entry of +inf
 forbids a pair: its score is -inf and its entry of the plan is 0.
 
 `CostBlocks`, which `otdd_flash` exports, is a user's function; `FunctionCosts` calls it in every
 pass and checks its results. `matrix_facts` computes range, mean and forbidden pairs of a matrix
 from blocks of its rows. `solver.matrix_comparison` makes `FunctionCosts`, calls `matrix_facts` and,
 as `solver.matrix.gradients` does, builds operators by `matrix_operator`. On a GPU `matrix_kernel`
-runs the passes in Triton, computes `MatrixFacts`, and uses such an operator for the rest. What
-needs the costs themselves reads them in float64 by `exact_blocks` (`solver.matrix.result`,
-`solver.matrix.transport`, `derivatives.groups`).
+wraps such an operator: it runs half-steps and plan sums in Triton, computes `MatrixFacts`, and
+leaves the rest to the operator.
+
+Modules that need the costs themselves read a `CostSource` (`solver.exact.pricing`,
+`derivatives.plan_links`), most of them by `exact_blocks`, whose blocks are small enough to be
+converted to float64 (`solver.matrix_comparison`, `solver.matrix.result`, `solver.matrix.transport`,
+`derivatives.groups`). All bounds are of one matrix, so a function that returns other costs for the
+same slices must be refused (`tests/matrix/test_blocks.py`).
 """
 
 from __future__ import annotations

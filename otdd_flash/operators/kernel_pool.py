@@ -1,20 +1,20 @@
 """Small problems in Triton: their scores, the segments of the engine, and terms for certificates.
 
 `KernelPool` is the pool of `score_pool` on a GPU: memory of fixed size, a `Room`, for the L points
-of both sides of B problems, and for their scores. `solver.small.pooled_solve` drives it: it fills
-the pool; then it calls `prepare`, iterates on the `segments` and certifies each `term`, in recorded
-graphs that serve every batch that fits the room. A segment is one term of one problem, as the
-engine iterates on it.
+of both sides of B problems, and for their scores. `solver.small.pooled_solve` fills the pool. Then
+it calls `prepare`, iterates on the `segments` and certifies each `term`, in recorded graphs that
+serve every batch that fits the room. So nothing here may wait for the device or read from the host
+what depends on a batch. A segment is one term of one problem, as the engine iterates on it.
 
 A pass reads scores alone, so labels and the dimension of the points do not matter to it. Rounding
-errors of a pass are only estimated, as `one_problem` does; they decide how iterations proceed, and
-certificates measure errors anew.
+errors of a pass are only estimated, as in `one_problem`, and decide how iterations proceed.
+Certificates measure errors anew: `marginals` are in float64, with errors that must be upper bounds.
 
-A given cost matrix is a pool of one problem without self terms, `MatrixPool`, also of
-`solver.small.pooled_solve`. The matrix is not copied: kernels read its address and its sizes from
-the device's memory. So the CUDA graphs that were recorded for one matrix serve every other of its
-type that fits the room. Rows are contiguous in memory: where columns of the given matrix are, its
-transpose is solved.
+`MatrixPool` is for a given cost matrix, one problem without self terms; `solver.small.pooled_solve`
+makes it, too. The matrix is not copied: kernels read its address and its sizes from the device's
+memory. So the CUDA graphs that were recorded for one matrix serve every other of its type that fits
+the room. Kernels need contiguous rows; of a matrix with contiguous columns `solver.small.route`
+solves the transpose.
 """
 
 from __future__ import annotations

@@ -1,10 +1,16 @@
-"""Transport problems between classes of one pool, all evaluated and moved by five Triton kernels.
+"""Transport problems between classes of one pool, side by side in Triton, with bounds on errors.
 
 `labels.sinkhorn_pairs` makes a `ClassPool` of the points of all classes, each centred by its own
-mean, and `KernelSegments` of some of their pairs. Potentials lie one segment after the other,
-float32, those of rows in one tensor and those of columns in another, and so do the other vectors of
-the columns: every point holds one of each per opposite class. Potentials belong to the cost
--2 x'_i . y'_j of the pool; what is left out of it is the `offset`:
+mean, and `KernelSegments` of some of their pairs, which `solver.solve.solve_segments` solves. Class
+distances are cached, so a segment's numbers must not depend on the segments beside it, and a change
+of its digits must raise `labels.pair_cache.ENTRY_FORMAT`. Bounds on class distances rest on the
+errors below, which must stay upper bounds (`tests/operators/test_segment_errors.py`,
+`tests/operators/test_class_pool.py`, `tests/labels/test_segmented_bounds.py`).
+
+Potentials lie one segment after the other, float32, those of rows in one tensor and those of
+columns in another, and so do the other vectors of the columns: every point holds one of each per
+opposite class. Potentials belong to the cost -2 x'_i . y'_j of the pool; what is left out of it is
+the `offset`:
 
     ||x_i - y_j||^2 = -2 x'_i . y'_j + ||x'_i||^2 + ||y'_j||^2 + 2 (x'_i - y'_j) . D + ||D||^2
 
@@ -32,8 +38,8 @@ Digits. In units of the class, x' = h + l + r + e: h are whole numbers with ||h|
 r and e in a class, all measured:
 
     operation                                     bound on |error|
-    e is not there                                E ||y'|| + ||x'|| E' + E E'
-    l r', r l' and r r' are not there             L R' + R L' + R R'
+    e is left out                                 E ||y'|| + ||x'|| E' + E E'
+    l r', r l' and r r' are left out              L R' + R L' + R R'
     smaller digits: products, chains, additions   c (||h|| T' + T ||h'|| + L L')
     h h' scale in pieces                          2^-31 A A'
     x - mean and its quotient by the unit         2^-50 (A ||y'|| + ||x'|| A').

@@ -20,8 +20,14 @@ negative L, which come last, change sign on the side of the columns:
 The last two terms are of one side: they cancel in a debiased divergence, as those of the ground
 cost `inner` do. Self terms are then of two different clouds.
 
-Errors of columns are bounded here and widen bounds by `Comparison.cost_error`. `Comparison` calls
-all of it; `ranking.bounds` and others ask `has_sets`.
+`Comparison` chooses: up to MOST_SETS sets on each side take the table, more take columns, a
+`LabelEmbedding`, which `derivatives.gradient` removes from gradients again. `ranking.bounds`
+appends numbers to points (`embedding_of_targets`). Users call `set_table` through
+`otdd_flash.labels`, `gromov.distance` refuses more than MOST_SETS sets, and `contributions`,
+`flows` and `ranking.bounds` ask `has_sets`.
+
+`Comparison.cost_error` widens solver bounds by `set_table_error` or by the `error` of an embedding,
+so both must stay upper bounds on the rounding of a cost (`tests/labels/test_label_kinds.py`).
 """
 
 from __future__ import annotations

@@ -2,9 +2,14 @@
 
 A half-step, the sums of a plan and the facts of the matrix read it once each, along its contiguous
 axis. If rows are contiguous and have at most `MOST_COLUMNS` entries, one read serves both
-half-steps of an iteration. Products with the plan run in PyTorch. `solver.matrix_comparison` builds
-the operator, `one_problem` its problem for the engine; `kernel_pool` is for matrices that are
-solved in recorded CUDA graphs.
+half-steps of an iteration. Products with the plan run in PyTorch.
+
+`solver.matrix_comparison` calls `kernel_facts` and builds the operator. `one_problem` makes its
+problem for the engine. If the operator `fits_sweeps`, `solver.small.route` takes address and layout
+of the matrix from it and solves in recorded CUDA graphs (`kernel_pool.MatrixPool`). `marginals`
+must stay in float64, with the error bounds of `torch_operator.measured`, because certificates read
+them. `kernel_facts` must leave forbidden pairs and invalid entries to `given_costs.matrix_facts`,
+which refuses the latter by name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """An operator in Triton as the only transport problem of the engine.
 
 `one_problem.problem_of` makes it. `matrix_kernel.OneMatrix` inherits it, for a cost matrix.
+`engine.quasi_newton_kernels` iterates on it and knows it by its protocol `KernelProblems`, which a
+change must keep. Steps of short passes are recorded as a CUDA graph, so softmins must read epsilon
+and potentials on the device.
 """
 
 from __future__ import annotations

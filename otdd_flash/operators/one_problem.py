@@ -2,8 +2,9 @@
 
 `solver.solve` calls `problem_of`, which chooses by where passes run: iterations in PyTorch decide
 in Python floats, those in Triton run in kernels (`one_kernel_problem`). The engine has the vectors
-of the iterations; a problem computes their softmins and has the facts of the costs. A change must
-keep to the protocols of `engine.problems`, by which the engine knows problems.
+of the iterations; a problem computes their softmins and has the facts of the costs. `torch_pool`
+describes its own problems by `Scalars`. A change must keep to the protocols of `engine.problems`,
+by which the engine knows problems.
 """
 
 from __future__ import annotations

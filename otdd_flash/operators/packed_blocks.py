@@ -1,12 +1,16 @@
 """Blocks of streamed points, packed for kernels once and cached in host memory if that has room.
 
 A block is packed on the GPU when it is first streamed, and its packed form is copied to page-locked
-host memory. Later passes copy that back, which is half the bytes or fewer if kernels read one
-float16 part, and pack nothing. Norms of packed rows stay on the GPU, and so do the order and labels
+host memory. Later passes copy that form back and pack nothing; it has half the bytes or fewer if
+kernels read one float16 part. Norms of packed rows stay on the GPU, and so do the order and labels
 of blocks for which the host has no room. Certificates and plan products stream the unpacked points.
 If the rows are one block, it stays on the GPU, points and packed form, until another cost is
-streamed. `blocked.BlockedOperator` streams both sides of its cost by these blocks. `ring` and
-`self_share` make `DeviceBlock`s of their own, and `triton_operator` makes the `Packing`.
+streamed.
+
+`blocked.BlockedOperator` streams both sides of its cost by `PackedBlocks`. `ring` and `self_share`
+make `DeviceBlock`s of their own, and `triton_operator` makes the `Packing`. Caches go by the id of
+a `Block`, so blocks must outlive them. Points that are on the device already, such as particles of
+a flow, are not held on the host. `tests/operators/test_packed_blocks.py` counts what is copied.
 """
 
 from __future__ import annotations

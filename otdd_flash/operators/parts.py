@@ -8,14 +8,17 @@ each an operator of its own: f = softmin_rows(g) is computed by the P_r and gath
 softmin_columns(f) by the Q_r. Column sums of a plan are sums over the P_r, added in float64 in the
 order of the ranks.
 
-For a self term every rank has some of the pairs (`self_share`): results for rows of other ranks are
-sent to their owner, who merges them in the order of the ranks. P_r is built for products with the
-plan only.
+For a self term every rank has some of the pairs (`self_share`), or P_r alone if points are
+streamed. What pairs give for rows of other ranks is sent to the owner of the rows, who merges it in
+the order of the ranks. P_r serves products with the plan, expected costs and softmins over a sample
+of columns, and is built when one of these is first asked for. In a `ring` it is built at once, and
+also computes softmins again that are out of reach of the pairs.
 
 `Owned` divides a cloud, whose points are sorted by class first: so few classes are cut. Kernels pad
 every class to whole blocks of rows, and a class that one rank has alone is padded once.
 
-`ring` builds parts of points that no rank holds whole, and `flows.stepping` multiplies by them.
+`ring` builds parts of points that no rank holds whole. `flows.stepping` calls `own_product`, for
+the gradient of a rank's own points.
 
 The masses of a part's own side are divided by their sum w_r, so that they sum to 1; results that
 are proportional to them are multiplied by w_r.

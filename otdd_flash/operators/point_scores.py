@@ -7,8 +7,13 @@ Points are centred. The bias table (V_x, m) has all terms that depend on a row o
 class; a tile is that table gathered by class, plus a matrix product. Stored scores, and the costs
 that certificates read, are computed in float64, tile by tile: on a processor a tile stays in the
 cache until it has been read. Streamed scores take O((n + m) d + V_x m) memory and one block.
-`build` chooses between `stored_operator` and `streamed_operator`; `labels.sinkhorn_pairs` calls the
-latter for pairs of any size.
+
+`build` chooses between `stored_operator` and `streamed_operator`, and counts the bytes of the
+latter. `labels.sinkhorn_pairs` calls `streamed_operator` for a pair of classes with too many costs
+to store. `score_pool` makes `StoredScores` of one of its problems, and `solver.exact.pricing` reads
+costs by `cost_tiles`. Certificates and exact solves take `cost_errors`, `cost_rounding` and the
+`errors` of products as bounds, so these must stay upper bounds
+(`tests/operators/test_cost_tiles.py`).
 
 Scores stored in float32 take less time where points are on a lattice, as grey values are, and
 float32 computes inner products exactly. In units of the lattice's step, and less a centre on it,

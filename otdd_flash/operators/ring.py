@@ -14,9 +14,10 @@ passes half of the ranks. Rank r computes the pairs of its points among themselv
 the (R - 1) / 2 ranks after it. If R is even, ranks r and r + R / 2 divide the pairs between their
 shards: the lower rank takes the first half of its own shard with all of the other's, the higher
 rank the second half. So all ranks compute equally many. Results for points of other ranks are
-merged by their owner, as those of any share (`self_share`). `sharing` calls `ring_parts`.
+merged by their owner, as those of any share (`self_share`).
 
-All ranks must call every operation together, also those that own no points.
+`sharing` calls `ring_parts`, which returns this rank's `Parts` of the cost, and `parts` runs the
+operations on them. All ranks must call every operation together, also those that own no points.
 """
 
 from __future__ import annotations

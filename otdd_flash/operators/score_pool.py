@@ -6,9 +6,12 @@ them: `points` of either side by side, L = N + M. Its scores are one matrix (L, 
 those of the self terms on the diagonal and those of the cross term beside them, once for rows of x
 and once for rows of y. `kernel_pool` computes with them in Triton, `torch_pool` on a processor;
 `kernel_pool.MatrixPool` is for a cost matrix that is given, of which nothing is stored.
+`derivatives.loss` makes a `Room` to ask whether its clouds suit a pool.
 
 In Triton everything is launched without asking the device anything: sizes, weights and epsilon are
-read from its memory, so that one recording serves all problems that fit the room.
+read from its memory, so that one recording serves all problems that fit the room. A change must
+keep that, and must keep `error_share`, `rounding` and the magnitudes upper bounds, because they are
+the error bounds of certificates.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The division of a self term's pairs among ranks: every pair of points is computed once.
+"""The division of a self term's pairs among ranks: each pair of points is on one rank.
 
 The points are cut into 2 R ranges of one size. Rank r has ranges r and 2 R - 1 - r, and with each
 the pairs of its points with those of the same and of all later ranges. An early range has many
 pairs and a late one few, so that all ranks have equally many. `sharing` builds the share of a rank:
-`FoldedPairs` here, or `triton_operator.KernelSelfShare`. `ring.RingPairs` is a share too. `parts`
-merges the results.
+`FoldedPairs` here, or `triton_operator.KernelSelfShare`. In a ring `ring.RingPairs` is the share.
+`parts` merges the results.
 
 A pair (i, j) contributes to the sum of i and to that of j. Rank r computes
 
@@ -14,7 +14,9 @@ over those j whose pair with i is its own, +inf without such pairs, and
 
     T(f)_i = -epsilon log sum_r exp(-p_ri / epsilon).
 
-So one float64 number per point and rank is exchanged, instead of a maximum and a sum.
+So one float64 number per point and rank is exchanged, instead of a maximum and a sum. A change must
+keep every pair in exactly one share (`tests/ranks/test_self_share.py`) and merge in the order of
+the ranks, so that results are the same in every run.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ large for some rank, each has a shard of the points (`ring`). Ranks keep clouds 
 costs, until they are modified or deleted on rank 0.
 
 Each operation of a `ShardedOperator` orders all ranks to run one function of `parts` on their
-`Parts`, which exchanges the results.
+`Parts`, which exchanges the results. So a new operation needs its function in `parts`, and all
+ranks must call the same collectives in it. `flows.stepping` and `solver.exact` recognise a
+`ShardedOperator` and order the ranks themselves, by its `number`.
 """
 
 from __future__ import annotations

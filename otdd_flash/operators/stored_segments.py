@@ -1,13 +1,14 @@
 """Transport problems of one padded shape whose costs are stored, in float64 and plain PyTorch.
 
-`labels.sinkhorn_pairs` solves the pairs of classes of one size by them, each of which is a segment
-of `engine.problems`. They iterate as `AnchoredSegments` first, which are faster, and then as
-`StoredSegments`, on their own costs.
+`labels.sinkhorn_pairs` makes `StoredSegments` of the pairs of classes that are padded to one shape;
+each pair is a segment of `engine.problems`. `solver.solve.solve_segments` iterates on their faster
+form, `AnchoredSegments`, and then on the stored costs themselves. Class distances are cached, so a
+change of a pair's digits must raise `labels.pair_cache.ENTRY_FORMAT`.
 
-What a row of scores gives must not depend on where the row lies. So all reductions run along rows
-(a column's scores are copied into a row first), and the exponential is `exp`, which unlike `exp2`
-is the same function at the end of a tensor as in its middle. Below -700 it is cut off: there it is
-slow, and adds nothing to a sum that contains 1.
+What a row of scores gives must not depend on the place of the row in a tensor. So all reductions
+run along rows (a column's scores are copied into a row first), and the exponential is `exp`, which
+unlike `exp2` is the same function at the end of a tensor as in its middle. Exponents are cut off at
+-700: below it `exp` is slow, and adds nothing to a sum that contains 1.
 
 What a pass may get wrong, v = 2^-53, for d coordinates and n terms in a sum, each summed in any
 order: a cost, (2 d + 16) v (||x_i|| + ||y_j||)^2, of centring both points, of their product and of

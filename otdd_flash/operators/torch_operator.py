@@ -10,6 +10,11 @@ Each tile is scaled, shifted, exponentiated and summed while it sits in the proc
 scratch buffer made once per pass, so that a pass reads S once and allocates nothing of its size.
 `exp2` is used because PyTorch's float32 `exp` on x86 takes ten times longer on arguments that
 underflow, and at small epsilon most arguments do.
+
+`build` and `solver.matrix_comparison` hand the operator to solvers; `matrix_kernel` calls it for
+all that its kernels do not do. Certificates read `marginals`, in float64 throughout, whose errors
+`measured` bounds, also for `kernel_pool`, `matrix_kernel` and `torch_pool`. So every term of
+`measured` must stay an upper bound.
 """
 
 from __future__ import annotations

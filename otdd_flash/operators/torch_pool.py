@@ -1,7 +1,7 @@
 """Small problems on a processor: their scores, segments of the engine, and terms for certificates.
 
-An operation of PyTorch takes as long to be asked for as to compute thousands of numbers. So the
-terms of a divergence are iterated on side by side, and a softmin that was computed once, at g° and
+A launch of an operation of PyTorch takes as long as to compute thousands of numbers. So the terms
+of a divergence are iterated on side by side, and a softmin that was computed once, at g° and
 epsilon, is an anchor for those near it: with
 
     p_ij = b_j exp((g°_j + S_ij + T°_i) / epsilon),    sum_j p_ij = 1,
@@ -11,8 +11,11 @@ vector in place of n m exponentials (Schmitzer 2019, Stabilized sparse scaling a
 entropy regularized transport problems, absorbs potentials into the kernel in this way).
 
 p is float32, of rows and of columns. What underflows in it is smaller than e^-87, and after shifts
-of at most `MOST_SHIFT` each e^-47 of its sum. Certificates compute plans anew, from the scores.
-`solver.small.pooled_solve` makes a `TorchPool`.
+of at most `MOST_SHIFT` each e^-47 of its sum.
+
+`solver.small.pooled_solve` makes a `TorchPool` and fills it with one batch after another. Scores
+and masses change with the batch, so `begin` must forget every anchor. Certificates must not read p:
+they compute plans anew, from the scores, in float64 (`tests/solver/test_torch_pool.py`).
 """
 
 from __future__ import annotations

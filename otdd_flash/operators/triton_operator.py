@@ -6,10 +6,13 @@ so that an iteration in `fast` precision is exact for a slightly perturbed cloud
 same cost in `high` precision and shares the packed coordinates. Points on a lattice
 (`cost.rounding`) are held exactly by float16, and both precisions are the same.
 
+Certificates read `marginals` and `costs.error`, so both must be of the original points and their
+bounds those of `fixed_point`; only half-steps and plans for iterations may round points.
+
 Of a self term that ranks share, a rank has two stripes of the upper triangle, `KernelSelfShare`,
-which `sharing` asks for. All ranks hold the whole cloud in the same packed order. With f as the
-shift of all exponentials, partial sums of all ranks simply add up. A softmin of one process over
-its own pairs of blocks is one stripe of all of them.
+which `sharing` asks for. All ranks must hold the whole cloud in the same packed order. With f as
+the shift of all exponentials, partial sums of all ranks simply add up. If `blocked` or `ring` asks
+for the softmins of a block with itself (`softmin_pair`), one stripe has all of its pairs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """Plans in Triton, evaluated in every product or prepared for many.
 
-`KernelPlan` is the plan of a `KernelOperator`. Its `prepared` form is a `StoredPlan` in float64 or
-an `ExactFusedPlan`, which computes entries as sums hi + lo of two float16 in every product.
-Iterations whose result is refined afterwards use plans rounded to float16, `HeldPlan` or
-`FusedPlan`, whose row and column sums are those of the rounded numbers. Values are multiplied as
-sums hi + lo of two float16, and added in float32. Sums are in the order of the points; layouts map
-it to packed rows. `triton_operator` makes a `KernelPlan`; `derivatives.plan_points` multiplies
-points by its `PointProducts`.
+`triton_operator` makes a `KernelPlan`, the plan of a `KernelOperator`. Its `prepared` form is a
+`StoredPlan` in float64, an `ExactFusedPlan`, which computes entries as sums hi + lo of two float16
+in every product, or, if neither pays, the `KernelPlan` itself. Iterations whose result is refined
+afterwards use plans rounded to float16, `HeldPlan` or `FusedPlan`. Values are multiplied as sums hi
++ lo of two float16, and added in float32. Sums are in the order of the points; layouts map it to
+packed rows.
+
+`derivatives` solves linear systems with these plans: `plan_system` multiplies packed values by
+their `HalfProducts`, `plan_points` points by `PointProducts`. The row and column sums of a rounded
+plan must be those of the rounded numbers, else the systems are not those of any plan.
 """
 
 from __future__ import annotations

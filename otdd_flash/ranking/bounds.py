@@ -16,7 +16,12 @@ side, the means of u_i^T W u_i / 2: it may be below 0. Numbers are columns of po
 `Terms` solves terms within growing budgets: the first two iterations are those of a sample's
 potentials, extended to all rows by one softmin (`solver.solve`), and any potentials prove a bound.
 Later budgets go on from the potentials of those before. Problems of small size are solved side by
-side, to the end. `index` and `race` call this module; every interval comes from a certificate.
+side, to the end.
+
+`index` computes moments and self terms by this module, and `race` lower bounds and cross terms. A
+ranking is proven by the intervals alone, so a change must keep them valid, rounding included
+(`tests/ranking/test_ranking_bounds.py`). The fields of `Moments` and `SelfTerm` are in the files of
+an index, so their names must stay.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """An index of datasets: epsilon and settings fixed once, and of every member its self term.
 
-`index` builds or extends one, in memory or in a folder; `commands.nearest` and users call it, and
-`ranking.race` reads it. Values compare because a query takes epsilon, cost and method of class
-distances as they were when the index was built. A folder holds `index.json`, written before any
-member is solved, and two files for each member, named after its digest: its numbers, and its rows,
-which are read when a query cannot do without. Every file appears whole or not at all, so that a
-killed build goes on where it was; one that is damaged is found by its checksum, and that member is
-computed again.
+`index` builds or extends one, in memory or in a folder. `commands.nearest`, `ranking.race` and
+users call it, and the race reads its members. Values compare because a query takes epsilon, cost
+and method of class distances as they were when the index was built.
+
+A folder holds `index.json`, which names members before they are solved, and two files for each
+member, named after its digest: its numbers, and its rows, which are read when a query needs them.
+Every file must appear whole or not at all, so that a killed build goes on where it was; one that is
+damaged is found by its checksum, and that member is computed again.
 
 Keys of `Settings.to_dict` and of members' files are the format: indices of earlier versions stay
 readable, or `INDEX_FORMAT` rises.

@@ -3,13 +3,17 @@
     S(query, member) = OT(query, member) - OT(query, query) / 2 - OT(member, member) / 2
 
 Every member has an interval of its value, at first from moments. The member of the least lower
-bound among those whose place is open gets the next budget (`bounds.Terms`), as in A*: no member
-whose lower bound is above the k-th value is ever solved. A member is among the first k if at most
-k - 1 others may be nearer by more than `tie`, and out if k others are no farther than its lower
-bound and `tie`. So equal values, which no effort separates, end the race as well.
+bound among those whose place is open gets the next budget (`bounds.Terms`). If members are solved
+one at a time, as in A*, none is solved whose lower bound is above the k-th value. On a GPU or
+several ranks some get the budget together, a few of them in vain. A member is among the first k if
+at most k - 1 others may be nearer by more than `tie`, and out if k others are no farther than the
+sum of its lower bound and `tie`. So equal values, which no effort separates, end the race as well.
 
 `nearest` is the public function, which `commands.nearest` and users call, and `Ranking` what it
-returns; `report.nearest` shows it.
+returns. `commands.nearest` writes `to_dict` as ranking.json, and `report.nearest` writes and draws
+the rows. Users read both, so the fields of `Ranking`, `Ranked` and `Cost` must keep their names. A
+place may be called proven only by intervals: an estimate of a value must never decide one
+(`tests/ranking/test_race.py`).
 """
 
 from __future__ import annotations
@@ -180,7 +184,7 @@ class Ranking:
         return (*said, *ties, *_of_sampling(self.details.get("sampling", ())))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of result.json, in JSON's own types; infinite numbers are None."""
+        """Return the content of ranking.json, in JSON's own types; infinite numbers are None."""
         named = {one.name: getattr(self, one.name) for one in fields(self)}
         del named["details"]
         content = {

@@ -1,12 +1,12 @@
 """The report of one dataset distance: csv files, pictures and the tables printed for it.
 
-`write_report` writes class_distances, class_coupling, nearest_classes.csv and projection.png, and
-with relaxed marginals unmatched.csv and unmatched.png. `write_contributions` writes what each
-source row contributes, and the images that contribute most. `summary_table`, `nearest_table` and
-`unmatched_table` are tables for the terminal, of result.json, of the nearest classes and of what is
-left of them. projection.png shows both datasets in their common principal plane, with arrows for
-the mass that moves between classes. `commands.compare` calls these; `DistanceResult.plot`
-(`result`) calls `plot_distance`.
+`write_report` writes class_distances, class_coupling, nearest_classes.csv and projection.png, with
+relaxed marginals unmatched.csv and unmatched.png, and for numbers as labels target_histogram.
+`write_contributions` writes what each source row contributes, and the images that contribute most.
+`summary_table`, `nearest_table` and `unmatched_table` are tables for the terminal, of result.json,
+of the nearest classes and of the mass that is left of every class. projection.png shows both
+datasets in their common principal plane, with arrows for the mass that moves between classes.
+`commands.compare` calls these; `DistanceResult.plot` (`result`) calls `plot_distance`.
 
 A change must keep the names of the files and, in csv files, the order of rows, because users'
 scripts read them: source classes come before target classes, each in its dataset's own order.

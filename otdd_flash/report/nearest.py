@@ -1,9 +1,10 @@
 """The report of a ranking: a table in the terminal, ranking.csv, ranking.html and ranking.png.
 
-`commands.nearest` and users call `write_ranking_report`; `Ranking.plot` calls `plot_ranking`. On
-the page intervals are bars of its table. Every name goes through `html_text` or `display`, because
-it may contain markup. The columns of ranking.csv are read by users' scripts, so their names must
-stay.
+`commands.nearest` and users call `write_ranking_report`, and `commands.nearest` prints
+`ranking_table`; `Ranking.plot` (`ranking.race`) calls `plot_ranking`. The table of ranking.html
+shows each interval as a bar. Every name must go through `html_text` or `display`, because it may
+contain markup. The columns of ranking.csv, the place and the fields of `Ranked`, are read by users'
+scripts, so their names must stay.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The first part makes figures on their own Agg canvases, in the style `STYLE`, and measures and
 shortens text. The second finds installed fonts for names in any script. The third writes the files
-of a report one by one (`write_each`). All modules of `report` that draw or write files call it.
-`commands.results` and `commands.outcome` call `write_each`, `commands.results` returns a `Report`,
-and `commands.settings` reads `CONTENTS`. Some experiments draw with it.
+of a report one by one (`write_each`). All modules of `report` that draw pictures call it.
+`commands.results` and `commands.outcome` call `write_each`, and every command adds up the `Report`s
+of its run. `commands.settings` reads `CONTENTS`. Some experiments draw with it.
 
 A change must keep three properties. A user's matplotlib state and backend are unchanged afterwards,
 because results are also drawn in notebooks. matplotlib is imported only through `load_matplotlib`

@@ -1,9 +1,10 @@
 """The principal plane of several point clouds, the page it is drawn on, and names beside points.
 
-`fit_plane` finds the plane, `side_of` projects one dataset (sampled points, class means and
-masses), `new_page` and `plane_frame` make the page, and `draw_names` writes names so that none
-covers another, a marker or the frame. `report.distance` uses all of it for projection.png and
-`report.flow_pictures` for paths.png; `report.study.writing` draws names.
+`plane_of` finds the plane, `side_of` projects one dataset (sampled points, class means and masses),
+`plane_frame` makes the page with its axes, `write_legend` the legend, and `draw_names` writes names
+so that none covers another, a marker or the frame. `report.distance` calls these for projection.png
+and `report.flow_pictures` for paths.png, on a page of `new_page` if all points are on a line;
+`report.study.writing` draws names.
 
 Features are projected in chunks of rows, because a float64 copy may not fit into memory. Every
 random draw takes a seed, so that a picture is the same in every run. Names are placed in pixels, so
