@@ -7,16 +7,20 @@ and mass 1. A self term's plan is given mass 1 by a constant, and balanced on it
 
 Relaxed marginals owe p = a e^(-f / rho_x) and q = b e^(-g / rho_y) in the place of a and b, after a
 translation of the potentials that makes their masses equal. So a plan with exactly the marginals p
-and q costs, beside <C, P> + epsilon KL(P | a b^T), no more than what the penalties charge for them,
-and both upper bounds hold with p and q for a and b. Where both sides are relaxed the plan as it is
-is a third: `formulas.marginals` has its primal value. Marginal errors are relative to the mass that
-the plan moves.
+and q costs <C, P> + epsilon KL(P | a b^T) and what the penalties charge for p and q, and both upper
+bounds hold with p and q in the place of a and b. If both sides are relaxed, the primal value of the
+plan itself (`formulas.marginals`) is a third upper bound. Marginal errors are relative to the mass
+that the plan moves.
 
-`certify` and `certify_self` take four steps: a `Plan` whose entries are evaluated once, its
-`PlanEvidence`, a few numbers that the device computes, the reading of these, and `conclude`.
-`solver.solve` and the schedule of geomloss call them; `solver.small` records the first two steps
-and reads the numbers of many terms at once. So nothing before `conclude` may synchronize with the
-device, and all tensors there may have a leading dimension B, of B terms at once.
+`certify` and `certify_self` evaluate the entries of a `Plan` once (`lowered_plan`, `self_plan`),
+compute its `PlanEvidence` on the device (`cross_evidence`, `self_evidence`), read its numbers
+(`read_numbers`), and `conclude`. `solver.solve` and `solver.geomloss` call them.
+`solver.small.pooled_solve` records the first two steps in CUDA graphs, and `solver.small.route`
+concludes from the numbers of many terms at once. So these two steps must not synchronize with the
+device, and their tensors may have a leading dimension B, of B terms at once.
+
+Every bound must hold for any potentials, rounding included; `tests/solver/test_certificates.py` and
+`tests/solver/test_unbalanced.py` check this.
 """
 
 from __future__ import annotations

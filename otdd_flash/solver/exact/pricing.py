@@ -7,9 +7,10 @@ computes it for all pairs, in blocks of rows, and keeps
     the k least reduced costs of every row and of every column, as arcs (i, j) with their costs.
 
 Nothing has n x m entries. Points and given matrices differ in their blocks alone, `PointCosts` and
-`MatrixCosts`; several processes take a share of the rows each, `SharedCosts`. `solve` and `slopes`
-call these. A change must keep that the costs of arcs are the very numbers of the pass, whose errors
-`ExactCosts.errors` bounds.
+`MatrixCosts`; several processes take a share of the rows each, `SharedCosts`. `exact.solve` and
+`exact.slopes` make one of these and call `price`; `exact.bounds` and `exact.program` read its
+`Arcs`. The costs of arcs must be the very numbers of the pass, because `ExactCosts.errors` bounds
+the errors of these (`tests/exact/test_exact_bounds.py`).
 """
 
 from __future__ import annotations
