@@ -1,8 +1,14 @@
-"""Whether a divergence or a matrix is one for `pooled_solve`, and the terms it then ends with.
+"""Which divergences and matrices are small, and their solve by a `PooledSolve`.
 
-`solver.solving` asks `is_small` and calls `solve_small`; if that returns None, `divergence` solves
-the problem. `derivatives.loss` chooses by `suits` as well, and solves many pairs side by side by
-`solve_batch`; `ranking.bounds` by `solve_terms`, which has a certificate for every term.
+`solver.solving` asks `is_small` and calls `solve_small`, which returns a `Divergence`, or None if a
+term needs another solve; `solver.divergence` then solves the problem. `derivatives.loss` asks
+`suits` for a batch of pairs and solves it by `solve_batch`, which returns values, gradients and
+whether they are proved. `ranking.bounds` calls `is_small` and `solve_terms`, which returns every
+term with its certificate.
+
+Bounds and stopping rules must be those of a solve by `solver.solve`: whatever the certificate of a
+pooled term does not prove is left to such a solve. The limits of size may decide only time and
+memory (`tests/solver/test_small.py`, `tests/solver/test_torch_pool.py`).
 """
 
 from __future__ import annotations
