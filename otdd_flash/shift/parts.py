@@ -40,8 +40,8 @@ class ClassShift:
 
     Attributes:
         name: the class.
-        reference: its rows there.
-        sample: its rows there.
+        reference: number of its rows in the reference.
+        sample: number of its rows in the sample.
         share: its part of the transport cost that T compares; parts sum to 1, and one may be below
             0.
         p_value: of its own test; None if counts are too small for any p-value to be of use.

@@ -75,8 +75,8 @@ class PooledRows:
         """Pool two sides.
 
         Args:
-            reference: rows of one law, perhaps.
-            sample: rows of another law, perhaps.
+            reference: the rows of one side.
+            sample: the rows of the other side.
             metric: how labels are compared; `NoLabels` leaves them out.
             groups: two sequences, the group of every row of each side; None: every row by itself.
 

@@ -822,10 +822,10 @@ class Plan(NamedTuple):
         cost_errors: (k,) errors of costs as in `sums`, 0 where there is no mass.
         errors: (k,) A and B of `solver.evidence`, likewise.
         unresolved: (k,) bool, the points with mass whose error bound exceeds epsilon / 2: errors of
-            costs may be as large as all of their mass. None of relaxed marginals, which owe a
-            distant point little, and would owe one of a low potential all the more.
+            costs may be as large as all of their mass. None if a marginal is relaxed: it owes a
+            distant point little, and would owe a point of a lower potential more.
         constraints: what marginals owe.
-        owed: (k,) that, at these potentials.
+        owed: (k,) masses that marginals owe, at these potentials.
         passes: evaluations of `Operator.marginals`.
     """
 
@@ -891,10 +891,10 @@ def self_plan(
     *,
     accurate: bool,
 ) -> Plan:
-    """Evaluate the plan of f (n,) and f, made symmetric, and given its mass by a constant: 1.
+    """Evaluate the plan of f (n,) and f, made symmetric, and given mass 1 by a constant.
 
-    That of relaxed marginals is `Marginal.level`'s. A mass that is not far above the underflow
-    bound stays as it is.
+    With relaxed marginals `Marginal.level` gives the constant, and the plan gets the mass that it
+    then owes. A mass that is not far above the underflow bound stays as it is.
     """
     sums = operator.marginals(f, None, epsilon, accurate=accurate)
     row_errors, column_errors = sums.row_errors, sums.column_errors
@@ -949,7 +949,10 @@ def _sizes(
 
 
 def find_unresolved(errors: Tensor, epsilon: Epsilon, constraints: Constraints = EXACT) -> Tensor:
-    """Return where 2 A_i > epsilon, (k,) bool; errors are 0 where there is no mass."""
+    """Return where 2 A_i > epsilon, (k,) bool, which is nowhere if a marginal is relaxed.
+
+    Errors are 0 where there is no mass.
+    """
     return errors > epsilon / 2 if constraints.exact else torch.zeros_like(errors, dtype=torch.bool)
 
 

@@ -330,10 +330,10 @@ class Divergence:
 
 
 def whole_term(term: TransportTerm, compared: Comparison) -> TransportTerm:
-    """Return the term of a pair with what many sets of labels add that is of one side alone.
+    """Return a term with the separable terms of costs between many sets of labels added.
 
-    Within a divergence of three terms that cancels. Terms of different comparisons do not share it:
-    the columns that stand for sets are other ones for every pair of datasets.
+    They cancel in a divergence of three terms. Different comparisons have different ones, because
+    the columns that stand for sets of labels are others for every pair of datasets.
     """
     if not compared.signed:
         return term

@@ -211,7 +211,7 @@ class MatrixComparison:
 
     @property
     def diameter(self) -> float:
-        """The diameter of points, which a matrix does not tell.
+        """The diameter of points, which a matrix does not determine.
 
         Raises:
             InputError: always.

@@ -39,7 +39,7 @@ def compared_tensors(
     debias: bool,
     resident: bool = True,
 ) -> Comparison:
-    """Check the arguments of `sinkhorn_loss` and compare both sides; errors as there.
+    """Check the arguments of `sinkhorn_loss`, raise its errors, and compare both sides.
 
     The other arguments are those of `Comparison.between`.
     """

@@ -110,7 +110,7 @@ def negligible(costs: ExactCosts, f: Vector, g: Vector) -> float:
 
 
 def common_rounding(count: int, scale: float, error: float) -> float:
-    """Return how far rounding leaves (1) and (2) apart at most where no cost is above the others.
+    """Return the most by which rounding leaves (1) and (2) apart if no cost is above the others.
 
     For costs within +-K the potentials of either side span 2 K at most: f_i - f_k <= max C - min C.
     Integer masses of a sum near 2^52 leave rho <= (2 count + 12) u: half an integer a point, as

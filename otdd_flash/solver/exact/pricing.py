@@ -1,4 +1,4 @@
-"""Passes over all costs in float64: least reduced costs of rows and columns, and the arcs there.
+"""Passes over all costs in float64: the least reduced costs of rows and columns, and their arcs.
 
 For potentials f (n,) and g (m,) the reduced cost of a pair is C_ij - f_i - g_j. A pass, `price`,
 computes it for all pairs, in blocks of rows, and keeps
@@ -233,7 +233,7 @@ class Arcs(NamedTuple):
     Attributes:
         rows: (k,) i.
         columns: (k,) j.
-        costs: (k,) C_ij, finite.
+        costs: (k,) C_ij; +inf for a forbidden pair.
     """
 
     rows: Places
@@ -284,7 +284,7 @@ class SharedCosts(PointCosts):
     """The cost between two labelled clouds that ranks share; see `ExactCosts`.
 
     Args:
-        operator: of rank 0, which keeps the cost on all ranks as long as it is there.
+        operator: of rank 0, which keeps the cost on all ranks as long as it exists.
         error: of the cost, by that of the points.
 
     Raises:

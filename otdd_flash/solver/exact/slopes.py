@@ -76,7 +76,7 @@ def slopes_of(comparison: Comparison, term: ExactTerm, directions: Tensor) -> Ex
     Args:
         comparison: of the distance.
         term: its cross term.
-        directions: (n, V) float64, NaN for a direction that there is not.
+        directions: (n, V) float64, NaN for a direction that does not exist.
 
     Raises:
         InputError: the term is not proven optimal.

@@ -611,7 +611,7 @@ def first_potentials(
     `time.perf_counter`, leave potentials of 0.
 
     Raises:
-        InputError: costs cannot be computed, whatever epsilon.
+        InputError: costs cannot be computed, at any epsilon.
     """
     scale = costs.mean - min(costs.lowest, 0.0)
     epsilon, limits = FIRST_LEVEL * scale, torch.finfo(operator.passes.dtype)

@@ -90,7 +90,7 @@ def matrix_loss(
     gradient> = 0.
 
     Args:
-        costs: C (n, m) as for `matrix_transport`; of `otdd.CostBlocks` there is no gradient.
+        costs: C (n, m) as for `matrix_transport`; `otdd.CostBlocks` get no gradient.
         a: (n,) non-negative masses that sum to 1; uniform by default.
         b: (m,) masses, likewise.
         epsilon: regularisation, in units of the cost.
