@@ -1,14 +1,16 @@
 """`DistanceResult`: the distance with its bounds, what can be asked of the plan, and its files.
 
-`otdd` and `gromov.distance` make it; `commands.compare` and `report.distance` show it,
-`commands.results` logs it; `sampling.comparison`, `sampling.subsampling` and `study.measures` work
-with many of them. `pairwise`, `flows.result` and `study.setup` also use `versions`.
+`otdd`, `gromov.distance` and `study.measures.distances` make it. `commands.compare` and
+`report.distance` show it, and `commands.results` logs it. `sampling.comparison` returns one for
+drawn rows, to `sampling.subsampling` and `study.measures.distances`. `pairwise`, `flows.result`,
+`mixing.mixture`, `ranking` and `study.setup` write `versions` into their own files.
 
 A change must respect three things. Plans are evaluated again from potentials and the cost, never
-stored, because they have n x m entries. What reads the datasets again (questions about the plan,
-`to_dict`) refuses datasets that were changed in place, by `_check_unchanged`, because the
-potentials are not those of the new points. Saved results of earlier versions stay readable: keys of
-`to_dict` and names of tensors are the format.
+stored, because they have n x m entries; only at epsilon 0 the term itself has the plan
+(`ExactTerm`). Methods that read the datasets again (those that use the plan, and `to_dict`) refuse
+datasets that were changed in place, by `_check_unchanged`, because the potentials are not those of
+the new points. Saved results must stay readable: keys of `to_dict` and names of tensors are their
+format (`tests/files/test_files_of_today.py`).
 """
 
 from __future__ import annotations

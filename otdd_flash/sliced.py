@@ -20,9 +20,9 @@ miss lie below the mean. With the tail excess of the draws (`tail_excess`) the i
     [mean - q se, mean exp((q se / mean) (1 + 6 excess))],
 
 with q Student's quantile of L - 1 degrees of freedom and se the deviation over draws over sqrt(L).
-Heavy draws are no reason to withhold an interval: samples that lack such draws look harmless, and
-their intervals, the ones that miss, would remain. An interval is missing only below LEAST_DRAWS
-draws, or if its upper end is not finite.
+Intervals must not be withheld because some draws are heavy: those that miss come from samples
+without heavy draws, and would remain. An interval is missing only below LEAST_DRAWS draws, or if
+its upper end is not finite.
 
 The mean of numbers with a heavy tail lies above most of the means of samples: a sample that lacks
 the rare large numbers has a mean that is too low and a spread that is too small. Intervals of means

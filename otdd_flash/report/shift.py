@@ -1,8 +1,11 @@
-"""The report of a shift test: tables for the terminal, csv files and one picture.
+"""The report of shift tests: csv files, pictures, and the table for the terminal.
 
-`write_shift_report` writes null.csv, classes.csv, rows.csv and shift.png; of windows windows.csv
-and windows.png. `commands.shift` calls it, and `ShiftReport.plot` calls `plot_shift`. Users'
-scripts read the files, so names and columns must stay.
+For one test `write_shift_report` writes null.csv and shift.png; if parts were asked for also
+rows.csv, and classes.csv if rows have one label each. For the windows of a stream it writes
+windows.csv and windows.png instead. `commands.shift` calls it, and prints `shift_table` for one
+test; `ShiftReport.plot` (`shift.result`) calls `plot_shift`. Users' scripts read the files, so
+names and columns must stay; the columns of classes.csv are the fields of `ClassShift`
+(`shift.parts`).
 """
 
 from __future__ import annotations

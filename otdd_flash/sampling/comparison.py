@@ -1,14 +1,16 @@
 """The dataset distance as a function of the rows drawn, and the draws themselves.
 
-In a `SubsetComparison` all is fixed but the rows: epsilon, metric, ground cost and device are those
-of the whole. `subsample` draws rows without replacement. `sampling.subsampling`,
-`study.measures.distances`, `study.measures.network` and `mixing.mixture` call it;
-`commands.compare` and `shift.rows` call `drawable`.
+`SubsetComparison` compares drawn rows of two datasets, with epsilon, metric, ground cost and device
+of the whole datasets; `sampling.subsampling` and `study.measures.distances` make one. `subsample`
+draws rows without replacement: both of these and `mixing.mixture` call it, and
+`study.measures.network` calls `subsample_rows`. `commands.compare` and `shift.rows` call
+`drawable`, which returns the rows that may be drawn.
 
 A change must keep the draws a function of the generator and of the labels alone, so that every
-process draws the same rows from a seed. All parts are compared at the epsilon of the whole, which
-the caller must give: the entropic distance S_epsilon at another epsilon is another number. Notices
-that the whole distance has already reported are not repeated for its parts.
+process draws the same rows from a seed. All draws are compared at the epsilon of the whole
+datasets, which the caller must give: the entropic distance S_epsilon at another epsilon is another
+number. Notices that the distance of the whole datasets has already given are not repeated for
+draws.
 """
 
 from __future__ import annotations

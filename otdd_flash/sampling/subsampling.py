@@ -7,7 +7,7 @@ from a finite set. The deviations of K draws of S_m from their mean give the sta
 
     se = (tau_m / tau_n) sd(S_m),    tau_m / tau_n = sqrt((m / n) / (1 - m / n)).
 
-Away from distance 0 S, the divergence, fluctuates as 1 / sqrt(n) about its mean (del Barrio,
+If the distance is not 0, the divergence S fluctuates as 1 / sqrt(n) about its mean (del Barrio,
 Gonzalez-Sanz, Loubes & Niles-Weed 2023, An improved central limit theorem and fast convergence
 rates for entropic transportation costs), which is all that subsampling requires (Politis & Romano
 1994, Large sample confidence regions based on subsamples under minimal assumptions). The factor 1 -
@@ -34,16 +34,16 @@ The noise floor is the distance between two disjoint halves of one dataset. With
 divergence between two samples of one distribution is far from 0. A distance between datasets is
 meaningful as far as it exceeds that of their halves at equal sizes.
 
-`otdd_flash` exports `subsample_interval` and `noise_floor`, which `commands.compare` and
-`study.measures.distances` call; `ranking.race` calls the first too. `commands.compare` also calls
-`half_size` of the rows that are `drawable`, before the main solve. `mixing.mixture` makes intervals
-of weights by the functions here. `commands.compare` and `study.study` check settings by
-`check_count`; `commands.compare`, `study.measures.distances` and `study.measures.network` take
-`subsample_sizes`. `study.measures.base` builds the intervals of a study by `deviation_interval` and
-`sampling_rate`, and `study.measures.distances` cuts the excess at MOST_EXCESS. A change must keep
-draw k the same for every number of ranks, so that an interval does not depend on the machine;
-coverage is tested by simulation. The draws of a floor follow from the seed alone, so that it can be
-computed again.
+`otdd_flash` exports `subsample_interval` and `noise_floor`. `commands.compare` and
+`study.measures.distances` call both, and `ranking.race` the first. `study.measures.base` and
+`mixing.mixture` make intervals of their own draws by `deviation_interval` and `sampling_rate`;
+`study.measures.distances` also limits the excess by MOST_EXCESS. Entry points check a number of
+subsamples by `check_count` before they solve; `commands.compare` also checks by `half_size` that
+there are rows for a floor. `subsample_sizes` says how many rows a subsample has.
+
+A change must keep draw k the same for every number of ranks, so that an interval does not depend on
+the machine, and must keep the coverage, which `experiments.interval_coverage` simulates. The draws
+of a floor must follow from the seed alone, so that it can be computed again.
 """
 
 from __future__ import annotations

@@ -2,19 +2,21 @@
 
 Under the null hypothesis units (rows, or groups) of both sides are exchangeable. The statistic is
 the debiased dataset distance, at class distances W measured once on the pooled classes and an
-epsilon that is a multiple of the mean cost of all rows: both are symmetric in all rows, so that
-every permutation is a draw from the same law as the rows as they are.
+epsilon that is a multiple of the mean cost of all rows. A change must keep both symmetric in all
+rows: only then is every permutation a draw from the same law as the rows as they are, and the
+p-value valid.
 
 Epsilon is 0.1 of the mean cost by default, not 0.01 as for a distance: a test asks whether laws
 differ, not by how much, and a smoother statistic fluctuates less and takes fewer iterations.
 
-Of a stream, disjoint windows of rows share one level: window t = 1, 2, ... is tested at alpha / (t
-(t + 1)). These levels sum to alpha, so the probability of a false alarm in any window of an endless
-stream is at most alpha (a union bound: windows share the reference and are not independent).
-Permutations are raised so that p can reach the level.
+The disjoint windows of a stream share one level: window t = 1, 2, ... is tested at alpha / (t (t +
+1)) (`spent`). These levels sum to alpha, so the probability of a false alarm in any window of an
+endless stream is at most alpha (a union bound: windows share the reference and are not
+independent). Permutations are raised so that p can reach the level.
 
-`otdd_flash` exports `shift_test` and `shift_windows`; `commands.shift` and `integrations.detector`
-call them, the latter also `spent`.
+`otdd_flash` exports `shift_test` and `shift_windows`, and `commands.shift` calls both.
+`integrations.detector` calls `shift_test` for every batch, at the level that `spent` returns, so
+that a detector and `shift_windows` agree.
 """
 
 from __future__ import annotations

@@ -1,14 +1,18 @@
 """Where a shift is: class proportions, the features of each class, and rows that stick out.
 
-`shift.joint` calls `shift_parts` after the joint test. Every class is tested by itself: its rows of
-both sides are pooled and exchanged, with features alone as cost, at an epsilon that is relative to
-their own mean cost. Classes whose p-value cannot become small by counts alone, whatever their
-features are, leave the family (Tarone 1990, A modified Bonferroni method for discrete data); the
-others get Holm's p-values (Holm 1979). Nothing but counts may choose the family, or Holm's p-values
-would be wrong.
+`shift.joint` calls `class_permutations`, which chooses the classes to test, before the joint test
+and `shift_parts` after it. Every class is tested by itself: its rows of both sides are pooled and
+exchanged, with features alone as cost, at an epsilon that is relative to their own mean cost.
+Classes whose p-value cannot become small by counts alone, whatever their features are, leave the
+family (Tarone 1990, A modified Bonferroni method for discrete data); the others get Holm's p-values
+(Holm 1979). Nothing but counts may choose the family, or Holm's p-values would be wrong.
 
 Shares of classes and contributions of rows describe the distance, by the solved plan and its
 potentials at fixed class distances; they are no tests.
+
+The `ShiftParts` go into the `ShiftReport` (`shift.result`), and `report.shift` draws and writes
+them. The fields of `ClassShift` are keys of result.json and columns of classes.csv, so their names
+must stay.
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ class ClassShift:
 
     Attributes:
         name: the class.
-        reference: its rows there.
-        sample: its rows there.
+        reference: number of its rows in the reference.
+        sample: number of its rows in the sample.
         share: its part of the transport cost that T compares; parts sum to 1, and one may be below
             0.
         p_value: of its own test; None if counts are too small for any p-value to be of use.

@@ -1,17 +1,17 @@
-"""T of pooled rows, of many masses at once, and its permutation test.
+"""The statistic T of pooled rows, for many permutations at once, and its permutation test.
 
     T(a, b) = OT(a, b) - OT(a, a) / 2 - OT(b, b) / 2,    a, b >= 0 on the N pooled rows
 
 Every permutation of rows between two sides is a problem (a, b) of the same costs C (N, N), with
-mass 0 on the rows of the other side: costs and kernels are stored once, masses differ. With
+mass 0 on the rows of the other side: costs and kernels are stored once, only masses differ. With
 
     K_ij = exp((f0_i + f0_j - C_ij) / epsilon)
 
 a step of Sinkhorn's iteration of B problems is one product K @ (N, B). f0 is a potential of the
-pooled rows, so that scalings of all problems are moderate: of the self term for self terms, and of
-the self term without its diagonal for cross terms, where no row meets itself. Rows without mass
-cost a product four times the work that gathered kernels (B, n, m) take, which are read from memory
-in every step and are slower on processors and GPUs alike.
+pooled rows, so that scalings of all problems are moderate. For self terms it is that of the self
+term of all rows; for cross terms, in which no row meets itself, that of the same term without its
+diagonal. Rows without mass cost a product four times the work that gathered kernels (B, n, m) take,
+but those are read from memory in every step and are slower on processors and GPUs alike.
 
 Bounds need the same products. Potentials (f, g) after a step of columns have a plan P = a b exp((f
 + g - C) / epsilon) with exact columns, so <a, f> + <b, g> + epsilon (1 - sum P) is a lower bound.
@@ -22,10 +22,10 @@ of potentials, so no entry of P is formed, and by the log-sum inequality KL of t
 
     KL(diag(s) P) + KL(r c^T / delta) - delta log delta - (1 - delta) log(1 - delta).
 
-All is float64. A problem whose scalings leave the range of float64, as with outliers at a tiny
-epsilon, or that MOST_STEPS do not decide is solved alone by `matrix_transport`.
+All is float64. A problem is solved alone by `matrix_transport` if its scalings leave the range of
+float64, as with outliers at a tiny epsilon, or if MOST_STEPS steps do not decide it.
 
-Permutation k of a seed is the same whatever is computed beside it, and hits are counted in the
+Permutation k of a seed must be the same whatever is computed beside it, and hits are counted in the
 order drawn, not in that of finishing. A hit is a permutation whose T is not proven to be below that
 of the rows as they are: upper(T_k) >= lower(T). There are at least as many of them as permutations
 with T_k >= T, so
@@ -36,8 +36,10 @@ is valid: P(p <= alpha) <= alpha for exchangeable units, at any size. With an ea
 p = h / l at the l-th permutation, if that is the h-th hit (Besag & Clifford 1991, Sequential Monte
 Carlo p-values).
 
-`shift.joint` and `shift.parts` make a `PooledCost` and call `permutation_test`; `shift.effect`
-calls `statistics`.
+`shift.joint` and `shift.parts` make a `PooledCost` and call `permutation_test`; `shift.parts` also
+calls `label_test` and reads `potentials`, and `shift.effect` calls `statistics` and `transport`. A
+change must keep bounds and p-values valid (`tests/shift/test_shift.py`,
+`experiments.shift_validity`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The result of a shift test: `ShiftReport`.
 
-`shift.joint` makes it; `commands.shift` writes `to_dict` as result.json and prints `sentences`,
-`report.shift` draws it, `commands.results` tracks it and `integrations.detector` returns it. Keys
-of `to_dict` must stay, because users' pipelines read them.
+`shift.joint` makes it. `commands.shift` writes `to_dict` to result.json (of windows, that of the
+window with the least p-value over its level) and prints the `sentences` of one test. `report.shift`
+draws it, `commands.results` logs it, and `integrations.detector` returns it. Keys of `to_dict` must
+stay, because users' pipelines read them.
 """
 
 from __future__ import annotations

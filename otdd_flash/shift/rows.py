@@ -1,8 +1,12 @@
 """The rows of both sides in one pool: features, classes united by name, weights and units.
 
-`shift.joint` pools both sides once (`PooledRows.of`). All that the statistic is made of, class
-distances, epsilon and the unit of effects, is a symmetric function of these rows: were it measured
-on one side alone, that side would be special and the p-value wrong. A change must keep that.
+`shift.joint` pools both sides of a test (`PooledRows.of`) and calls `cost` for the costs of all
+pairs. `shift.pooled`, `shift.parts` and `shift.effect` make the masses of a permutation from the
+rows (`sides`, `masses`), and `shift.parts` tests the rows of one class (`of_class`).
+
+Class distances, epsilon and the unit of effects must stay symmetric functions of the pooled rows.
+If one of them were measured on one side alone, that side would be special and the p-value wrong
+(`tests/shift/test_shift.py`).
 
 Rows are exchanged between the sides in units: single rows, or whole groups.
 """
@@ -71,8 +75,8 @@ class PooledRows:
         """Pool two sides.
 
         Args:
-            reference: rows of one law, perhaps.
-            sample: rows of another law, perhaps.
+            reference: the rows of one side.
+            sample: the rows of the other side.
             metric: how labels are compared; `NoLabels` leaves them out.
             groups: two sequences, the group of every row of each side; None: every row by itself.
 

@@ -7,16 +7,20 @@ and mass 1. A self term's plan is given mass 1 by a constant, and balanced on it
 
 Relaxed marginals owe p = a e^(-f / rho_x) and q = b e^(-g / rho_y) in the place of a and b, after a
 translation of the potentials that makes their masses equal. So a plan with exactly the marginals p
-and q costs, beside <C, P> + epsilon KL(P | a b^T), no more than what the penalties charge for them,
-and both upper bounds hold with p and q for a and b. Where both sides are relaxed the plan as it is
-is a third: `formulas.marginals` has its primal value. Marginal errors are relative to the mass that
-the plan moves.
+and q costs <C, P> + epsilon KL(P | a b^T) and what the penalties charge for p and q, and both upper
+bounds hold with p and q in the place of a and b. If both sides are relaxed, the primal value of the
+plan itself (`formulas.marginals`) is a third upper bound. Marginal errors are relative to the mass
+that the plan moves.
 
-`certify` and `certify_self` take four steps: a `Plan` whose entries are evaluated once, its
-`PlanEvidence`, a few numbers that the device computes, the reading of these, and `conclude`.
-`solver.solve` and the schedule of geomloss call them; `solver.small` records the first two steps
-and reads the numbers of many terms at once. So nothing before `conclude` may synchronize with the
-device, and all tensors there may have a leading dimension B, of B terms at once.
+`certify` and `certify_self` evaluate the entries of a `Plan` once (`lowered_plan`, `self_plan`),
+compute its `PlanEvidence` on the device (`cross_evidence`, `self_evidence`), read its numbers
+(`read_numbers`), and `conclude`. `solver.solve` and `solver.geomloss` call them.
+`solver.small.pooled_solve` records the first two steps in CUDA graphs, and `solver.small.route`
+concludes from the numbers of many terms at once. So these two steps must not synchronize with the
+device, and their tensors may have a leading dimension B, of B terms at once.
+
+Every bound must hold for any potentials, rounding included; `tests/solver/test_certificates.py` and
+`tests/solver/test_unbalanced.py` check this.
 """
 
 from __future__ import annotations
@@ -818,10 +822,10 @@ class Plan(NamedTuple):
         cost_errors: (k,) errors of costs as in `sums`, 0 where there is no mass.
         errors: (k,) A and B of `solver.evidence`, likewise.
         unresolved: (k,) bool, the points with mass whose error bound exceeds epsilon / 2: errors of
-            costs may be as large as all of their mass. None of relaxed marginals, which owe a
-            distant point little, and would owe one of a low potential all the more.
+            costs may be as large as all of their mass. None if a marginal is relaxed: it owes a
+            distant point little, and would owe a point of a lower potential more.
         constraints: what marginals owe.
-        owed: (k,) that, at these potentials.
+        owed: (k,) masses that marginals owe, at these potentials.
         passes: evaluations of `Operator.marginals`.
     """
 
@@ -887,10 +891,10 @@ def self_plan(
     *,
     accurate: bool,
 ) -> Plan:
-    """Evaluate the plan of f (n,) and f, made symmetric, and given its mass by a constant: 1.
+    """Evaluate the plan of f (n,) and f, made symmetric, and given mass 1 by a constant.
 
-    That of relaxed marginals is `Marginal.level`'s. A mass that is not far above the underflow
-    bound stays as it is.
+    With relaxed marginals `Marginal.level` gives the constant, and the plan gets the mass that it
+    then owes. A mass that is not far above the underflow bound stays as it is.
     """
     sums = operator.marginals(f, None, epsilon, accurate=accurate)
     row_errors, column_errors = sums.row_errors, sums.column_errors
@@ -945,7 +949,10 @@ def _sizes(
 
 
 def find_unresolved(errors: Tensor, epsilon: Epsilon, constraints: Constraints = EXACT) -> Tensor:
-    """Return where 2 A_i > epsilon, (k,) bool; errors are 0 where there is no mass."""
+    """Return where 2 A_i > epsilon, (k,) bool, which is nowhere if a marginal is relaxed.
+
+    Errors are 0 where there is no mass.
+    """
     return errors > epsilon / 2 if constraints.exact else torch.zeros_like(errors, dtype=torch.bool)
 
 

@@ -1,16 +1,20 @@
 """The debiased Sinkhorn divergence S = OT(x, y) - OT(x, x) / 2 - OT(y, y) / 2, and its bounds.
 
 `TermSolves` solves its terms in turn, within one budget of time and iterations. If a width of the
-bounds is asked for instead of a marginal error, `solve_to_width` repeats that. The bounds of the
-cross term are about as wide as its marginal error times the costs, those of a self term narrower,
-but the value that they are compared with is known only once all terms are solved. So the terms are
-solved coarsely first; then those that make the interval wide continue from their potentials, to a
-marginal error smaller by the factor by which the interval is too wide.
+bounds is asked for instead of a marginal error, `solve_to_width` solves them several times. The
+bounds of the cross term are about as wide as its marginal error times the costs, and those of a
+self term are narrower, but the width is relative to the value, which is known only once all terms
+are solved. So the terms are solved coarsely first; then those that make the interval wide continue
+from their potentials, to a marginal error smaller by the factor by which the interval is too wide.
 
-`solver.solving` calls it for what is not small and for equal clouds, and `ranking.bounds` directly;
-`solver.small.route` and `solver.exact.solve` make a `Divergence` too. Entry points call
-`checked_start` and `report_convergence`, `flows.objective` the latter, `pairwise` and
-`ranking.bounds` `whole_term`; `commands.settings` reads SCHEDULES. Results read the `Divergence`.
+`solver.solving` calls `solve_divergence` for problems that are not small, and `solve_identical` for
+equal clouds; `ranking.bounds` calls both for single terms. `solver.small.route` and
+`solver.exact.solve` make a `Divergence` too. Results, flows and derivatives read it. Entry points
+call `checked_start` and `report_convergence`; `pairwise` and `ranking.bounds` call `whole_term`.
+
+`SOLVES` says which function solves a term by which options, and `commands.settings` reads
+SCHEDULES: a new schedule needs an entry of `SOLVES` and a file in `conf/solver`. A divergence of
+equal clouds must stay 0 with the bounds [0, 0].
 """
 
 from __future__ import annotations
@@ -326,10 +330,10 @@ class Divergence:
 
 
 def whole_term(term: TransportTerm, compared: Comparison) -> TransportTerm:
-    """Return the term of a pair with what many sets of labels add that is of one side alone.
+    """Return a term with the separable terms of costs between many sets of labels added.
 
-    Within a divergence of three terms that cancels. Terms of different comparisons do not share it:
-    the columns that stand for sets are other ones for every pair of datasets.
+    They cancel in a divergence of three terms. Different comparisons have different ones, because
+    the columns that stand for sets of labels are others for every pair of datasets.
     """
     if not compared.signed:
         return term

@@ -33,11 +33,12 @@ in L1 by at most
     sum_ij P_ij (exp((A_i + B_j) / epsilon) - 1)
         <= sum_i r_i expm1(2 A_i / epsilon) / 2 + sum_j c_j expm1(2 B_j / epsilon) / 2.       (2)
 
-What rounding a returned potential to its type changes is measured and added to A. Distant points
-have larger rounding errors, so A and B are one number for each point. Where 2 A_i > epsilon, errors
-may be as large as all of the point's mass, and (2) says nothing useful: the point is `unresolved`.
-Its potential is lowered so far that even with the errors it sends almost no mass. Its missing mass
-then counts in the marginal error like any other, and the upper bound's correction adds it back.
+The change of a returned potential when it is rounded to its type is measured and added to A.
+Distant points have larger rounding errors, so A and B are one number for each point. Where 2 A_i >
+epsilon, errors may be as large as all of the point's mass, and (2) says nothing useful: the point
+is `unresolved`. Its potential is lowered so far that even with the errors it sends almost no mass.
+Its missing mass then counts in the marginal error like any other, and the upper bound's correction
+adds it back.
 
 Roundings, in units of u = 2^-24 (float32) and v = 2^-53 (float64); M_i + N_j bounds the sum of the
 magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
@@ -61,8 +62,8 @@ magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
 
     <C, Q> + epsilon KL(Q | a b^T) >= OT   for every Q >= 0 with row sums a and column sums b
 
-The plan P of two potentials nearly has these marginals, and log (P_ij / a_i b_j) is its exponent:
-P costs sum_ij P_ij (f_i + g_j), so that its row and column sums say all. What is missing is filled
+The plan P of two potentials nearly has these marginals, and log (P_ij / a_i b_j) is its exponent: P
+costs sum_ij P_ij (f_i + g_j), so that its row and column sums suffice. What is missing is filled
 with a matrix whose cost is known in closed form. No plan is ever formed. For a cross term g first
 is at most T'(f), so that columns have at most the masses b, but for a few units in the last place.
 """

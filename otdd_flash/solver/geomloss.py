@@ -1,4 +1,4 @@
-"""`solver=geomloss`: the fixed schedule of `SamplesLoss("sinkhorn", p=2)`, to compare with it.
+"""`solver=geomloss`: the fixed schedule of geomloss's `SamplesLoss("sinkhorn", p=2)`.
 
 Potentials start as f = T(0), g = T'(0) at epsilon = diameter^2. Then, for every value of epsilon in
 
@@ -10,13 +10,16 @@ data analysis, beyond convolutions:
     f <- (f + T(g)) / 2,  g <- (g + T'(f)) / 2,        in a self term  f <- (f + T(f)) / 2,
 
 and last f <- T(g), g <- T'(f). The value is <a, f> + <b, g> at these, whatever the marginals of
-their plan. It is that library's number and no bound of OT_epsilon: where the schedule ends before
-its plan has the right marginals, `bounds` contain OT_epsilon but not necessarily the value.
+their plan. It is geomloss's number and no bound of OT_epsilon: if the schedule ends before its plan
+has the right marginals, `bounds` contain OT_epsilon but not necessarily the value.
 
-`diameter` defaults to the diagonal of the box around the features, as there. The original OTDD code
-passes labels as one more coordinate, so that its diameter is the diagonal of a box with one more
-side, the highest class index; `blur` there is epsilon^(1/2) here. `solver.divergence` calls
-`solve_by_schedule`.
+`diameter` defaults to the diagonal of the box around the features, as in geomloss, whose `blur` is
+epsilon^(1/2). The original OTDD code passes labels as one more coordinate, so that its diameter is
+the diagonal of a box with one more side, the highest class index.
+
+`solver.divergence` calls `solve_by_schedule` by its table `SOLVES`, `solver.solving` fills in the
+diameter, and `otdd_flash` exports `GeomlossSchedule`. A change must keep the value that of geomloss
+(`tests/solver/test_geomloss_schedule.py`). The fields are keys of `conf/solver/geomloss.yaml`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
 """A cost matrix with its masses: checked, moved to the device, with an operator for each term.
 
-`matrix.transport` and `matrix.gradients` build one by `MatrixComparison.prepare` and solve it;
-`operators.comparison` is the same for point clouds.
+`matrix.transport`, `matrix.gradients` and loaded results (`matrix.result`) build one by
+`MatrixComparison.prepare`. `solver.solving` and the solvers that it calls (`solver.small`,
+`solver.divergence`, `solver.exact`) read it, and `derivatives.groups` takes its costs and masses.
+
+These read a `Comparison` of point clouds (`operators.comparison`) in the same way. So a member of
+it that they read must be here too, also if it is a constant, such as `signed`. Costs must stay
+those that were given, in their type: results find their matrix again by its fingerprint.
 """
 
 from __future__ import annotations
@@ -206,7 +211,7 @@ class MatrixComparison:
 
     @property
     def diameter(self) -> float:
-        """The diameter of points, which a matrix does not tell.
+        """The diameter of points, which a matrix does not determine.
 
         Raises:
             InputError: always.

@@ -1,9 +1,11 @@
 """The arguments `unbalanced` and `unbalanced_relative`: what marginals owe, as users give it.
 
-Entry points call `resolve_constraints` once the mean cost is known, and put what it returns beside
-the cost. `MatrixComparison.with_penalties`, `study.measures.distances` and loaded results call it
-too. `solver.solve`, `solver.small.route` and `batched.plans` refuse penalties `beyond_digits`;
-results and files have `penalties_of`. A change must keep that solvers read `Constraints` alone.
+Entry points call `refuse_unbalanced` before any work, and `resolve_constraints` once the mean cost
+is known; its `Constraints` (`formulas.marginals`) go to the solver with the cost.
+`MatrixComparison.with_penalties`, `study.measures.distances` and loaded results call
+`resolve_constraints` too. `solver.solve`, `solver.small.route` and `batched.plans` refuse penalties
+`beyond_digits`. A change must keep that solvers read `Constraints` alone. Results and files hold
+`penalties_of` under the key `unbalanced`, in units of the cost, so its form must stay.
 """
 
 from __future__ import annotations

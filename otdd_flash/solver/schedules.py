@@ -1,10 +1,12 @@
 """The options `solver=`, a class for each way to solve a term.
 
-All derive from `Schedule`, which has the tolerance and whether convergence is required; entry
-points and `commands.settings` name it in annotations. Entry points take a `Converged` from the user
-and make one by default; `solver.solve` and `solver.small` iterate by it. Entry points call
-`schedule_of` for `Exact`, whose options `solver.exact.solve` reads. `geomloss` has the options of
-its own way, `solver.divergence` the table of all, and `solver.solving` chooses a route by them.
+All derive from `Schedule`, which has the tolerance and whether convergence is required. Entry
+points take one from the user, call `schedule_of` where an epsilon of 0 selects `Exact`, and make a
+`Converged` by default. `solver.solving` chooses a route by the class: `solver.solve` and
+`solver.small` read the options of `Converged`, `solver.exact.solve` those of `Exact`.
+
+`solver.geomloss` derives a third class, `GeomlossSchedule`, and `solver.divergence` has the table
+of all three (SCHEDULES), from which `commands.settings` makes the user's choice.
 
 Names of schedules and of their fields are settings of users and keys of `conf/solver`, so they must
 stay.

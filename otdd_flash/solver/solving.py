@@ -1,9 +1,12 @@
-"""The solve of a comparison by a route of its size, and the entry points for two datasets.
+"""The solve of two datasets or of a given matrix by the route that fits; `sinkhorn` entry points.
 
-Distances, losses, derivatives and given matrices all call `solve`. The terms of small problems are
-solved all at once (`small`), equal clouds are one term, and other problems solve their terms in
-turn (`divergence`). All routes end with the same certificates, so the choice decides how long a
-solve takes and its last digits, never whether its bounds hold.
+Distances, losses, derivatives, flows, mixtures, rankings, studies and given matrices all call
+`solve` with a `Comparison` or a `MatrixComparison` at an epsilon, and get a `Divergence`. The terms
+of small problems are solved all at once (`solver.small`), equal clouds are one term, and other
+problems solve their terms in turn (`solver.divergence`); epsilon 0 goes to `solver.exact`. All
+routes at a positive epsilon must end with the same certificates, so that the choice decides how
+long a solve takes and its last digits, never whether its bounds hold
+(`tests/solver/test_bounds.py`).
 
 `otdd_flash` exports `sinkhorn` and `sinkhorn_divergence`; users alone call them.
 """

@@ -1,7 +1,11 @@
 """Checks of point clouds that are given as tensors, and the `Comparison` made of them.
 
-The tensor entry points of `derivatives` call it: `loss`, `potentials` and `hessian`. Each user
-error is raised here, once, under the name of the argument.
+The entry points of `derivatives` call `compared_tensors`: `loss`, `potentials` and `hessian`.
+`loss` also calls `check_batch` and `class_totals_of` for batches, and `type_of` says the type of a
+result. Given matrices have the same MASS_TOLERANCE (`solver.matrix_comparison`).
+
+Each user error is raised here, once, under the name of the argument. The tensors of a `Comparison`
+must be detached, because gradients come from the backward passes of the entry points alone.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ def compared_tensors(
     debias: bool,
     resident: bool = True,
 ) -> Comparison:
-    """Check the arguments of `sinkhorn_loss` and compare both sides; errors as there.
+    """Check the arguments of `sinkhorn_loss`, raise its errors, and compare both sides.
 
     The other arguments are those of `Comparison.between`.
     """

@@ -1,14 +1,17 @@
 """One transport term: epsilon and its tolerance, and the solved term with the bounds of its value.
 
-Entry points resolve epsilon here; errors name the setting and the unit in which it was given.
-`solver.solve` and `solver.small` take the stopping rule of the iterations and of the term from
-here, and make terms by `TransportTerm.from_certificate`, as `geomloss` does. That refuses a plan
-that rounding alone decides; `labels.sinkhorn_pairs` raises the same error by `rounded_away`.
-`certificate` takes the advice to use float64 from `or_double`.
+Entry points resolve epsilon by `resolve_epsilon`, and errors name the setting and the unit in which
+it was given (`epsilon_given_as`). `solver.solve` and `solver.small` take the stopping rule of the
+iterations (`goal_of`) and of the term (`reachable_tolerance`), and make terms by
+`TransportTerm.from_certificate`, as `solver.geomloss` does. It refuses a plan that rounding alone
+decides; `labels.sinkhorn_pairs` raises the same error by `rounded_away`.
 
-`ExactTerm` is the term at epsilon 0, unregularised, with its plan, which has few entries. It is a
-`TransportTerm`, so that divergences and results hold either. What asks for a plan asks the term
-first (`DistanceResult`, `MatrixTransport`). `solver.exact.solve` makes it.
+`ExactTerm` is the term at epsilon 0, unregularised, with its plan, which has few entries;
+`solver.exact.solve` makes it. It is a `TransportTerm`, so that divergences and results hold either.
+Whoever uses a plan (`DistanceResult`, `MatrixTransport`, `gromov.problem`) must ask first which of
+the two the term is.
+
+The fields in SUMMARIZED and the names in PLAN_TENSORS are keys of saved results, so they must stay.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """The result of a study: readings of measures, transfer runs and statistics of the units done.
 
 `gather` reads the units of a folder into a `StudyResult`; `study.study` calls it when a run ends.
-`commands.study`, `commands.results` and the modules of `report.study` read the result through its
-methods. Rows are ordered by measure, source and target, so that the csv files of a study that is
-run again are equal. An unfinished study has a valid result, because runs are stopped and resumed.
+`commands.study`, `commands.results` and the modules of `report.study` read it. Rows must stay
+ordered by measure, source and target, so that the csv files of a study that is run again are equal.
+The fields of `MeasuredPair` and `TransferredPair` are the columns of pairs.csv and transfer.csv, so
+their names and order must stay. An unfinished study must have a valid result, because runs are
+stopped and resumed.
 """
 
 from __future__ import annotations

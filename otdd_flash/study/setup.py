@@ -2,14 +2,16 @@
 
 `as_tasks` makes tasks from what the user gave: it drops small classes, matches the classes of test
 rows by name and groups tasks that share rows into families. `Settings` holds what decides results
-and `Setup` joins both. `study.study` makes them; `study.units`, `study.training`, `study.result`
-and the modules of `study.measures` read them. `Transfer` says how networks are trained; users,
-`commands.study` and `study.study` make it, and `study.training` reads it.
+and `Setup` joins both. `study.study` makes them; `study.training`, `study.result` and the modules
+of `study.measures` make the keys and the work of units from them, and `report.study.page` shows
+them. `Transfer` says how networks are trained; users, `commands.study` and `study.study` make it,
+and `study.training` reads it.
 
-The dictionaries of `Settings` are parts of unit keys and of study.json. A new entry changes all
-digests, so that stored units are not found any more; a setting that decides no result, such as
-`cache_dir`, must stay out of them. `Transfer.to_dict` is part of the keys of the stored units of
-training: if a field is added, renamed or gets another default, finished units are computed again.
+The dictionaries of `Settings` are parts of unit keys and of study.json. A new entry changes the
+digests of all units that have the dictionary in their key, so that stored ones are not found any
+more; a setting that decides no result, such as `cache_dir`, must stay out of them.
+`Transfer.to_dict` is part of the keys of the stored units of training: if a field is added, renamed
+or gets another default, finished units are computed again.
 """
 
 from __future__ import annotations

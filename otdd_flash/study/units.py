@@ -8,10 +8,10 @@ process has locked. With shards, the digest assigns each unit to one shard; a sh
 of others, and takes over those of a shard whose process has died.
 
 The modules of `study.measures` and `study.training` make units; `study.study` runs them,
-`study.result` reads them, and `commands.study` takes `Shard`, `part_of` and FOLDER. A
-stored unit is never computed again, so its key must hold everything that decides the result, and
-nothing else, so that no unit is computed without need. The names of the files and the content of a
-unit are a format on disk.
+`study.result` reads them, and `commands.study` checks a shard by `Shard`, reads parts of a dataset
+by `part_of`, and deletes FOLDER. A stored unit is never computed again, so its key must hold
+everything that decides the result, and nothing else, so that no unit is computed without need. The
+names of the files and the content of a unit are a format on disk.
 """
 
 from __future__ import annotations

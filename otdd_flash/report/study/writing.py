@@ -4,8 +4,8 @@
 (`study.result`) calls `plot_study`. The files are written beside study.json and the folder of
 units; `FILES` lists their patterns, by which `commands.study` removes an old report, so a new file
 needs an entry. The csv files hold no times, so that they are the same whenever the same study is
-run. Matrices have sources as rows and targets as columns, in pictures in the order of `task_order`,
-so that these can be compared.
+run. Pictures of matrices have sources as rows and targets as columns, all in the order of
+`task_order`, so that they can be compared.
 """
 
 from __future__ import annotations

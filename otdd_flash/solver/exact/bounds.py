@@ -19,10 +19,10 @@ missing now, and any plan of what is missing completes it. So
 
     OT_0 <= <C, P> + (max C - min C) rho / 2,                                                 (2)
 
-with range of C over pairs with mass. Few costs may be far above the others, which (2) then pays
-for. A hub (p, q), an arc of mass rho or more, gives another bound: a row that lacks mass takes it
-from q; one that has too much leaves an arc (i, j) of its own, and p serves j instead; columns
-likewise; (p, q) gives what p and q had to take. As deficits and excesses of a side are equal,
+with the range of C over pairs with mass. A few costs far above the others make (2) wide. A hub (p,
+q), an arc of mass rho or more, gives another bound: a row that lacks mass takes it from q; one that
+has too much leaves an arc (i, j) of its own, and p serves j instead; columns likewise; (p, q) gives
+what p and q had to take. As deficits and excesses of a side are equal,
 
     OT_0 <= <C, P> + sum_i |r - a|_i max(C_iq - C_pq, max_j (C_pj - C_ij), 0)
                    + sum_j |c - b|_j max(C_pj - C_pq, max_i (C_iq - C_ij), 0),                (3)
@@ -32,7 +32,9 @@ plan is divided by its mass, which is 1 but for rounding. Its sums are sums of i
 error; where the integers are the masses, r = a and c = b. With forbidden pairs the upper bound
 holds for the masses r and c, as the rest may have no pair to use.
 
-`solve` calls these, and `slopes` calls `negligible`.
+`exact.solve` calls these after every pass and program, and makes the bounds of an `ExactTerm` from
+them; `exact.slopes` calls `negligible`. Every bound must hold after any round, rounding of costs
+and sums included (`tests/exact/test_exact_bounds.py`).
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ def negligible(costs: ExactCosts, f: Vector, g: Vector) -> float:
 
 
 def common_rounding(count: int, scale: float, error: float) -> float:
-    """Return how far rounding leaves (1) and (2) apart at most where no cost is above the others.
+    """Return the most by which rounding leaves (1) and (2) apart if no cost is above the others.
 
     For costs within +-K the potentials of either side span 2 K at most: f_i - f_k <= max C - min C.
     Integer masses of a sum near 2^52 leave rho <= (2 count + 12) u: half an integer a point, as

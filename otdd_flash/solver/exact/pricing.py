@@ -1,4 +1,4 @@
-"""Passes over all costs in float64: least reduced costs of rows and columns, and the arcs there.
+"""Passes over all costs in float64: the least reduced costs of rows and columns, and their arcs.
 
 For potentials f (n,) and g (m,) the reduced cost of a pair is C_ij - f_i - g_j. A pass, `price`,
 computes it for all pairs, in blocks of rows, and keeps
@@ -7,9 +7,10 @@ computes it for all pairs, in blocks of rows, and keeps
     the k least reduced costs of every row and of every column, as arcs (i, j) with their costs.
 
 Nothing has n x m entries. Points and given matrices differ in their blocks alone, `PointCosts` and
-`MatrixCosts`; several processes take a share of the rows each, `SharedCosts`. `solve` and `slopes`
-call these. A change must keep that the costs of arcs are the very numbers of the pass, whose errors
-`ExactCosts.errors` bounds.
+`MatrixCosts`; several processes take a share of the rows each, `SharedCosts`. `exact.solve` and
+`exact.slopes` make one of these and call `price`; `exact.bounds` and `exact.program` read its
+`Arcs`. The costs of arcs must be the very numbers of the pass, because `ExactCosts.errors` bounds
+the errors of these (`tests/exact/test_exact_bounds.py`).
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ class Arcs(NamedTuple):
     Attributes:
         rows: (k,) i.
         columns: (k,) j.
-        costs: (k,) C_ij, finite.
+        costs: (k,) C_ij; +inf for a forbidden pair.
     """
 
     rows: Places
@@ -283,7 +284,7 @@ class SharedCosts(PointCosts):
     """The cost between two labelled clouds that ranks share; see `ExactCosts`.
 
     Args:
-        operator: of rank 0, which keeps the cost on all ranks as long as it is there.
+        operator: of rank 0, which keeps the cost on all ranks as long as it exists.
         error: of the cost, by that of the points.
 
     Raises:

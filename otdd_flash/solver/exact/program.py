@@ -1,15 +1,19 @@
-"""The transport problem on few arcs: masses as integers, a tree that has a plan, the simplex.
+"""The transport problem on few arcs: integer masses, a tree that has a plan, the network simplex.
 
 Masses become integers of equal sums, so that the simplex adds and subtracts them without rounding.
-Costs are given to it reduced by potentials near the optimal ones. That leaves the problem as it is
-and matters for time and accuracy: the first pivots take the least cost of every column, which so is
-the arc of the entropic plan (with plain costs the same problem takes ten times as long), and the
-cost of artificial arcs, hence the rounding of potentials, is a multiple of the largest reduced cost
+Costs are given to it reduced by potentials near the optimal ones. This changes no solution, but
+saves time and rounding. The first pivots take the least cost of every column, which then is that of
+an arc of the entropic plan; with plain costs the same problem takes ten times as long. And the cost
+of artificial arcs, hence the rounding of potentials, is a multiple of the largest reduced cost
 instead of the largest cost.
 
 The simplex is the network simplex of POT for sparse costs (Bonneel et al. 2011, Displacement
-interpolation using Lagrangian mass transport), after LEMON's. `solve` and `slopes` call
-`solve_program`.
+interpolation using Lagrangian mass transport), after LEMON's.
+
+`exact.solve` and `exact.slopes` call `solve_program` on the arcs so far, and add those of
+`corner_tree` so that there is a plan; `exact.solve` calls `fewest_forbidden` for forbidden pairs.
+Masses must stay integers of equal sums below 2^53, exact in float64: the bounds of `exact.bounds`
+take the sums of a plan as free of error.
 """
 
 from __future__ import annotations

@@ -11,13 +11,16 @@ optimal pair they are feasible where t_k - t_l <= r_ij for i in k and j in l, so
     max <d, f> = <d, f> + max sum_k d_k t_k,    d_k the sum of d in k,
 
 is the dual of a flow with supplies d_k along arcs of length r_ij: shortest paths in the residual
-graph. A node k of that flow is a row and a column here, with room to pass mass on, so that
-`program` solves it; passes find the arcs, as for the plan itself.
+graph. `exact.program` solves it as a transport problem in which each node k is both a row and a
+column, with an arc of length 0 between them, and with enough mass for whatever k passes on. Passes
+find the arcs, as for the plan itself.
 
-Masses whose sums tie are an integer apart once they are rounded, and the plan then passes that
-integer from group to group. Entries that are rounding connect no groups therefore.
+Equal sums of masses may differ by one integer once they are rounded, and the plan then moves that
+integer from group to group. So entries of the plan as small as rounding (`mass_rounding`) must not
+connect groups (`tests/exact/test_exact_slopes.py`).
 
-`DistanceResult.contributions` calls this for an `ExactTerm` that is proven optimal.
+`otdd_flash.contributions` calls `slopes_of` for the `ExactTerm` of a distance at epsilon 0, which
+must be proven optimal, and hands the slopes to `DistanceResult.contributions`.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ def slopes_of(comparison: Comparison, term: ExactTerm, directions: Tensor) -> Ex
     Args:
         comparison: of the distance.
         term: its cross term.
-        directions: (n, V) float64, NaN for a direction that there is not.
+        directions: (n, V) float64, NaN for a direction that does not exist.
 
     Raises:
         InputError: the term is not proven optimal.

@@ -1,15 +1,21 @@
-"""The solve of OT_0: potentials, arcs, then linear programs and passes in turn until it is proven.
+"""The solve of OT_0 (epsilon 0) by linear programs on few arcs and passes over all costs, in turn.
 
-A round solves the linear program on the arcs so far, whose plan is an upper bound, and passes over
-all costs at its potentials. The pass gives a lower bound, and the arcs of negative reduced cost
-that the program has missed; these are added. The first arcs are those of the least reduced costs of
-every row and every column at entropic potentials of a small epsilon. Where these have no plan, the
-tree of the north-west corner is added, with which the program always has one. In the order of the
-points along their principal axis that tree is the optimal plan of points on a line, to which a
-small epsilon is no guide, as thousands of them are within its blur: its arcs, and those beside them
-that prove it, are always among the first unless they are dear. Small problems take all arcs.
+A round solves the linear program on the arcs so far, whose plan gives an upper bound, and passes
+over all costs at its potentials. The pass gives a lower bound, and the arcs of negative reduced
+cost that the program has missed; these are added. Rounds end when the bounds are as close as asked,
+or as rounding allows.
 
-`solving` and `matrix.transport` call `solve_exact` for `Exact` options.
+The first arcs are those of the least reduced costs of every row and every column at entropic
+potentials of a small epsilon. If these have no plan, the tree of the north-west corner rule is
+added, with which there always is one. It is taken in the order of the points along their principal
+axis, where it is the optimal plan if the points lie on a line. For such points entropic potentials
+are no guide, as thousands of points are closer than the blur, so the arcs of the tree, and those
+beside them that prove it, are among the first arcs unless their costs are large. Small problems
+take all arcs.
+
+`solver.solving` and `solver.matrix.transport` call `solve_exact` for `Exact` options and get a
+`Divergence` of `ExactTerm`s. The bounds of `exact.bounds` must hold after any round, because a
+solve may stop at any (`tests/exact/test_exact_bounds.py`).
 """
 
 from __future__ import annotations
@@ -605,7 +611,7 @@ def first_potentials(
     `time.perf_counter`, leave potentials of 0.
 
     Raises:
-        InputError: costs cannot be computed, whatever epsilon.
+        InputError: costs cannot be computed, at any epsilon.
     """
     scale = costs.mean - min(costs.lowest, 0.0)
     epsilon, limits = FIRST_LEVEL * scale, torch.finfo(operator.passes.dtype)

@@ -1,6 +1,9 @@
 """OT_epsilon, S_epsilon and the plan of cost matrices as differentiable functions of tensors.
 
-`otdd_flash` exports `matrix_loss` and `matrix_plan`; users alone call them.
+`otdd_flash` exports `matrix_loss` and `matrix_plan`; users alone call them. Both solve by
+`solve_matrix` (`solver.matrix.transport`), and their backward passes use the potentials alone.
+`matrix_loss` must keep nothing of n x m entries for its backward pass, and gradients must be those
+of the formulas below (`tests/matrix/test_matrix_loss.py`, `tests/matrix/test_plan.py`).
 
 Value. By the envelope theorem potentials are held fixed. The dual value of the given potentials
 
@@ -20,9 +23,9 @@ Plan. For a plan P with sums r = P 1, c = P^T 1 and a cotangent G (n, m), with M
 
     dL/dC = -P o (G - u 1^T - 1 v^T) / epsilon,    dL/da = u,    dL/db = v    along the simplex.
 
-The marginals r and c are the plan's own, and alpha and beta 1 where marginals are exact. At a row
-without mass u_i is the mean of G_ij - v_j under the conditional plan of that row, over alpha. Of
-relaxed marginals dL/da = alpha r / a o u, and likewise dL/db.
+The marginals r and c are the plan's own; alpha and beta are 1 if marginals are exact. At a row
+without mass u_i is the mean of G_ij - v_j under the conditional plan of that row, over alpha. With
+relaxed marginals dL/da = alpha r / a o u, and dL/db = beta c / b o v.
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ def matrix_loss(
     gradient> = 0.
 
     Args:
-        costs: C (n, m) as for `matrix_transport`; of `otdd.CostBlocks` there is no gradient.
+        costs: C (n, m) as for `matrix_transport`; `otdd.CostBlocks` get no gradient.
         a: (n,) non-negative masses that sum to 1; uniform by default.
         b: (m,) masses, likewise.
         epsilon: regularisation, in units of the cost.

@@ -1,9 +1,12 @@
 """Entropic transport for a given cost matrix: the entry point `matrix_transport`, and its solve.
 
-`otdd_flash` exports `matrix_transport`, and `shift.pooled` calls it. `gradients` calls
-`solve_matrix` as well, which adds to `solver.solving` what is particular to forbidden pairs, of
-cost +inf: whether the masses admit a plan, `short_rows` before the solve, and an `upper_bound` of
-its cost after it.
+`otdd_flash` exports `matrix_transport`, and `shift.pooled` calls it. `solver.matrix.gradients`
+calls `solve_matrix`, which resolves epsilon, calls `solver.solving.solve`, and adds what forbidden
+pairs, of cost +inf, need: before the solve whether the masses admit a plan (`short_rows`), and
+after it an `upper_bound`.
+
+A change must keep the upper bound valid, rounding included, and never call masses infeasible that
+have a plan (`tests/matrix/test_forbidden.py`).
 
 There is no plan if some rows have more mass than all columns that they may use (Hall's condition,
 for masses). Sinkhorn updates then increase the potentials of these rows without end, so that

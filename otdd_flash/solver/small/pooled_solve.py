@@ -1,20 +1,25 @@
 """Small divergences on stored scores, and on a GPU given matrices; on a GPU in recordings.
 
-`route` is the caller. It takes a `PooledSolve` from the cache (`kept`) and calls `begin` with its
-input, a `Batch` of problems or one problem of `GivenCosts`. Then it calls `iterate` and `read` in
-turn until `Read.done`, or until what was read shows that a problem cannot converge. Before it hands
-the solve back it takes copies of `potentials` and of a `gradient`.
+`solver.small.route` calls it. It takes a `PooledSolve` from the cache (`kept`) and calls `begin`
+with a `Batch` of problems, or with one problem of `GivenCosts`. Then it calls `iterate` and `read`
+in turn until `Read.done`, or until the numbers that were read show that a problem cannot converge.
+Before it hands the solve back it takes copies of `potentials` and of a `gradient`.
+`derivatives.loss` and `ranking.bounds` make a `Batch` for `route`.
 
 Below some thousand points a side the work of a solve takes less time than to launch its kernels one
-by one. So CUDA graphs hold it all: one prepares scores and potentials, one takes some iterations of
-all terms, the cross term beside the self terms, one certifies, and one computes the gradient by the
-points of each side. They read sizes, weights, epsilon and the address of a given matrix from the
-device's memory, so that a solve in the cache serves every problem that fits its `Room`. The host
-waits for the device once, in `read`, for the state of the iterations and the numbers of the
-certificate. On a processor nothing is recorded, and iterations end as soon as they are done.
+by one. So CUDA graphs hold all of it: one graph prepares scores and potentials, one takes some
+iterations of all terms, the cross term beside the self terms, one certifies, and one computes the
+gradient by the points of each side. They read sizes, weights, epsilon and the address of a given
+matrix from the device's memory (`Inputs`), so that a solve in the cache serves every problem that
+fits its `Room`. The host must wait for the device only in `read`, for the state of the iterations
+and the numbers of the certificate. On a processor nothing is recorded, and iterations end as soon
+as they are done.
 
 The engine iterates on segments, one for each term of each problem (`operators.score_pool`): B of
 the cross terms, and 2 B of the self terms, in which x and y of a problem follow each other.
+Iterations and certificates are those of `solver.solve` and `solver.certificate`, so every term must
+be what it is alone (`tests/solver/test_solve_terms.py`). `begin` writes the numbers in the order of
+`Inputs`, so both change together.
 """
 
 from __future__ import annotations

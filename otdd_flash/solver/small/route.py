@@ -1,8 +1,14 @@
-"""Whether a divergence or a matrix is one for `pooled_solve`, and the terms it then ends with.
+"""Which divergences and matrices are small, and their solve by a `PooledSolve`.
 
-`solver.solving` asks `is_small` and calls `solve_small`; if that returns None, `divergence` solves
-the problem. `derivatives.loss` chooses by `suits` as well, and solves many pairs side by side by
-`solve_batch`; `ranking.bounds` by `solve_terms`, which has a certificate for every term.
+`solver.solving` asks `is_small` and calls `solve_small`, which returns a `Divergence`, or None if a
+term needs another solve; `solver.divergence` then solves the problem. `derivatives.loss` asks
+`suits` for a batch of pairs and solves it by `solve_batch`, which returns values, gradients and
+whether they are proved. `ranking.bounds` calls `is_small` and `solve_terms`, which returns every
+term with its certificate.
+
+Bounds and stopping rules must be those of a solve by `solver.solve`: whatever the certificate of a
+pooled term does not prove is left to such a solve. The limits of size may decide only time and
+memory (`tests/solver/test_small.py`, `tests/solver/test_torch_pool.py`).
 """
 
 from __future__ import annotations
@@ -77,7 +83,7 @@ MOST_BYTES, MOST_BYTES_CPU, MOST_PROBLEMS = 1 << 30, 1 << 25, 1 << 15
 
 
 def is_small(compared: Compared, options: Converged) -> bool:
-    """Whether a problem is one for a `PooledSolve`, with nothing that needs another way."""
+    """Return whether a problem is small, with options and costs that a `PooledSolve` takes."""
     if options.bound_width is not None or options.max_seconds is not None:
         return False
     if isinstance(compared, MatrixComparison):
@@ -121,9 +127,10 @@ def _kernel_operator(compared: MatrixComparison) -> MatrixKernelOperator:
 
 
 def suits(room: Room, compute: ComputeOptions) -> bool:
-    """Whether stored scores of a problem take less time than others, and memory is meant for them.
+    """Return whether storing the scores of a problem saves time and is within its memory.
 
-    On a processor that is where its terms are side by side.
+    The limits are MOST_SCORES and MOST_PRODUCTS on a GPU, and MOST_POINTS and MOST_ON_PROCESSOR,
+    with the memory budget, on a processor.
     """
     scores = max(room.n, room.m) ** 2
     products = scores * room.dim
@@ -139,7 +146,7 @@ def suits(room: Room, compute: ComputeOptions) -> bool:
 
 
 def _has_memory(room: Room) -> bool:
-    """Whether at most half of what is free is needed, unless a room like it is there already."""
+    """Return whether at most half of the free memory is needed, or a solve like it is cached."""
     if room.bytes <= ASSUMED_FREE or is_kept(room):
         return True
     return room.bytes <= free_memory(room.device) // 2

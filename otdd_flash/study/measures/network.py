@@ -1,10 +1,9 @@
 """Measures of a study on trained sources: h_score, knn, leep and logme.
 
-Each is a score of a trained source's features or outputs on the target's training rows; the
-larger, the better. A score of one source and one target is a unit of work of a study
-(`study.units.Unit`): it evaluates every repetition of the source's network on that repetition's
-target rows.
-`study.measures` lists the measures in its registry `MEASURES`; the study reaches them only through
+Each is a score of a trained source's features or outputs on the target's training rows; the larger,
+the better. A score of one source and one target is a unit of work of a study (`study.units.Unit`):
+it evaluates every repetition of the source's network on that repetition's target rows.
+`study.measures` lists the measures in its registry `MEASURES`; the study uses them only through
 `Measure` and `Unit`.
 
 A change must respect that one thread computes a score, so that it is the same to the last bit on
