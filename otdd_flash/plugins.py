@@ -4,11 +4,10 @@
 `study.setup`. `user_code` turns anything that foreign code raises into a `UserCodeError` of one
 sentence. A new caller of users' code must use it, so that no error of the user's looks like a
 defect of this package, as `extractors.plain`, `extractors.embedding`, `extractors.module_features`,
-`flows.functionals`, `study.training`, `data.given` and `labels.metrics` do. Only
-`operators.given_costs` makes its `UserCodeError` itself. `blamed_on` does the same for parts of
-other packages alone, in `data.registry`, `extractors`, `labels.metrics`, `labels.measuring`,
-`study.measures`, `study.study` and `study.result`. `user_traceback` gives `commands.outcome` the
-part of the traceback that is the user's.
+`flows.functionals`, `study.training`, `data.given`, `labels.metrics` and `operators.given_costs`
+do. `blamed_on` does the same for parts of other packages alone, in `data.registry`, `extractors`,
+`labels.metrics`, `labels.measuring`, `study.measures`, `study.study` and `study.result`.
+`user_traceback` gives `commands.outcome` the part of the traceback that is the user's.
 
 Parts of packages are entry points of the groups `otdd_flash.KIND`. `Registry` holds this package's
 parts of one kind and finds those of others: `data.registry`, `extractors`, `labels.metrics` and

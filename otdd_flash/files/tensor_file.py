@@ -57,21 +57,22 @@ class LaterFormatError(InputError):
     """A file has a format of a later version, unknown to this one."""
 
 
-def check_format(what: object, written: Mapping[str, Any]) -> None:
+def check_format(what: object, written: Mapping[str, Any], latest: int = FORMAT) -> None:
     """Refuse a file of a later format.
 
     Args:
         what: the file, for the message.
         written: its STAMP fields; files of earlier versions have none.
+        latest: the latest format of such files that this version reads.
 
     Raises:
-        LaterFormatError: the format is later than `FORMAT`.
+        LaterFormatError: the format is later.
     """
-    given = str(written.get(FORMAT_KEY, FORMAT))
-    if not given.isdecimal() or int(given) > FORMAT:
+    given = str(written.get(FORMAT_KEY, latest))
+    if not given.isdecimal() or int(given) > latest:
         raise LaterFormatError(
             f"{what} has format {given}, which otdd_flash {written.get(VERSION_KEY)} wrote and "
-            f"otdd_flash {__version__} does not know (it reads up to format {FORMAT}); read it "
+            f"otdd_flash {__version__} does not know (it reads up to format {latest}); read it "
             "with that version or a later one"
         )
 

@@ -33,8 +33,9 @@ from otdd_flash.checks import shown
 from otdd_flash.cost.facts import CostFacts, CostRange
 from otdd_flash.cost.host_points import spans
 from otdd_flash.cost.points import Masses
-from otdd_flash.errors import InputError, UserCodeError
+from otdd_flash.errors import InputError
 from otdd_flash.operators.torch_operator import TILE_ELEMENTS_CPU, TorchOperator
+from otdd_flash.plugins import user_code
 from otdd_flash.real_numbers import in_double, in_one_row
 
 # Entries per call of a user's function, which may need many times their memory.
@@ -134,12 +135,8 @@ class FunctionCosts:
 
     def _call(self, rows: slice, columns: slice) -> Tensor:
         called = _called(rows, columns)
-        try:
+        with user_code(called):
             block: Any = self._blocks.block(rows, columns)
-        except InputError:
-            raise
-        except Exception as error:
-            raise UserCodeError(f"{called} raised {type(error).__name__}: {error}") from error
         shape = rows.stop - rows.start, columns.stop - columns.start
         if not isinstance(block, Tensor) or tuple(block.shape) != shape or not _is_dense(block):
             raise InputError(f"{called} must return a dense real tensor {shape}, got {_got(block)}")

@@ -227,8 +227,9 @@ class Entry:
 def digest_of(samples: LabeledSamples) -> str:
     """Return a digest of rows in their order, with labels, numbers, names and weights.
 
-    Of features the values count, not their type. It is equal where `LabeledSamples.fingerprint` is,
-    which digests each row by itself and takes several times as long.
+    Of features the values count, not their type. Unless a label set has no row, it is equal where
+    `LabeledSamples.fingerprint` is, which digests each row by itself and takes several times as
+    long.
     """
     features = samples.features
     narrow = features.float()
@@ -719,7 +720,7 @@ def _read_index(where: Path) -> dict[str, Any] | None:
         mark = content.pop(CHECKSUM)
         if mark != checksum({}, {"index": json.dumps(content, sort_keys=True)}):
             raise DamagedFileError("its checksum does not match")
-        check_format(path, {**content["versions"], "format": content["index"]})
+        check_format(path, {**content["versions"], "format": content["index"]}, INDEX_FORMAT)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable
 
 import matrix_cases as cases
@@ -101,6 +102,7 @@ def test_nothing_of_the_size_of_the_matrix_is_held_or_asked_for() -> None:
             "returned torch.float64, and the first block was torch.float16",
         ),
         (lambda rows, columns: 1 / 0, r"costs\.block\(0:1, 0:1\) raised ZeroDivisionError"),
+        (lambda rows, columns: sys.exit(3), r"costs\.block\(0:1, 0:1\) raised SystemExit"),
         (lambda rows, columns: torch.zeros(len(range(9)[rows]), len(range(8)[columns])) / 0, "nan"),
     ],
 )

@@ -250,7 +250,9 @@ def test_a_damaged_list_of_members_is_told(given, tmp_path, solved):
 
 def test_a_later_format_is_refused(given, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "INDEX_FORMAT", 99)
-    otdd.index(given[1], tmp_path)
+    index = otdd.index(given[1], tmp_path)
+    assert otdd.Index.load(tmp_path).names == index.names
+    monkeypatch.undo()
     with pytest.raises(InputError, match="has format 99"):
         otdd.Index.load(tmp_path)
 
