@@ -16,8 +16,8 @@ went above 2^30, or if any scaling went above 2^96. Its neighbours keep their re
 One program holds BATCH matrices, padded to powers of two. Sums have an order that depends on sizes
 and type alone, so a matrix gets the same bits among any others. `otdd_flash.batched.balance` calls
 `small_balance` and `small_balance_backward`, for the problems that `tiny_balance` and its backward
-pass do not take. `otdd_flash.batched.cpu` does the same in PyTorch, so a change of the iterations
-must be made in all three (`tests/batched` runs both backends).
+pass do not take. A change of the iterations must be made in `tiny_balance` and, for PyTorch, in
+`otdd_flash.batched.cpu` too (`tests/batched` runs both backends).
 
 Memory: x is read, and R written, once. Work: 4 n m operations an iteration, 3 n m exponentials.
 

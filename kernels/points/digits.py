@@ -22,7 +22,8 @@ integers.
 
 What the digits themselves leave of v is `lost`, for the caller to account for.
 `passes.plan_marginals` calls `pack_digits`, and `operators.fixed_point` calls `digit_losses`,
-`longest` and `carry_error`.
+`longest` and `carry_error`. These go into solver bounds, so a change must keep them upper bounds on
+every card (`tests/kernels/test_plan_marginals.py`).
 
 `digit_losses` are the rounding errors of points x_i that are cut into D digits X_is:
 
