@@ -1,11 +1,12 @@
 """Kernels of Sinkhorn attention: passes over the scores of many heads, which are never stored.
 
-`otdd_flash.attention.passes` launches the three kernels by `launch`. A program has one block of
-rows of one head, loads it once and streams all columns of that head. Rows and columns are queries
-and keys, or keys and queries. Scores and potentials of half types are multiplied by log2(e) where
-they are added, one operation a score, for exp2. Of float32 that would cost digits: large ones
-cancel before they are multiplied. On a processor blocks are large, as Triton's interpreter pays for
-each tile.
+`otdd_flash.attention.passes` launches the three kernels by `launch`. It has the same passes in
+PyTorch, so a change of a formula must be made in both (`tests/attention` runs both). A program has
+one block of rows of one head, loads it once and streams all columns of that head. Rows and columns
+are queries and keys, or keys and queries. With half types scores and potentials are multiplied by
+log2(e) before they are added, one operation a score, for exp2. With float32 they are added first,
+because large terms would lose digits by that product before they cancel. On a CPU blocks are large,
+because Triton's interpreter takes time for each tile.
 
 `half_step_kernel`: new potentials of rows, and with the last one the output.
 
@@ -14,12 +15,13 @@ each tile.
 S = scale rows columns^T, of H heads side by side, with rows of P that sum to 1. It is the online
 normalisation of attention (Milakov & Gimelshein 2018; Dao et al. 2022) with a bias of columns: with
 v = 0 and t = 0, O is softmax attention. Columns are updated by the same kernel, rows and columns
-swapped. A column with v_j = -inf has no part; where all have none, u is +inf and O is NaN.
+swapped. A column with v_j = -inf takes no part; if no column takes part, u is +inf and O is NaN.
 
-After the first half-steps there is a potential of rows of the half-step before, `guess`: entries of
-exp(S + v + guess) are at most 1, or n / m, and sums need no maximum. Where a sum then leaves the
-range of float32, as potentials have moved far, the online pass follows. The output is made by that
-alone: relative to the largest of a row, weights keep their digits in float16.
+A half-step without values, but for the first, has a `guess`, the potential of its rows from the
+half-step before: entries of exp(S + v + guess) are at most 1, or n / m, and sums need no maximum.
+If a sum then leaves the range of float32, because potentials have moved far, the online pass
+follows. The output is made by the online pass alone: its weights are relative to the largest of
+their row, and keep their digits in float16.
 
 Memory: rows, columns and values are read, u and O written; nothing is (n, m). Work: 2 n m (d + e)
 operations on tensor cores and n m exponentials a head.
@@ -49,11 +51,15 @@ keys where A is transposed.
 
 The exponentials of all iterations are P = exp(S + u_c + v_c) times numbers of rows and of columns,
 exp(u_t - u_c) and exp(v_t - v_c): one exponential a score, and a multiplication and an addition a
-term. In a head whose potentials have moved too far for that, as P might be 0 where a term is not
-(`near` is 0), each term has an exponential of its own. The kernel is launched for either kind.
+term. If the potentials of a head have moved so far that P might be 0 where a term is not, `near` of
+the head is 0, and each term has an exponential of its own. The kernel is launched once for either
+kind of heads.
 
 Memory: nothing is (n, m); vectors of all iterations lie side by side. Work: 2 n m (2 d + e)
 operations on tensor cores, n m exponentials a head that is near, else (2 c + 1) n m.
+
+`tests/kernels/test_compilation.py` compiles every kernel for its blocks and limits the registers
+that it may spill.
 """
 
 from __future__ import annotations

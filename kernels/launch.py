@@ -1,15 +1,18 @@
-"""What every launch respects: the device of its tensors, and that recordings fix what it is given.
+"""Launches on the device of their tensors, and epsilon as CUDA graphs can record it.
 
 Triton launches on the current device and reads its stream there. `on_its_device` makes a kernel's
-device current for as long as it takes to launch it. It decorates the kernels of all folders beside
-this file.
+device current while it is launched. It must decorate every kernel that is launched
+(`tests/kernels/test_launch.py`).
 
-Kernels read epsilon as a float64 in the device's memory. What a launch takes by value is fixed when
-a CUDA graph records it; what its kernel loads is not. So one recording serves all levels of
-epsilon. Kernels derive from it in float64 and round once, to the bits that the host would get.
+Kernels with an argument `epsilon_ptr` read epsilon as a float64 in the device's memory. A value
+that a launch is given is fixed when a CUDA graph records it; a number that its kernel loads is not.
+So one recording serves all levels of epsilon. A kernel derives its scales from epsilon in float64
+and rounds them once, to the bits that the host would get.
+
 `operators.triton_operator`, `operators.triton_plans` and `operators.matrix_kernel` call
-`on_device`; kernels of `passes` read scales by `load_scales`, and those of `passes`, `matrix`,
-`batched` and `attention` take constants from here.
+`on_device`. In `passes`, `half_step`, `symmetric_step` and `score_terms` call `load_scales`, the
+first two also `log2_scale`. Kernels of `passes`, `matrix`, `batched` and `attention` use the
+constants.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Small problems whose scores are stored: making them, half-steps, plans.
+"""Kernels of small problems whose scores are stored: the scores, half-steps and plans.
 
-`operators.kernel_pool` calls these kernels. Scores and potentials of columns without mass have no
-influence, whatever they are.
+`operators.kernel_pool` calls them. Scores and potentials of columns without mass must have no
+influence, whatever they are. The launches are recorded in CUDA graphs that serve many batches, so
+numbers that change with the batch, such as epsilon, are read from the device's memory.
 
 `stored_scores` makes scores of labelled points from their products, and keeps them in both
 directions.
@@ -16,11 +17,11 @@ i and columns j of a segment, a block of a matrix of scores S,
 
     h_i + log2 s_i = log2 sum_j 2^((S_ij + u_j) log2(e) / epsilon)
 
-with h_i the highest logit of a row, rounded up to a whole number, and
-u_j = g_j + epsilon log b_j in float64, rounded once. S_ij + u_j is rounded to float32, like a cost;
-it is multiplied by a factor of two parts and lowered by the highest logit, so rounded up, in fused
-steps: what is left is small where it counts, and so is its rounding. Every lane keeps a maximum and
-a sum of its own until the end of its row.
+with h_i the highest logit of a row, rounded up to a whole number, and u_j = g_j + epsilon log b_j
+in float64, rounded once. S_ij + u_j is rounded to float32, like a cost. Its product with log2(e) /
+epsilon, a sum of two float32, less h_i, is made by fused multiply-adds: a logit near the highest is
+small, and so is its rounding. Every lane keeps a maximum and a sum of its own until the end of its
+row.
 
 One program owns a block of rows of a segment and all of its columns; a segment that is not active
 ends at once. The engine turns the sums into potentials by `segmented_softmin` and

@@ -1,9 +1,12 @@
 """How kernels cut the scores into tiles, and how a tile of coordinates is loaded.
 
-Kernels of `passes` and `segments` take their tiles, ranges and loads from here; `points` and
-`operators.build` read the sizes to which clouds are padded. Hopper and later load tiles through
-tensor descriptors; Ampere, Ada and the interpreter through pointers. Sizes were the fastest of
-those measured on an H200 and are modest elsewhere; there is no tuning at run time.
+Kernels of `passes` and `segments.step` take their tiles and loads from here, those of `passes` also
+their ranges. `points`, `operators.build` and `operators.triton_operator` read `BLOCK_ROWS` or
+`BLOCK_COLUMNS`, to which clouds are padded. Hopper and later load tiles through tensor descriptors;
+Ampere, Ada and the interpreter through pointers. Sizes were the fastest of those measured on an
+H200 and are modest elsewhere; there is no tuning at run time. Tiles must fit the shared memory of
+each card (`tests/kernels/test_compilation.py`), and ranges must take every column block of every
+row block once (`tests/kernels/test_tiling.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""What balancing takes and gives, on a processor and in kernels alike.
+"""The records that balancing takes and fills, on a CPU and in kernels alike.
 
-`otdd_flash.batched.plans` and `doubly_stochastic` make `Problems`, and `balance` room for results,
-which `otdd_flash.batched.cpu` and the kernels beside this module fill. Nothing here needs Triton.
+`otdd_flash.batched.plans` and `doubly_stochastic` make `Problems`. `batched.balance` takes their
+fields one by one, allocates `Balanced` and `Derivatives` by `empty`, and passes them to
+`batched.cpu` or to the kernels of this folder, which fill them. `batched.relaxed` reads `Problems`
+and returns `Balanced`, too. A new field needs an argument in `balance`. This module must not import
+Triton, because a CPU needs none (`tests/test_without_triton.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ class Problems(NamedTuple):
         scale: 1 / t, (B,) or () float64.
         a: (B, n) or (n,) masses; None for 1, then b is as well.
         b: (B, m) or (m,), likewise.
-        sizes: (B, 2) int32, rows and columns that there are; None for all. Beyond, masses are 0.
+        sizes: (B, 2) int32, rows and columns in use; None for all. Beyond them masses are 0.
         iterations: at least 1; with a tolerance the most there may be.
-        tolerance: of |R 1 - a|, summed up with masses, else its largest; None for all iterations.
+        tolerance: of |R 1 - a|, its sum with masses, else its maximum; None for all iterations.
         negated: whether `matrices` holds -x.
     """
 
@@ -59,7 +62,7 @@ class Balanced(NamedTuple):
 
     @staticmethod
     def empty(matrices: Tensor, *, stops: bool, potentials: bool) -> Balanced:
-        """Make room; the middle three are empty without `potentials`, the last without `stops`."""
+        """Allocate all; the middle three are empty without `potentials`, counts without `stops`."""
         (count, n, m), dtype = matrices.shape, computed_in(matrices)
         return Balanced(
             matrices.new_empty((count, n, m)),
@@ -80,7 +83,7 @@ class Derivatives(NamedTuple):
 
     @staticmethod
     def empty(matrices: Tensor, *, masses: bool, with_scale: bool) -> Derivatives:
-        """Make room; what is by masses is empty without `masses`, by 1 / t without `with_scale`."""
+        """Allocate; those by masses are empty without `masses`, by 1 / t without `with_scale`."""
         (count, n, m), dtype = matrices.shape, computed_in(matrices)
         return Derivatives(
             matrices.new_empty((count, n, m)),

@@ -1,17 +1,19 @@
-"""Gradients through many small plans in one launch, each solved for in registers.
+"""Gradients through many small plans in one launch, each by a linear system in registers.
 
     diag(r) u + P v   = (G o P) 1 + s,        r = P 1
     P^T u + diag(c) v = (G o P)^T 1 + t,      c = P^T 1
     out = P o (G - u 1^T - 1 v^T)
 
-for B plans P (n, m), cotangents G of them, s (n,) of rows and t (m,) of columns. Eliminated and
-scaled as in `otdd_flash.batched.adjoint`: conjugate gradients on I - A^T A with A = diag(r)^(-1/2)
-P diag(c)^(-1/2), of the smaller side, A applied from the registers that hold P.
+for B plans P (n, m), cotangents G of them, s (n,) of rows and t (m,) of columns. The system is
+eliminated and scaled as in `otdd_flash.batched.adjoint`: conjugate gradients on I - A^T A with A =
+diag(r)^(-1/2) P diag(c)^(-1/2), of the smaller side, with A applied from the registers that hold P.
 
 One program holds BATCH matrices as a tile (rows, BATCH, columns), padded by rows and columns of 0
 to powers of two, and iterates until the last of them has stopped. A matrix that has stopped stays
 as it is. Sums have an order that depends on sizes and type alone, so a matrix gets the same bits
-among any others. `otdd_flash.batched.adjoint` calls `small_adjoint`.
+among any others. `otdd_flash.batched.adjoint` calls `small_adjoint` with its `LIMITS`, and solves
+the same system in PyTorch without Triton. So a change of the system, or of when a matrix stops,
+must be made in both (`tests/kernels/test_small_adjoint.py`).
 
 Memory: P and G are read, and `out` is written, once. Padded matrices of 64 KB and more are read
 twice, and those in float64 at every step. Work: 4 n m operations a step, and 12 n m.

@@ -8,15 +8,16 @@ masses a and b and x = -C it is the plan of the cost C at epsilon = t (Sinkhorn 
 
 The first iteration is done in the log domain. Scaled by it, E = K o (phi gamma^T) is fixed, and no
 row or column of a o E o b is small throughout; further scalings are relative to it, and an
-iteration is two products with E. Exponentials are taken once. An entry of R where that of E is
-below 2^-60, of which bits may be lost, is that of the log domain, with the same scalings. A matrix
-that lost an entry of E to 0, and one of whose scalings then went above 2^30, is done again in the
-log domain, from the first iteration; so is one whose scalings went above 2^96. Its neighbours keep
-what they have.
+iteration is two products with E. Exponentials are taken once. Where an entry of E is below 2^-60,
+and may have lost bits, that of R is computed in the log domain, with the same scalings. A matrix is
+done again in the log domain, from the first iteration, if it lost an entry of E to 0 and a scaling
+went above 2^30, or if any scaling went above 2^96. Its neighbours keep their results.
 
 One program holds BATCH matrices, padded to powers of two. Sums have an order that depends on sizes
 and type alone, so a matrix gets the same bits among any others. `otdd_flash.batched.balance` calls
-`small_balance` and `small_balance_backward`.
+`small_balance` and `small_balance_backward`, for the problems that `tiny_balance` and its backward
+pass do not take. A change of the iterations must be made in `tiny_balance` and, for PyTorch, in
+`otdd_flash.batched.cpu` too (`tests/batched` runs both backends).
 
 Memory: x is read, and R written, once. Work: 4 n m operations an iteration, 3 n m exponentials.
 
@@ -25,11 +26,12 @@ Memory: x is read, and R written, once. Work: 4 n m operations an iteration, 3 n
     log phi_i   = -log sum_j b_j K_ij gamma_j      weights  w_ij = b_j phi_i K_ij gamma_j
     log gamma_j = -log sum_i a_i phi_i K_ij        weights  w_ij = a_i phi_i K_ij gamma_j
 
-Backwards through one of them, its weights times its cotangent are taken from that of the logits log
-K; sums of what is left along the other side are the next cotangent. A step needs the column
-scalings before and after it. Iterations are made again: column scalings of every LENGTH-th are kept
-on chip, and from there those of LENGTH at a time. So nothing grows with iterations but on chip, as
-their root, and no work faster than they.
+Backward through one of them, its weights times its cotangent are subtracted from the cotangent of
+the logits log K; the sums of what is left along the other side are the next cotangent. A step needs
+the column scalings before and after it. Iterations are made again: column scalings of every
+LENGTH-th are kept on chip, and from each the scalings of the next LENGTH iterations are computed
+again. So only memory on chip grows with the iterations, as their square root, and work grows in
+proportion to them.
 
 E takes the place of K; its rounding, and what is done in the log domain, are as above.
 

@@ -1,20 +1,22 @@
-"""What the kernels of small matrices share: loads and stores of their matrices, and scalings.
+"""Device functions that kernels of small matrices share: loads, stores and scalings.
 
 A program holds BATCH problems, padded to N rows and M columns. Tiles are (N, BATCH, M), loaded as
 (N, BATCH * M): consecutive threads hold consecutive columns and then matrices, so that most of a
 column is in one thread, and sums along it take few exchanges.
 
-`small_balance` and `small_balance_backward` prepare their launches by `launch`; their kernels begin
-with `sides`, `load_logits` and `load_both_masses`. `small_adjoint` loads and stores its tiles by
-the functions here, too. `tiny_balance` and its backward pass have loads of their own, and take
-`padded` and scalings.
+`small_balance` and `small_balance_backward` prepare their launches by `launch`, which returns the
+first arguments of their kernels in order, so both must change together; their kernels begin with
+`sides`, `load_logits` and `load_both_masses`. `small_adjoint` loads and stores its tiles by the
+functions here. `tiny_balance` and `tiny_balance_backward` have loads of their own; both use
+`padded` and `in_logs`, the former also `on_grid` and `reciprocal`. The order of a sum must depend
+on sizes and type alone, so that a matrix gets the same bits among any others (`tests/batched`).
 
-Scalings of rows are (N, BATCH), those of columns (BATCH, M), of themselves or by logarithms. With
-LOG kernel and masses are logarithms to base 2, and a scaling is a pair whose sum is its logarithm:
-the largest exponent of its sum, with the opposite sign, and what is left, which is small. Logits
-and the first of a pair are multiples of a number, so that their sums are exact: in float32 those of
-logits of 1e4 would be rounded by 1e-3, in every iteration anew. A grid (BATCH,) is a number that
-values are rounded by, as (value + grid) - grid.
+Scalings of rows are (N, BATCH), those of columns (BATCH, M), as they are or by logarithms. With
+LOG, kernel and masses are logarithms to base 2, and a scaling is a pair whose sum is its logarithm:
+the largest exponent of the sum it inverts, with the opposite sign, and the small rest. Logits and
+the first of a pair are multiples of one number, so that their sums are exact: in float32 the sums
+of logits of 1e4 would be rounded by 1e-3, in every iteration anew. A grid (BATCH,) is the number by
+which values are rounded, as (value + grid) - grid.
 """
 
 from __future__ import annotations

@@ -2,15 +2,19 @@
 
     R = diag(phi) exp(x / t) diag(gamma)        x (n, n), n <= 4, rows then columns scaled to 1
 
-`small_balance` without masses, errors and potentials, as there in the log domain first and then by
-scalings of a fixed matrix E with entries in [0, 1]; see there for what is done in the log domain as
-well, and why.
+It computes R as `small_balance` does, without masses, tolerance and potentials: the first iteration
+in the log domain, the others by scalings of a fixed matrix E with entries in [0, 1].
+`small_balance` says what else is done in the log domain, and why.
 
-Every entry is a vector along matrices, and a thread loads the rows of its own ones: sums along rows
-and along columns take no exchange. N sums have one reciprocal, 1 / s_0 = (s_1 s_2 s_3) / (s_0 s_1
-s_2 s_3), which overflows or is lost only where scalings are beyond 2^30, and is then NaN to the
-end. `otdd_flash.batched.balance` calls `tiny_balance` for the problems that `takes` accepts;
-`tiny_balance_backward` uses its device functions.
+Every entry is a vector along matrices, and a thread loads the rows of its own matrices: sums along
+rows and along columns take no exchange between threads. N sums have one reciprocal, 1 / s_0 = (s_1
+s_2 s_3) / (s_0 s_1 s_2 s_3), which overflows or is lost only if scalings are beyond 2^30; it is
+then NaN, and the matrix is done again in the log domain.
+
+`otdd_flash.batched.balance` calls `tiny_balance` for the problems that `takes` accepts.
+`tiny_balance_backward` uses its device functions and differentiates its iterations, so a change of
+these must be made there too. `tests/kernels/test_compilation.py` limits the registers that may
+spill.
 
 Memory: x is read, and R written, once. Work: for 4 x 4 54 operations an iteration, two of them on
 the special-function unit, and 32 exponentials in all.

@@ -1,9 +1,11 @@
 """Begin, correct and resume a solve by conjugate gradients, in one launch each.
 
-What is done is said where it is done in PyTorch, `engine.conjugate_gradients`; a program owns
-a direction, as in `cg_step`. All three end with new iterations from the residual that is kept,
-whose first direction they leave as halves, or as 0 to `cg_turn`.
-`engine.conjugate_gradients_kernels` calls `cg_start`.
+The formulas are those of `engine.conjugate_gradients`, which computes in PyTorch, so a change must
+be made in both (`tests/kernels/test_linear.py` compares them). A program owns one right-hand side
+with its direction, as in `cg_step`. All three stages begin new iterations of the directions that
+are then `pending`, from the residual that is kept. They store its first direction as halves; with a
+preconditioner they store 0, and `cg_turn` makes the first direction.
+`engine.conjugate_gradients_kernels` calls `cg_start` and holds what it updates.
 
 Shapes: vectors (m, s), those of a solve with columns of stride m; masses (m,); numbers (s,).
 """
@@ -258,7 +260,7 @@ def cg_start(
             of the solutions that are kept plus those of the iterations; None to `RESUME`.
         masses: (m,) float64 of the system, their sum (), and (m,) of the one that iterates.
         position: (m,) int64, rows of points in `packed`.
-        kept: what the solve knows.
+        kept: updated.
         vectors: of the iterations.
         numbers: likewise.
         packed: directions (rows, 2, s) float16, 0 for padding, and their scales (s,).

@@ -1,15 +1,17 @@
 """One step of conjugate gradients for several right-hand sides, in one launch.
 
 `engine.conjugate_gradients_kernels` calls `cg_step` and `cg_turn`; `cg_start` uses their device
-functions. The formulas of a step are those of `engine.conjugate_gradients`, which computes in
-PyTorch. Here a program owns one of the right-hand sides, with its search direction: its vectors lie
-in the cache, and its sums are added in the same order whatever other directions there are. It takes
-the image of the direction as the last product of a plan leaves it,
+functions. An `Image` comes from `operators.triton_plans`, or by `Image.of` from a product in
+PyTorch. The formulas of a step are those of `engine.conjugate_gradients`, which computes in
+PyTorch, so a change must be made in both (`tests/kernels/test_linear.py` compares them). Here a
+program owns one of the right-hand sides, with its search direction: its vectors stay in the cache,
+and its sums are added in the same order whatever other directions there are. It takes the image of
+the direction as the last product of a plan leaves it,
 
     image = diagonal direction + weights found / scale,
 
-and leaves the next direction as halves, as the first product of a plan takes it. Where residuals
-are preconditioned it leaves the residual, and `cg_turn` the next direction.
+and stores the next direction as halves, as the first product of a plan reads it. With a
+preconditioner it stores the residual only, and `cg_turn` makes the next direction.
 
 Shapes: vectors (m, s), columns of stride m; masses, weights and diagonal (m,); numbers (s,); found
 and packed in the order of their own rows.

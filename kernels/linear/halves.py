@@ -3,11 +3,12 @@
     packed = 2^e (values weights) in packed order,      hi = half(packed),  lo = half(packed - hi)
 
 The power of two of a column brings its largest number below 2^14, so that none overflows. Padding
-is 0. Results of products with hi and lo, or with their sum, go the same way back.
-`operators.triton_plans` and kernels of `passes` call `to_halves` before a product of a plan and
-`from_halves` after it; `engine.conjugate_gradients_kernels` calls `to_halves` to take the image of
-values that are no directions. Kernels of conjugate gradients read products and write halves
-themselves, by the device functions here.
+is 0. `from_halves` brings results of products with hi and lo, or with their sum, back to float64 in
+the points' own order. `operators.triton_plans` and `passes.block_products` call `to_halves` before
+a product of a plan and `from_halves` after it; `engine.conjugate_gradients_kernels` calls
+`to_halves` to take the image of values that are no directions. The kernels of `cg_step` and
+`cg_start` read products and write halves themselves, by the device functions here, so a change of
+the format changes them too (`tests/kernels/test_linear.py`).
 
 Shapes: values (N, s), packed (n, 2, s), or more columns.
 
@@ -24,8 +25,9 @@ as several partial sums, which are added up here. The first `whole` rows have on
 rows after them `slots` each, and `stored` is the number of all.
 
 `row_sums` makes the sums of a plan's rows of a product with 1, out_i = a_i sum_i, and tells whether
-float16 numbers are what they may sum to. `operators.triton_plans` calls it. Shapes: sums (stored,
-parts, 1) as products leave them, a (N,) masses and out (N,) float64.
+the unscaled sum_i are in `ROW_RANGE` (`passes.score_terms`), outside of which a plan in float16 may
+overflow or lose bits. `operators.triton_plans` calls it. Shapes: sums (stored, parts, 1) as
+products leave them, a (N,) masses and out (N,) float64.
 """
 
 from __future__ import annotations

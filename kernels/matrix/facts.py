@@ -1,9 +1,10 @@
 """A cost matrix in memory as kernels find it, and facts of its rows by one read of it.
 
-A `Place` is its address and the stride between rows, in device memory. What a launch takes by value
-is fixed when a CUDA graph records it; what its kernel loads is not. So one recording serves every
-matrix of a shape, a type and an alignment. `operators.matrix_kernel` and `operators.kernel_pool`
-make a `Place`; the kernels of this folder but `half_step` read it by `load_place`.
+A `Place` is the address of a matrix, the stride between its rows and its sizes, in device memory.
+What a launch takes by value is fixed when a CUDA graph records it; what its kernel loads is not. So
+one recording serves every matrix of a type and an alignment with no more rows and columns, and
+kernels must read address and sizes by `load_place`. `operators.matrix_kernel` and
+`operators.kernel_pool` make a `Place`; all kernels of this folder but those of `half_step` read it.
 
 Facts are, of the finite entries of a row: the lowest and the highest in columns with mass, the
 largest |C_ij| in all columns, and sum_j C_ij q_j for masses q, in float64. And whether any entry is

@@ -4,15 +4,17 @@
     x_ij = u_j - C_ij,    u_j = g_j + epsilon log b_j,
 
 and the same with rows and columns exchanged. u is computed in float64 and rounded once; x is
-rounded like a cost. It is multiplied by a factor of two parts and lowered by the highest logit,
-rounded up to a whole number, in fused steps: what is left is small where it counts, and so is its
-rounding. An entry of +inf adds nothing.
+rounded like a cost. The logit of x is its product with log2(e) / epsilon, a sum of two float32,
+less the highest logit, rounded up to a whole number. Both are fused multiply-adds, so a logit near
+the highest is small, and so is its rounding. An entry of +inf adds nothing.
 
 C is read once per pass, whole rows at a time in either direction. Lanes keep maxima and sums of
 their own: of a row until the end of its range of columns, of a column until the end of a group of
-rows. Additions have one order. `operators.matrix_kernel` takes potentials from `matrix_half_step`,
-which merges the partial (h, s) in float64, and the partial sums from `matrix_sums_of_lines`, which
-the engine merges by `segmented_softmin`.
+rows. Additions must have one order, so that every run gives the same bits.
+`operators.matrix_kernel` gets potentials from `matrix_half_step`, which merges the partial (h, s)
+in float64, and partial sums from `matrix_sums_of_lines`, which the engine merges by
+`segmented_softmin` and `segmented_evaluation`. `sweep` uses the device functions, `sums` the number
+of programs.
 
 Memory: 12 bytes per row and range, or per column and group.
 """

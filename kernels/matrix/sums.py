@@ -9,7 +9,10 @@ nothing.
 
 Exponents are of base 2: potentials and cost are multiplied by log2(e) / epsilon, then added and
 subtracted, in float64. That is four roundings of numbers as large as these, besides twice that of
-the factor. `operators.matrix_kernel` and `operators.kernel_pool` call `matrix_sums`.
+the factor. `solver.evidence` bounds them in the solver bounds, so a change must not add to them.
+
+`operators.matrix_kernel` and `operators.kernel_pool` call `matrix_sums` for the marginals of
+certificates.
 
 Memory: 8 bytes per row and strip of columns, and per column and group of rows.
 

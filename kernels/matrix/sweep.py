@@ -9,24 +9,27 @@ their sum, are that row of the plan. So an entry is exponentiated once and count
 no maximum over a column is needed, as c_j is at most 1.
 
 A program owns contiguous rows. It holds two numbers of every column: u_j, and the part of c_j that
-is of its rows. It reads a few whole rows at once, while the next are on their way to shared memory,
-and keeps them in registers until their maxima and sums are known. `swept_columns` adds up the parts
-of all programs.
+comes from its rows. It reads a few whole rows at once, while the next are on their way to shared
+memory, and keeps them in registers until their maxima and sums are known. `swept_columns` adds up
+the parts of all programs.
 
 u is computed in float64 and rounded once; x is rounded like a cost. Differences x - t are small
 where they count, and so are the roundings of their products with log2(e) / epsilon.
 
-Terms of less than 2^-126 of their row's largest are lost, which shows where c_j is as small. Such a
-column, of c_j below 2^-100, is summed once more over all rows, below its own maximum. Columns
-without mass have no part in any row: a sweep leaves their potential at 0, and `fill_absent`
-computes it once, at the end.
+Terms below 2^-126 of their row's largest are lost, which matters only to a column whose c_j is as
+small. So a column with c_j below 2^-100 is summed once more over all rows, relative to its own
+maximum. Columns without mass have no part in any row: a sweep leaves their potential at 0, and
+`fill_absent` computes it once, at the end.
 
 An entry of +inf adds nothing.
 
 Iterating on a copy of C in float16 was measured and does not pay: on an H200 a sweep of it takes
 207 us where one of C takes 261 at 16,384 entries a row, gains nothing at 8,192, and the copy takes
-some 400 us to make. `operators.matrix_kernel` and `operators.kernel_pool` call `matrix_sweep`,
-`row_weights` and `fill_absent`.
+some 400 us to make.
+
+`operators.matrix_kernel` and `operators.kernel_pool` call `matrix_sweep`, `row_weights` and
+`fill_absent`; the engine makes T'(f) from `Swept.columns`. Whatever shape `sweep_shape` gives must
+fit registers and shared memory (`tests/kernels/test_sweep.py`).
 
 Memory: 4 bytes per column and program, 20 per row and 12 per column; as much of a column again
 where columns are summed once more.

@@ -1,15 +1,17 @@
 """Products with a plan a block of it at a time, each block times columns by the library's matmul.
 
-`operators.triton_plans` calls all of it. A block is (1 or 2, height, width) float16, hi and lo
-parts, as `plan_blocks` computes it; `add_columns` and `add_halves` add what it gives to a product.
+`operators.triton_plans` calls `BlockProduct`, `WeightedProduct`, `apply_plan_blocks` and
+`hold_plan`. A block is (1 or 2, height, width) float16, hi and lo parts, as `plan_blocks` computes
+it; `add_columns` and `add_halves` add its share to a product.
 
 `BlockProduct`, one for a plan and one for its transpose, is a plan times points that are packed
 already, some rows of the result after the other:
 
     out = Q V,  or (Q o W) V,      W = factor sum A B^T + s 1^T + 1 t^T
 
-Neither V nor A and B are copied, and no result as large as the points has to be there at once. Rows
-out of `ROW_RANGE` go by the potential that makes them sum to 1, and are corrected after.
+V, A and B are not copied, and no result of the size of the points is stored at once. If the sum of
+a row is outside of `ROW_RANGE`, the row is computed with the potential that makes it sum to 1, and
+its result is scaled back.
 
 Shapes: V (m, d), A (n, d), B (m, d) packed, s (N,), t (M,).
 
@@ -19,7 +21,7 @@ columns, of the same potentials again and again:
     out = (Q o sum A B^T) V,      Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon)
 
 Blocks go through memory as in `apply_plan_blocks`; what does not depend on the weights is prepared
-once, and what is found stays in packed order, as products of `halves` do.
+once, and products stay in packed order until `from_halves` of `linear.halves`.
 
 `apply_plan_blocks` applies the plan of two potentials to a matrix:
 

@@ -4,14 +4,16 @@
 
 Scores are those of `half_step`; rows of Q sum to about 1 and are scaled by 2^LOG2_SCALE meanwhile,
 as in `block_products`. A tile of Q is rounded to float16 and multiplied on tensor cores, with
-float32 sums; a column of ones in V gives the sums of just the numbers that are multiplied. With
-three parts a tile and V are sums hi + lo, of which hi hi + hi lo + lo hi is taken. Tensor cores cut
-off what they add to long sums, so products of tiles are added up without them.
+float32 sums; a column of ones in V gives the sums of the rounded numbers that are multiplied, while
+the sums Q 1 that are returned are of the numbers before rounding. With three parts a tile and V are
+sums hi + lo, of which hi hi + hi lo + lo hi is taken. Tensor cores truncate what they add to long
+sums, so the products of tiles are added up outside of them.
 
 One program owns a block of rows, whose coordinates it holds if they are few, and a range of column
 blocks. V has COLUMNS columns, a power of two, and EXTRA more, which is what a number per point
 beside its coordinates needs. `operators.triton_plans` calls `apply_plan_fused` for one product, and
-makes a `FusedProduct` for many.
+makes a `FusedProduct` for many. `operators.build` reads `HELD_COORDINATES`, above which products
+store blocks of the plan; `engine.conjugate_gradients_kernels` pads columns to `NARROW`.
 
 Work: 2 n m (d + k) operations on tensor cores, times the parts, and n m exponentials; nothing of
 size n m is stored.

@@ -13,15 +13,16 @@ stay mixed: a tile gathers a distance per column, or per score if its rows are m
 Coordinates carry the 11 significant bits that TF32 would keep, at twice its rate; with PARTS = 3
 each is a sum hi + lo of two float16 and hi hi + hi lo + lo hi is accumulated, about 22 bits.
 
-On Hopper, where rows fit in shared memory, `resident_half_step` computes the same sums.
+On Hopper, for class-pure rows of one part and 256 < d <= 512, `resident_half_step` computes the
+same sums, so a change of the sums must be made there too (`tests/kernels/test_half_step.py`).
 
 One program owns a block of rows and all columns or a range of them. Its loop runs over (column
 block, part, K block) as one flat sequence, so that loads are in flight across column blocks.
 Exponentials are shifted by a running maximum per row (Ye et al. 2026, arXiv:2602.03067, Algorithm
 1), or by a guess of the result, which saves finding the maximum. A sum that left float32's
-comfortable range marks its block of rows, which is done again with the maximum: a bad guess costs
-time, not accuracy. `operators.triton_operator` and `operators.triton_plans` call `half_step`;
-`symmetric_step` and `operators.triton_operator` call `bias_of` and `repair`.
+comfortable range (`sides`) marks its block of rows, which is done again with the maximum: a bad
+guess costs time, not accuracy. `operators.triton_operator` and `operators.triton_plans` call
+`half_step`; `symmetric_step` and `operators.triton_operator` call `bias_of` and `repair`.
 
 Work: 2 n m d PARTS operations on tensor cores and n m exponentials. Memory traffic: y once per row
 block, through the second-level cache.

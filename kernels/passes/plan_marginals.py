@@ -29,11 +29,12 @@ Entries from integer scores and their sums over a part of a tile, `sum_piece`, h
 
     p_ij = 2^e_ij,   e_ij = scale (N_ij + M_ij / B^2) + u_i + v_j - W[l_i, l_j]
 
-`operators.fixed_point` makes bounds on sums from the errors below. N and M are int32 sums of
-products of digits in base B (`points.digits`), so that (N + M / B^2) / B is the score of two
-points, or N with one digit; M is there for four digits of few coordinates only (`FRACTIONS`).
-`scale` brings them to exponents of 2. u and v are float64: potentials, norms and logarithms of
-masses. W are class distances, l the classes of the points.
+`operators.fixed_point` makes bounds on sums from the errors below, so a change must keep them upper
+bounds (`tests/kernels/test_plan_marginals.py`). N and M are int32 sums of products of digits in
+base B (`points.digits`), so that (N + M / B^2) / B is the score of two points, or N with one digit;
+M is there for four digits of few coordinates only (`FRACTIONS`). `scale` brings them to exponents
+of 2. u and v are float64: potentials, norms and logarithms of masses. W are class distances, l the
+classes of the points.
 
 Errors hold in the worst case and on every card; a unit is 2^-24:
 

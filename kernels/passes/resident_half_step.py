@@ -12,7 +12,8 @@ energy into time. Plain Triton cannot keep a tile there, its dialect Gluon can.
 One program has nine warps. One loads: the rows once, then blocks of y through a ring of stages. Two
 groups of four multiply and sum 64 rows each, at their own pace, so that one's exponentials run
 beside the other's products. A stage is free again once both have used it. `half_step` calls
-`resident_half_step`.
+`resident_half_step` for a tile that is `resident` (`tiling.tile_for`), and merges the sums. A
+change of the sums must be made in both (`tests/kernels/test_half_step.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What passes read, what they leave, and how that is merged into potentials.
+"""The inputs of passes, `Side` and `Scores`, and how their partial sums become potentials.
 
-`operators.triton_operator` makes `Side` and `Scores`, and `operators.triton_plans` changes `parts`;
-all passes of this folder but `plan_marginals` take them. `half_step` leaves a `Partial`, which
-`merge_ranges` reads.
+`operators.triton_operator` makes `Side` and `Scores`; `operators.triton_plans` changes the `parts`
+of scores. All passes of this folder take them, except `plan_marginals`, which has sides of its own,
+and `resident_half_step`, which gets tensors. `half_step` makes a `Partial`, which `merge_ranges`
+reads.
 
 `merge_ranges` makes potentials from sums over ranges of columns:
 
@@ -13,8 +14,8 @@ all passes of this folder but `plan_marginals` take them. `half_step` leaves a `
 of a sum.
 
 Shapes: h and s (slots, n) in packed order, f (N,) in the points' own order. A block of rows has as
-many slots as ranges of columns; what is past them is not read. A row whose sum left [2^-100,
-2^100], where float32 keeps its precision, can mark its block to be done again.
+many slots as ranges of columns; further slots are not read. A row whose sum leaves [2^-100, 2^100],
+where float32 keeps its precision, marks its block to be done again if `mark` is given.
 """
 
 from __future__ import annotations

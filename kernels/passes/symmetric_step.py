@@ -13,7 +13,8 @@ Shapes: as in `half_step`, with x on both sides. Row blocks are done a stripe at
 sums over tiles take a bounded part of the memory: of_columns (stripe, n) holds in row k the column
 sums that the k-th row block of the stripe gave to the blocks after it, of_rows (slots, stripe
 BLOCK_ROWS) the row sums, one for each range of their columns. After a stripe they are added to
-totals (n,) in float64, always in the same order: no atomics, the same bits in every run.
+totals (n,) in float64, always in the same order, without atomics, so that every run gives the same
+bits. `operators.build` counts `STRIPE_BYTES` as memory of a pass.
 
 `pair_sums` are sums of rows and of columns of a rectangle of scores, each score computed once:
 

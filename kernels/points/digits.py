@@ -9,20 +9,21 @@ derived, not measured:
 
     S = sum_{s + t < digits} B^-(s + t) <X_s, Y_t>
 
-Two things are missing from it. Pairs of digits with s + t >= digits are left out; by Cauchy and
+Two things are missing from S. Pairs of digits with s + t >= digits are left out; by Cauchy and
 Schwarz
 
     |<X_s, Y_t>| <= (||X_s||^2 + ||Y_t||^2) / 2,
 
 so each point's share of it is measured, `omitted`. And levels s + t are added from the finest: a
-level k >= 2 is rounded to a multiple of B^-(k - 1) before it joins the next one, `carry_error`, but
-where four digits of few coordinates keep levels 2 and 3 as a number of their own
+level k >= 2 is rounded to a multiple of B^-(k - 1) before it joins the next one, `carry_error`,
+unless four digits of few coordinates keep levels 2 and 3 as a number of their own
 (`keeps_fractions`). Levels 1 and 0 are added exactly. One digit is exact for points whose v are
 integers.
 
 What the digits themselves leave of v is `lost`, for the caller to account for.
 `passes.plan_marginals` calls `pack_digits`, and `operators.fixed_point` calls `digit_losses`,
-`longest` and `carry_error`.
+`longest` and `carry_error`. The errors go into solver bounds, so a change must keep them upper
+bounds on every card (`tests/kernels/test_plan_marginals.py`).
 
 `digit_losses` are the rounding errors of points x_i that are cut into D digits X_is:
 

@@ -1,7 +1,9 @@
-"""Whether points are whole multiples of a step, and between which.
+"""Whether all coordinates of points are multiples of a step, and their range.
 
-A coordinate x is beside the multiples of 1 / s where |s x - round(s x)| exceeds the rounding of
-s x. Two steps are tried at once. `cost.rounding` calls `lattice_facts`.
+A coordinate x is off the multiples of 1 / s if |s x - round(s x)| exceeds the rounding of s x. Two
+steps are tried at once. `cost.rounding` calls `lattice_facts` to find a lattice that float16 holds
+exactly; certificates rely on it, so no point off a lattice may pass
+(`tests/kernels/test_lattice.py`).
 
 Shapes: points (N, d) of any real type and strides, facts (blocks, 4) float64.
 """
@@ -19,7 +21,7 @@ from otdd_flash.kernels.tiling import BLOCK_ROWS
 
 @triton.jit
 def any_beside(points, scale, rounding):
-    """1 where a coordinate of a tile is beside the multiples of 1 / scale, and else 0."""
+    """1 if a coordinate of a tile is off the multiples of 1 / scale, else 0."""
     multiples = points * scale
     off = tl.abs(multiples - tl.floor(multiples + 0.5))
     beside = tl.where(off <= rounding * tl.abs(multiples), 0, 1)
@@ -66,7 +68,7 @@ def lattice_facts_kernel(
 def lattice_facts(points: Tensor, scales: tuple[float, float], rounding: float) -> Tensor:
     """Compute facts of each block of points, largest over columns: (blocks, 4) float64.
 
-    The first two are 1 if a coordinate is beside the multiples of 1 / scale, else 0, for either
+    The first two are 1 if a coordinate is off the multiples of 1 / scale, else 0, for either
     scale; then minus the lowest coordinate, and the highest one.
 
     Args:

@@ -1,14 +1,19 @@
-"""Points as the kernels want them: in class-pure blocks if that pays, centred, in float16.
+"""Points in the order and precision of kernels: class-pure blocks if that pays, float16.
 
 Points are sorted by class and each class is padded to whole blocks of rows. With many small classes
-that would be mostly padding: then only the whole is padded, and a tile of scores gathers class
-distances, which lie side by side for points in order.
+most rows would be padding: then only the whole cloud is padded, and a tile of scores gathers class
+distances, which are neighbours in memory because points are sorted.
 
 Coordinates are centred and scaled, as a rule by the power of two that brings the largest into
 [2^14, 2^15). A float16 then carries the same 11 significant bits as a TF32 rounding of the
 original, and what underflows is below 2^-39 of the largest. A second float16 holds what the first
-rounded off. `operators.triton_operator` and `operators.triton_plans` call `pack`; passes and
-products of plans read `PackedPoints` and their `Layout`.
+rounded off.
+
+`operators.triton_operator`, `operators.triton_plans` and `passes.block_products` call `pack`; the
+first and `operators.ring` call `arrange`. Passes and products of plans read `PackedPoints` and
+their `Layout`. A change must keep `squares` those of the coordinates as rounded, and the layout a
+function of the labels alone, because each rank computes the layouts of all shards
+(`operators.ring`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ and the move
 
     g + scale r + shift + sum_k weights_k remembered_k
 
-to the next candidate. The rules are `otdd_flash.formulas`, of which `compiled` makes functions of a
-kernel: this file reads and writes their numbers.
+to the next candidate. The rules are those of `otdd_flash.formulas`, which `compiled` turns into
+functions of a kernel; this file reads and writes their numbers.
 
 Shapes: (S, 2) and (S, 14 + 4 memory) as in `formulas.evidence.Evaluation`, moves (S, 9 + 2 memory)
 as in `engine.problems.Move`, terms (S, 8) as in `engine.problems.SegmentReport`, all float64. A
@@ -20,11 +20,14 @@ segment is at its level of epsilon and at `state_width` numbers,
 six of trust, three of progress and four of levels. What rounding may have done is as
 `formulas.evidence` derives it, from numbers of the passes that come with the costs.
 
-Of relaxed marginals an evaluation has the numbers that `segmented_evaluation` and
-`segmented_softmin` say, of untranslated updates. The translation follows from them here, and
-corrects the sums that hold r or y; it is the last number of a move before its weights.
+With relaxed marginals an evaluation has the numbers that `segmented_evaluation` and
+`segmented_softmin` describe, for updates that are not translated. The translation follows from them
+here, and corrects the sums that hold r or y; it is the last number of a move before its weights.
 
-One lane per segment, as all of them do the same with few numbers.
+One lane per segment, because all segments do the same with few numbers. The order of the numbers in
+evaluations, states and moves must be the same in `segments.evaluation`,
+`engine.quasi_newton_kernels` and the records of `formulas`. Decisions must be those of
+`engine.quasi_newton` (`tests/engine/test_quasi_newton_kernels.py`).
 
 `segmented_move` makes the next potentials to evaluate in all segments, as combinations of their
 vectors, one program per block of columns of a segment. With the step s = g - g° and the residual
@@ -34,9 +37,9 @@ they are learnt, and with (g°, r°) <- (g, r) where g is kept,
     h = g° + scale r° + shift + sum_k weights_k v_k,      v_k the remembered vectors,
     g <- h + extrapolation (h - level),
 
-and level <- h where a level of epsilon ends. Of relaxed marginals r is less by a translation, the
-last number of a move before its weights. Columns without mass take h = g° + r°, and nothing of
-theirs is remembered.
+and level <- h where a level of epsilon ends. With relaxed marginals the translation, the last
+number of a move before its weights, is subtracted from r. Columns without mass take h = g° + r°,
+and none of their numbers is remembered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The function `otdd.sinkhorn_attention`, and the operation of PyTorch that it checks input for.
+"""`otdd.sinkhorn_attention`: the checks of its input, and the operation of PyTorch behind it.
 
 `otdd_flash` exports `sinkhorn_attention`, and `nn.SinkhornAttention` calls it. The operation is for
 autograd, `torch.compile` and CUDA graphs, over the passes of `passes`.
@@ -20,7 +20,9 @@ makes dL/dV as well, and one with matrices for each of q and k. y is kept times 
 of the limit is P o (D - a 1^T - 1 b^T), with a = delta - P b and (diag(P^T 1) - P^T P) b = y_T.
 
 `attend` runs `attend_now` and, backward, `gradients_now`, from Python or recorded by
-`torch.compile`. Nothing waits for a GPU.
+`torch.compile`. If arguments, results or their shapes change, both operations need other names
+(`batched.recorded`). Nothing may wait for a GPU, and no tensor may have the size of the scores
+(`tests/attention`).
 """
 
 from __future__ import annotations

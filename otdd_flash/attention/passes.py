@@ -1,9 +1,10 @@
 """Passes over the scores of attention, S = scale q k^T of H heads, which are never stored.
 
 A pass is a half-step, a product with a plan, or the gradient by scores times the points of one
-side. `attention.attention` calls them through `Scores`, which runs kernels, or PyTorch by blocks of
-rows. `Scores.transposed` has keys for rows. Vectors are float32, of float64 points float64. Heads
-whose count is below the number of a step do not make it: what they have in `out` stays.
+side. `attention.attention` calls them through `Scores`, which runs `kernels.attention`, or PyTorch
+by blocks of rows. Both must compute the same (`tests/attention` runs both). `Scores.transposed` has
+keys for rows. Vectors are float64 for points in float64, else float32. A head whose count is below
+the number of a step does not make this step: its part of `out` stays as it was.
 """
 
 from __future__ import annotations

@@ -1,26 +1,30 @@
 """Gradients through plans that are optimal for their own sums, many small matrices at once.
 
-A plan P = a b^T exp((f + g - C) / epsilon) (n, m) with sums r = P 1 and c = P^T 1 moves with its
-cost and masses. For a cotangent G = dL/dP, and cotangents s, t of what it is solved for by rows and
-by columns, one symmetric system tells how,
+A plan P = a b^T exp((f + g - C) / epsilon) (n, m) with sums r = P 1 and c = P^T 1 changes with its
+cost and masses. For a cotangent G = dL/dP, and cotangents s (n,) of f / epsilon and t (m,) of g /
+epsilon, the gradients come from one symmetric system,
 
     diag(r) u + P v   = (G o P) 1 + s
     P^T u + diag(c) v = (G o P)^T 1 + t.
 
 With it dL/dC = -P o (G - u 1^T - 1 v^T) / epsilon, and dL/da = u and dL/db = v along the simplex
 (Luise et al. 2018, Differential properties of Sinkhorn approximation for learning with Wasserstein
-distance; Eisenberger et al. 2022, A unified framework for implicit Sinkhorn differentiation). Those
-set r and c to what they converge to. With the sums that the plan has, there is a solution however
-early it was left.
+distance; Eisenberger et al. 2022, A unified framework for implicit Sinkhorn differentiation). These
+authors set r and c to the masses, to which the sums converge. With the sums that the plan has, the
+system has a solution however early the iterations ended.
 
-By e = ((G o P) 1 + s) / r, u = e - P v / r and the scaling w = c^(1/2) o v there is left
+With e = ((G o P) 1 + s) / r, u = e - P v / r and w = c^(1/2) o v it becomes
 
     (I - A^T A) w = c^(-1/2) o ((P o (G - e 1^T))^T 1 + t),
     A = diag(r)^(-1/2) P diag(c)^(-1/2),
 
-of eigenvalues in [0, 1]. A is applied as it stands and A^T A never formed. The matrix takes c^(1/2)
-to 0, and residuals keep no part along it. Conjugate gradients solve it, each matrix by itself.
-`batched.balance` calls `plan_gradient` and `gradient_with_masses`.
+with eigenvalues in [0, 1]. A is applied as it stands and A^T A never formed. The matrix takes
+c^(1/2) to 0, so residuals must keep no part along it. Conjugate gradients solve the system of each
+matrix by itself, so that it gets the same bits among any others: here, or in
+`kernels.batched.small_adjoint`, which is given `LIMITS`. A change must be made in both
+(`tests/batched/test_adjoint.py`, `tests/kernels/test_small_adjoint.py`).
+
+`batched.balance` calls `plan_gradient` and, for problems with masses, `gradient_with_masses`.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from otdd_flash.operators.base import SUM_UNITS
 
 
 class Limits(NamedTuple):
-    """When a matrix is left.
+    """When the iterations of a matrix end.
 
     Attributes:
         tolerance: of a residual over the right-hand side.

@@ -2,8 +2,12 @@
 
 A batch is of logits (..., n, n), to be made doubly stochastic, or of costs (..., n, m) of transport
 problems, each matrix a problem of its own. `doubly_stochastic` and `plans` check shapes and types
-here and ask for the `placement`, as `attention` does. Contents are checked on a CPU alone, as that
-waits for a GPU: the temperature by `balance`, the logits by `cpu`.
+here and ask for the `placement`, as `attention` does; `nn` reads `TYPES`. Contents of logits are
+checked on a CPU alone, because a check would wait for a GPU: `balance` checks the temperature,
+`cpu` the logits. `plans` checks costs and masses itself.
+
+The error bounds that `chunks` and `doubly_stochastic` state hold for up to `MOST` rows and columns,
+so a larger `MOST` needs other bounds.
 """
 
 from __future__ import annotations

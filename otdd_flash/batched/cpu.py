@@ -7,10 +7,15 @@ Scalings are relative to a fixed matrix E = exp(x / t + u 1^T + 1 v^T) whose row
 masses, have a largest entry of about 1. Exponentials are taken once, and half an iteration is a
 product with E and a division.
 
-An entry of E may be lost to 0. Those of R are then put in by logarithms, and are too small to be
-missed in a sum as long as scalings are up to 2^30. A matrix whose scalings go beyond that, and one
-that lost nothing whose scalings go beyond 2^48, is done again by logarithms throughout.
-`batched.balance` calls `balance` and `balance_backward`.
+Entries of E may underflow. Those of R are then computed by logarithms; in sums they are too small
+to matter as long as scalings are at most 2^30. A matrix is done again by logarithms throughout if
+it lost an entry and a scaling goes beyond 2^30, if any scaling goes beyond 2^48, or if a sum
+overflows.
+
+`batched.balance` calls `balance` and `balance_backward` if kernels do not run, and allocates what
+they fill. `kernels.batched.small_balance` and `tiny_balance` make the same iterations, so a change
+of these must be made there too (`tests/batched` runs both). A matrix must get the same bits among
+any others.
 """
 
 from __future__ import annotations

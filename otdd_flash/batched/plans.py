@@ -1,19 +1,21 @@
 """Entropic plans of many small cost matrices, each solved for by itself.
 
-`sinkhorn_plans` is the entry point and `SmallPlans` what it gives. `bounds_of` has intervals for
-values, from any potentials, in float64:
+`otdd_flash` exports the entry point `sinkhorn_plans`, which users alone call, and its result
+`SmallPlans`. `batched.balance` solves problems with exact marginals, `batched.relaxed` those with
+relaxed ones. With exact marginals nothing may wait for a GPU before a result is read. `bounds_of`
+computes intervals for values, from any potentials, in float64; they must contain the exact value,
+rounding included (`tests/batched/test_plans.py`):
 
     <a, f> + <b, g> - epsilon log sum P <= OT_epsilon <= <C, Q> + epsilon KL(Q | a b^T)
 
 with P of f and g, and Q the plan with marginals a and b that P / sum P is rounded to (Altschuler,
 Weed & Rigollet 2017, Near-linear time approximation algorithms for optimal transport via Sinkhorn
 iteration): no row or column keeps more than its mass, and what is missing is filled with a product.
-`otdd_flash` exports `sinkhorn_plans` and `SmallPlans`; users alone call the first.
 
-Where a plan falls apart into groups of points, offsets of its potentials are undetermined, as
-`report_open` says. `SmallPlans` asks when potentials are read, and before the first result where
-masses require a gradient. Three tests follow each other, the next only for problems that one leaves
-open:
+If a plan falls apart into groups of points, the offsets between potentials of different groups are
+undetermined, and `report_open` warns. `SmallPlans` calls it when potentials are read, or before the
+first result if masses require a gradient. It makes three tests, each only for problems that the one
+before leaves open:
 
 1. No entry of the plan P is less than twice a share of the largest a_i b_j: one read of all plans.
 2. A group that starts at the heaviest column takes in all rows and columns with which it exchanges
@@ -21,9 +23,10 @@ open:
 3. `derivatives.groups` in float64 on the host, one problem after another, up to the first with
    undetermined offsets, which is reported in the words of that module.
 
-From that share on the rounding of the masses, of the type that is computed in, changes an offset by
-`OPEN` epsilon at the most. The first test shows that every cut between groups has it: where one
-side holds p of the rows' mass and q of the columns', p + q <= 1, twice the share of
+If that share is exchanged, the rounding of the masses, in the type that is computed in, changes an
+offset by at most `OPEN` epsilon (`derivatives.group_flows`). The first test shows this for every
+cut between groups: if one side holds p of the rows' mass and q of the columns', p + q <= 1, twice
+the share of
 
     p (1 - q) + q (1 - p) >= (p + q) / 2
 
@@ -88,8 +91,8 @@ def sinkhorn_plans(
     P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon). f and g are updated in turn, from g = 0, until
     ||P 1 - a||_1 is within the tolerance. Each problem stops by itself; its bits do not depend on
     the others. Differentiable once by costs, masses and epsilon, from plans, potentials and values.
-    On a GPU all problems are one launch, and nothing waits for the device: the errors below are
-    raised when a result is first read.
+    On a GPU all problems with exact marginals are one launch, and nothing waits for the device: the
+    errors below are raised when a result is first read.
 
     Args:
         costs: C (B, n, m), n and m up to 128, of a floating type; float16 and bfloat16 are computed

@@ -1,8 +1,12 @@
 """The work of `python -m otdd_flash.mix`: load target and sources, mix, write and print.
 
 For the entry point `otdd_flash.mix`, `commands.start.run_work` imports this module by name and
-`commands.outcome.run_job` calls `mix`. All datasets go through one extractor. mixture.json is
-written and the table printed before anything is drawn.
+`commands.outcome.run_job` calls `mix`. All datasets go through one extractor; `mixing.mixture`
+finds the weights. mixture.json is written and the table printed before anything is drawn.
+
+`MixSettings` must have the keys of conf/mix.yaml. `commands.outcome` keeps a list of files that
+hold results, so another name of mixture.json must be given there too
+(`tests/commands/test_mix_command.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,15 @@
 """The work of `python -m otdd_flash.nearest`: load query and library, rank, write and print.
 
 For the entry point `otdd_flash.nearest`, `commands.start.run_work` imports this module by name and
-`commands.outcome.run_job` calls `nearest`. Query and members go through one extractor, which an
-index in a folder remembers. ranking.json is written and the table printed before anything is drawn.
+`commands.outcome.run_job` calls `nearest`. Query and members go through one extractor;
+`ranking.index` keeps the members, and `ranking.race` ranks them. ranking.json is written and the
+table printed before anything is drawn.
+
+An index in a folder has the settings of its extractor beside it, in extractor.json. A query with
+other settings is refused, so that file and its keys must stay
+(`tests/commands/test_nearest_command.py`). `NearestSettings` must have the keys of
+conf/nearest.yaml. `commands.outcome` keeps a list of files that hold results, so another name of
+ranking.json must be given there too.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ reads `CHECKPOINT`.
 
 A claim on a directory is a lock that the process holds (flock), so a killed process leaves none
 behind. It is taken before Hydra writes its configuration there. A directory with a result is only
-claimed if the user allows it to be replaced. `commands.start` releases what is still claimed when
+claimed if the user allows it to be replaced. `OF_A_RUN` repeats the names that the files of results
+have in `files.tensor_file`, `flows.checkpoint`, `study.study`, `commands.nearest` and
+`commands.mix`, so it must change with these. `commands.start` releases what is still claimed when
 the command ends.
 
 The summary is read from the jobs' files, so that a launcher may run jobs in other processes. Help
