@@ -26,9 +26,9 @@ costs read the same particles.
 and `distributed.ranks` use marks; `cost.points` and operators use `remembered`;
 `extractors.feature_store` uses `digest_of_rows`. A change of what `fingerprint` digests must raise
 VERSION, because saved results hold fingerprints, and studies (`study.setup`) and checkpoints
-(`flows.checkpoint`) compare them. `ranking.index.digest_of` must then change in the same way: it is
-equal where fingerprints are. VERSION is no part of `digest_of_rows`, whose value must stay: every
-feature file written before would look damaged (`extractors.feature_store`).
+(`flows.checkpoint`) compare them. `ranking.index.digest_of` digests the same content, so it must
+then change too. VERSION is no part of `digest_of_rows`, whose value must stay: every feature file
+written before would look damaged (`extractors.feature_store`).
 """
 
 from __future__ import annotations
