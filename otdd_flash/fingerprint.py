@@ -3,9 +3,9 @@
     rows = sum_i SHA-256(i, features_i, label_i, weight_i)  mod 2^256
     fingerprint = SHA-256(version, n, d, whether labels and weights exist, class names, rows)
 
-A row's digest contains its number in the whole dataset, so the order of rows counts. Sums can be
-added up from blocks of any size, from files read piece by piece and from processes that hold some
-rows each.
+Targets (numbers as labels), if there are any, enter both. A row's digest contains its number in the
+whole dataset, so the order of rows counts. Sums can be added up from blocks of any size, from files
+read piece by piece and from processes that hold some rows each.
 
 Of features the values alone count, not their type (`samples` gives labels and weights one type): a
 row whose features are all float32 numbers is digested in float32, any other in float64, and -0 as
@@ -17,16 +17,18 @@ Users may change tensors in place, and datasets may fill the memory, so nothing 
 is asked for something that reads the content.
 
 `remembered` is a cache of results by tensor or samples, for as long as these live and have the same
-mark. Labels stay as they are while points move: their order in blocks, and who owns which, are the
-same at every step of a flow. So is the target, and particles stand in several costs of a step.
+mark. A flow reads it at every step: while the points move, the target stays as it is, and so do the
+labels of the particles, their order in blocks and the ranks that own them. Within a step, several
+costs read the same particles.
 
 `samples` uses `fingerprint` and a mark; `otdd`, `result`, `gromov.distance`, `flows.run` and
 `flows.result` use `Unchanged`; `operators.comparison`, `derivatives.autograd`, `operators.sharing`
 and `distributed.ranks` use marks; `cost.points` and operators use `remembered`;
 `extractors.feature_store` uses `digest_of_rows`. A change of what `fingerprint` digests must raise
 VERSION, because saved results hold fingerprints, and studies (`study.setup`) and checkpoints
-(`flows.checkpoint`) compare them. VERSION is no part of `digest_of_rows`: a change of that makes
-every feature file written before look damaged (`extractors.feature_store`).
+(`flows.checkpoint`) compare them. `ranking.index.digest_of` digests the same content, so it must
+then change too. VERSION is no part of `digest_of_rows`, whose value must stay: every feature file
+written before would look damaged (`extractors.feature_store`).
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ def digest_of_rows(features: Tensor, *, first: int = 0) -> int:
 
 
 def _sum_of_values(columns: Sequence[NDArray[Any]], dtype: str) -> int:
-    """Sum the digests of rows: numbers (k,), features (k, d) in a type, labels, weights."""
+    """Sum the digests of rows: numbers (k,), features (k, d) in a type, and the other parts."""
     numbers, values, *others = columns
     kinds: list[Any] = [(dtype, values.shape[1:])]
     kinds += [(other.dtype.newbyteorder("<"), other.shape[1:]) for other in others]
@@ -182,7 +184,7 @@ class Unchanged:
 
 
 def mark_of(samples: LabeledSamples) -> Mark:
-    """Return the mark of features, labels and weights; see `mark_of_tensors`."""
+    """Return the mark of features, labels, weights and targets; see `mark_of_tensors`."""
     return mark_of_tensors(samples.features, samples.labels, samples.weights, samples.targets)
 
 

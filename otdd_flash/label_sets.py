@@ -4,10 +4,14 @@ Rows with several labels are rows of one class each, the class of all rows with 
 `LabelSets` says which of the V labels are in each of the S distinct sets. So all that follows
 classes, such as draws, layouts and files, follows sets. Numbers are float64 targets (n, q).
 
-`samples` and `data.dataset` call `encode_rows`, `data.arrays` `split_text`; `labels.pairs` and
-`operators.label_costs` read the shares of a set; results and flows show the labels of rows.
+`samples` and `data.dataset` read labels by `encode_rows`; `data.arrays` calls `split_text`,
+`labels.metrics` `named_numbers`, `flows.maps` `set_name`, and `shift.rows` makes `Encoded` labels.
+`result`, `flows.result` and `ranking.index` restore sets by `named_sets`. `samples`,
+`labels.pairs`, `operators.label_costs`, `shift.rows` and `report.planes` read the shares of labels
+in a set.
 
-A change must keep sets in an order that their members alone decide, as fingerprints hold it.
+A change must keep sets in an order that their members alone decide, because fingerprints of samples
+(`samples`) depend on that order.
 """
 
 from __future__ import annotations

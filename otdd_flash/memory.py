@@ -1,11 +1,16 @@
 """Free memory of a device, the budget for stored scores, and the errors for a shortage.
 
-A shortage is the user's error: the message gives the bytes needed, the bytes free and the ways out.
+`cost.compute`, `operators.comparison`, `operators.sharing`, `solver.small.route`, `labels.exact`,
+`extractors.plain` and others ask it before they allocate: to refuse work (`check_memory`,
+`check_room`), or to choose between storing and computing again (`holds`, `budget_in_bytes`). Solves
+run within `Comparison.within_memory`, which turns a failed allocation into an `InputError`.
 
-Limits of control groups, such as those of a container, count: the group of this process and all
-its ancestors may have one; versions 1 and 2 of cgroups are read. Cached pages of files that are not
-in use count as free, as the kernel reclaims them first. `cost.compute`, `operators.comparison`,
-`solver.small.route`, `extractors.plain` and others ask it before they allocate.
+A shortage is the user's error: the message must give the bytes needed, the bytes free and ways out
+that help. Limits of control groups, such as those of a container, count: the group of this process
+and all its ancestors may have one; versions 1 and 2 of cgroups are read. Cached pages of files that
+are not in use count as free, as the kernel reclaims them first. A query of free memory takes as
+long as a small pass, so needs up to ASSUMED_FREE must be granted without a query.
+`tests/test_memory.py` and `tests/test_control_groups.py` test this module.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The text extractors: `text` by sentence-transformers, `wordllama` by means of word vectors.
 
-Both need the extra `text`, so its packages are imported in the functions that use them.
-`otdd_flash.extractors` exports both and builds them by name. Nothing is fetched without `download`.
-The descriptions are part of the keys of cached features: after a change of one, its cached features
-are not found any more.
+Both return a `Network` (`extractors.network`). Both need the extra `text`, so its packages are
+imported in the functions that use them. `otdd_flash.extractors` exports both and builds them by
+name. Nothing may be fetched without `download`. The `description` of a network is part of the keys
+of cached features: after a change of it, they are not found any more.
 """
 
 from __future__ import annotations

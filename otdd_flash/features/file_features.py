@@ -9,9 +9,9 @@ batches is not contiguous, so it cannot be one mapped tensor (`ScatteredFeatures
 that takes rows reads only those rows, the largest entry is found block by block, and any other
 operation reads the whole matrix.
 
-`samples`, `fingerprint`, `cost.points`, `operators`, `solver.tensors`, `flows.run` and
-`extractors.feature_store` recognise or open such tensors; `operators.sharing` sends their files to
-other ranks (processes).
+`extractors.feature_store` opens such tensors; `checks`, `samples`, `fingerprint`, `cost.points`,
+`cost.host_points`, `operators.comparison`, `solver.tensors` and `flows.run` recognise them;
+`operators.sharing` sends their files to other ranks (processes).
 
 A change must keep three things. No row of another file is returned: a file that is truncated, or
 changes while it is open, raises an `InputError`. The stamps of all files are therefore checked

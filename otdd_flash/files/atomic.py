@@ -1,14 +1,16 @@
 """Files and folders that appear whole or not at all; locks; and strict JSON.
 
-Nearly everything that writes a file uses it: `files.tensor_file`, `data.writing`,
-`flows.checkpoint`, `extractors.feature_store`, `study.study` and `study.units`, the modules of
-`report`, `integrations.tracking`, `ranking.index`, `commands.outcome` and the work of the commands.
-Results use `json_content`. `replacing` and `replacing_folder` write beside the target and rename.
-`lock` and `unlock` use flock, so that a killed process leaves no lock behind.
+Nearly everything that writes a file uses it: `files.tensor_file`, `files.cache`, `data.writing`,
+`extractors.feature_store`, `flows.checkpoint`, `pairwise`, `ranking.index`, `study.study`,
+`study.units`, `integrations.tracking`, modules of `report`, and `commands.nearest`,
+`commands.outcome` and `commands.results`. The `to_dict` of results returns `json_content`.
+`replacing` and `replacing_folder` write beside the target and rename. `lock` and `unlock` use
+flock, so that a killed process leaves no lock behind.
 
-A change must leave, at any interruption, the old content or the new one, never a mixture. It must
-not write through links that lead elsewhere, because others may have placed them. JSON holds no NaN
-or infinity, which other readers of JSON refuse.
+A change must leave, at any interruption, the old content or the new one, never a mixture. The only
+exception: a process killed between the two renames of a folder leaves the old one under a name that
+ends in `.old`. A change must not write through links that lead elsewhere, because others may have
+placed them. JSON holds no NaN or infinity, which other readers of JSON refuse.
 """
 
 from __future__ import annotations

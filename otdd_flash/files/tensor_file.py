@@ -2,31 +2,33 @@
 
 `write_tensors` and `read_tensors` handle named tensors and texts in one safetensors file, with a
 checksum over all of them, so that a flipped bit is found instead of computed with. `files.cache`,
-`flows.checkpoint`, `flows.residual_map`, `ranking.index` and `study.units` use them; `pairwise`
-uses the checksum for files of its own. `load_torch_file` reads files of `torch.save` without
-running code, for `extractors.checkpoint`. `write_arrays` and `read_arrays` handle npz files: tables
-of class distances (`labels.table`) and samples (`data.writing`, `report.flow`).
+`flows.checkpoint`, `flows.residual_map`, `ranking.index` and `study.units` use them; `pairwise` and
+`ranking.index` use the checksum for JSON files of their own. `load_torch_file` reads files of
+`torch.save` without running code, for `extractors.checkpoint`. `write_arrays` writes npz files:
+tables of class distances (`labels.table`), which `read_arrays` reads, samples (`data.writing`) and
+trajectories (`report.flow`).
 
 A saved result is result.json to read, and result.safetensors with everything. `result`,
-`flows.result` and `solver.matrix.result` write and read both by `write_result` and `read_result`;
-`pairwise` has one file of the name SUMMARY_FILE with a table of its own beside it, and takes
-SUMMARY_FILE and COMPUTE_AGAIN. `commands.results` and `commands.shift` remove an old result with
-`remove_result`. `read_result` reads result.safetensors alone, which holds the summary too. So a
-write that was interrupted between both files never mixes two results, although result.json is then
-older. Both file names and the layout are formats on disk: files of earlier versions must stay
-readable.
+`flows.result` and `solver.matrix.result` write and read both by `write_result` and `read_result`.
+`pairwise` writes its own SUMMARY_FILE, with a table beside it. `commands.adapt`, `commands.compare`
+and `commands.shift` name SUMMARY_FILE to `commands.results`, which removes an old result with
+`remove_result` before it writes the new one. `read_result` reads result.safetensors alone, which
+holds the summary too. So a write that was interrupted between both files never mixes two results,
+although result.json is then older. Both file names and the layout are formats on disk: files of
+earlier versions must stay readable (`tests/files/test_files_of_today.py`).
 
-Every saved file carries the version and a format number (STAMP), which `check_format` compares when
-it is read, here and in `flows.checkpoint`, `pairwise` and `extractors.feature_store`;
-`labels.table` writes STAMP, and `study.study` names another version. FORMAT must rise with a change
-that an earlier version would misread, so that a later file is refused instead. Renamed keys and
-classes, which a reader can translate, do not need it. Caches have numbers of their own, in the
-names of their files.
+Files of tensors, tables of class distances, results, checkpoints, written features and indexes
+carry the version and a format number (STAMP). `check_format` refuses a number above FORMAT, here
+and in `flows.checkpoint`, `pairwise`, `extractors.feature_store` and `ranking.index`. `study.study`
+only names the version in errors (`other_version`). FORMAT must rise with a change that an earlier
+version would misread, so that a later file is refused instead. Renamed keys and classes, which a
+reader can translate, do not need it. Caches have numbers of their own, in the names of their files.
 
 A change must also keep that files appear whole or not at all (`files.atomic`). `content_hash` is
-part of cache keys (`extractors.module_features`, `extractors.network`, `labels.pairs`) and of the
-settings in checkpoints (`flows.objective`, `flows.flow`), so its value for given tensors may not
-change: cached numbers would be lost, and checkpoints refused.
+part of cache keys (`extractors.module_features`, `extractors.network`, `labels.pairs`), of the
+settings in checkpoints (`flows.objective`, `flows.flow`, `labels.metrics.tree`) and of digests in
+an index (`ranking.index`). So its value for given tensors may not change: cached numbers would be
+lost, and checkpoints refused.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ checkpoints are kept.
 
 The state is stored as tensors by name and an outline in JSON (`taken_apart`, `put_together`).
 Reading runs no code: of classes, only those of `TYPES` are made. The names in `TYPES`, the names of
-their fields and the form of file names are a file format; a change breaks earlier checkpoints.
+their fields and the form of file names are a file format; a change breaks earlier checkpoints,
+which `tests/files/test_files_of_today.py` reads.
 
-`flows.flow` holds `Checkpoints` among its options, `commands.adapt` makes them, `flows.run` loads
-and saves a checkpoint, and `flows.stepping` writes the rows of each rank.
+`Flow` (`flows.flow`) has `Checkpoints` among its options; users and `commands.adapt` make them.
+`flows.run` loads and saves a checkpoint, and `flows.stepping` writes the rows of each rank.
 """
 
 from __future__ import annotations

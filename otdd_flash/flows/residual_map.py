@@ -1,13 +1,13 @@
 """A map by a residual network, trained on where the particles of a flow began and ended.
 
-`ResidualMap` holds the network with its scales, and saves and loads it as one safetensors file. The
-second part is the regression: weighted least squares with early stopping. `flows.result` makes the
-map, which `flows.maps` describes beside the others.
+`ResidualMap` is a `FlowMap` (`flows.maps`). It holds the network with its scales, and saves and
+loads itself as one safetensors file. The second part of the module is the regression: weighted
+least squares with early stopping. `FlowResult.map` (`flows.result`) makes the map.
 
 Training is deterministic on one device: weights are drawn and batches shuffled by a generator on
 the CPU, and the global generator is neither read nor changed. The last layer starts at 0, so an
-untrained network is the identity map. The names of tensors in the file are its format, so they
-must stay.
+untrained network is the identity map. The names of tensors in the file are its format, so they must
+stay.
 """
 
 from __future__ import annotations

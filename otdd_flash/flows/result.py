@@ -1,17 +1,18 @@
 """The result of a flow: the adapted dataset, the records of its steps, and how to store it.
 
-`flows.objective` makes the records of steps and `flows.run` the moments, `Recorder` thins the
-trajectory of the particles, and `flows.checkpoint` stores records, moments and the state of the
-`Recorder`. A `Moment` is the state of a step from which an entropic map is built.
-`commands.messages` and `report.flow` read records, which `flows.flow` has in the type of
-`progress`; `report.flow_pictures` reads the trajectory. The fields of `StepRecord` and `Moment` are
-part of the checkpoint format, and those of `StepRecord` are the columns of metrics.csv, so their
-names must stay.
+While a flow runs, `flows.objective` makes a `StepRecord` of every step, and `flows.run` stores a
+thinned trajectory in a `Recorder`. With `keep_moments` it also makes a `Moment` of every step, the
+state from which an entropic map is built. `flows.checkpoint` stores records, moments and the state
+of the `Recorder`. `commands.messages`, `report.flow` and the user's callback `progress`
+(`flows.flow`) read records; `report.flow_pictures` reads the trajectory. The fields of `StepRecord`
+and `Moment` are part of the checkpoint format, and those of `StepRecord` are the columns of
+metrics.csv, so their names must stay.
 
 `gradient_flow` (`flows.run`) returns a `FlowResult`; `commands.adapt`, `commands.results`,
-`report.flow` and `integrations.sklearn` read it. The module also saves and loads it, and makes maps
-of new points from it. result.json comes from `to_dict`, and result.safetensors from the tensors
-that `PARTS` lists: keys and names are the format.
+`report.flow` and `integrations.sklearn` read it. It saves and loads itself, and makes maps of new
+points (`flows.maps`, `flows.residual_map`). result.json comes from `to_dict`, and
+result.safetensors from the tensors that `PARTS` lists: keys and names are the format, and files of
+earlier versions must stay readable (`tests/files/test_files_of_today.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """The rules of the iterations: accept a step, end a level of epsilon, end a problem.
 
 A rule is changed here and nowhere else. The certificate takes any potentials, so rules decide how
-long a solve takes, never whether its bounds hold. `engine.quasi_newton` decides by them for many
-problems in tensors, `engine.few_problems` for a few in floats, `kernels.segments.decision` in
-Triton.
+long a solve takes, never whether its bounds hold. `engine.quasi_newton` calls `decide` for many
+problems in tensors, `engine.few_problems` for a few in floats, and `kernels.segments.decision`
+compiles it: `formulas` says what a compiled function may contain. That kernel reads and writes the
+fields of `Goal`, `Levels`, `Trust`, `Progress` and of the decision's report by their places, so a
+change of these must be made there too. `solver` sets the `Goal` and the first `Levels`; `solver`
+and `labels.sinkhorn_pairs` choose the `Form`.
 
 **Levels of epsilon.** A small epsilon is approached through levels, each ended at a coarse marginal
 error and started from the potentials of those before (Schmitzer 2019, Stabilized sparse scaling

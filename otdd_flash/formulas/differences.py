@@ -20,7 +20,9 @@ In memory the rows and columns of R^-1 stand in the order of the slots, not of a
 `advance` does this for many problems in tensors (`engine.quasi_newton`), and is compiled for a
 kernel (`kernels.segments.decision`). `OneMemory` does it for one problem in lists
 (`engine.few_problems`): on a CPU a loop over 64 floats takes as long as two operations of PyTorch,
-of which there are thirty here, and `math.fsum` adds exactly. A change is made in both.
+of which there are thirty here, and `math.fsum` adds exactly. A change must be made in both
+(`tests/engine/test_few_problems.py` compares them), and one of the fields of `Memory` also in the
+kernel, which stores them by their places.
 """
 
 from __future__ import annotations

@@ -2,10 +2,13 @@
 
 An evaluation leaves the rows of a cross term's plan exact and measures the error of the columns, so
 that these bounds take no further pass. Lower bounds are dual values, upper bounds those by
-oscillation, and both allow for rounding. `decision` decides by them; `solver.certificate`,
-`solver.solve` and `engine` compute them. `solver.evidence` has the tighter bounds of one problem,
-from a pass over all entries of its plan. A change must leave every bound valid:
-`tests/solver/test_certificate_evidence.py` has problems that nearly attain them.
+oscillation, and both allow for rounding. `engine` and `kernels.segments` fill an `Evaluation`,
+operators the `PassErrors`, and `decision` computes the bounds and decides by them.
+`solver.certificate` and `solver.solve` call single formulas. `solver.evidence` has the tighter
+bounds of one problem, from a pass over all entries of its plan. A change must leave every bound
+valid: `tests/solver/test_certificate_evidence.py` has problems that nearly attain them. The order
+of the fields of `Evaluation`, `CostNumbers` and `PassErrors` is that of the numbers in
+`kernels.segments`.
 
 **The dual value** is a lower bound of OT for any potentials f and g:
 

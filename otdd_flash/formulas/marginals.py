@@ -1,20 +1,21 @@
-"""What the marginals of a plan owe the masses: to equal them, or to be near them at a price.
+"""The marginals of a plan: equal to the masses, or near them at the price of a KL penalty.
 
     OT = min_P <C, P> + epsilon KL(P | a b^T) + D_x(P 1 | a) + D_y(P^T 1 | b),
     KL(p | q) = sum p log(p / q) - p + q,
 
 with masses that sum to 1. A `Marginal` is the D of one side: `Exact` is 0 at p = a and infinite
-elsewhere, `RelaxedByKL` is rho KL(p | a). Those of both sides are `Constraints`, beside the cost in
-a comparison. Solver, engine and certificates ask them for everything in which one kind differs
-from another, and never which kind they are. Another kind is another class here.
+elsewhere, `RelaxedByKL` is rho KL(p | a). `Constraints` holds those of both sides; a comparison has
+it beside the cost. The formulas in which the two kinds differ are methods here, for solver, engine
+and certificates alike. `kernels.segments` has the dual, the update and the translation once more,
+by 1 / rho (`softness`), so a change of these must be made there too.
 
 **Dual.** With phi(f) = f where marginals are exact and -rho (e^(-f / rho) - 1) where they are
 relaxed,
 
     D(f, g) = <a, phi_x(f)> + <b, phi_y(g)> + epsilon (1 - sum P) <= OT    for any f and g,
 
-of the plan P_ij = a_i b_j e^((f_i + g_j - C_ij) / epsilon). D is largest in f where row sums are
-what is owed, p = a phi_x'(f): a, or a e^(-f / rho). That is the update
+of the plan P_ij = a_i b_j e^((f_i + g_j - C_ij) / epsilon). D is largest in f where the row sums
+equal the marginal that is owed, p = a phi_x'(f): a, or a e^(-f / rho). That gives the update
 
     f = rho / (rho + epsilon) T(g),    or f = T(g) of exact marginals.
 
@@ -33,9 +34,11 @@ transport: translation invariant Sinkhorn and 1-D Frank-Wolfe):
     t = log(<a, e^(-f / rho_x)> / <b, e^(-g / rho_y)>) / (1 / rho_x + 1 / rho_y).
 
 Vectors have shape (..., k), their masses likewise; potentials and penalties are in units of the
-cost. `expm1` throughout: for a large rho all that matters is in the digits that e^(-f / rho) loses.
-`solver.penalties` makes `Constraints`; comparisons, `solver.certificate`, `engine` and derivatives
-read them.
+cost. A change must keep `expm1`: for a large rho e^(-f / rho) - 1 has no correct digits otherwise.
+
+`solver.penalties` makes `Constraints` of the user's penalties. Comparisons hold them; `engine`,
+`operators`, `solver`, `derivatives`, `batched`, `ranking.bounds`, `result`, `unmatched` and
+`study.measures.distances` read them. `tests/solver/test_unbalanced.py` tests the formulas.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ LEAST_MOVING = 1e-260
 
 
 class ColumnNumbers(NamedTuple):
-    """What an evaluation tells of the columns, as in `evidence.Evaluation`."""
+    """The numbers of `evidence.Evaluation` that depend on the kind of the columns' marginal."""
 
     value: Any
     size: Any
@@ -73,11 +76,11 @@ class ColumnNumbers(NamedTuple):
 
 
 class Marginal(ABC):
-    """What the marginal of one side owes its masses.
+    """The marginal of one side: how near to the masses it must be.
 
     Attributes:
-        exact: whether it has to equal them.
-        rho: the penalty, in units of the cost, infinite of an exact one. A tensor () where
+        exact: whether it must equal the masses.
+        rho: the penalty, in units of the cost; infinite if the marginal is exact. A tensor () where
             recordings read it from the device's memory.
     """
 

@@ -1,7 +1,10 @@
 """Lower bounds of the Gromov-Wasserstein energy E and the class cost <W, P>, rounding included.
 
-They hold for all plans P. `gromov.solve` calls them once for a pair of datasets. `gromov.energy`
-defines E, u, v, M and S. Two bounds are of E:
+They hold for all plans P. `gromov.solve` calls them once for a pair of datasets, and takes them
+into the record and the lower bound of the result. After a change a bound must still hold for every
+plan, its own rounding included: `tests/gromov/test_gromov.py` has problems that attain bounds.
+
+`gromov.energy` defines E, u, v, M and S. Two bounds are of E:
 
 - Eccentricities (Memoli 2011, Gromov-Wasserstein distances and the metric approach to object
   matching): for given (i, j) the sum over P_kl is the squared distance of two functions in L2(P),
@@ -10,6 +13,8 @@ defines E, u, v, M and S. Two bounds are of E:
 - Spectra: <P, u v^T> is at most the sum of the sorted products of u and v, and
   ||M||^2 = tr(S_x K S_y K^T) with ||K|| <= 1 at most the sum of products of sorted eigenvalues
   (von Neumann). It is 0 on a rotated copy.
+
+`class_bound` is the third, of <W, P>: transport between classes instead of points.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """`ground="gromov"` of `dataset_distance` and `pairwise_distances`: checks, tables and results.
 
-`otdd` and `pairwise` call it after they have read their arguments, and `commands.compare` calls
-`gromov_options`. Errors of input must come before anything is solved, which may take long.
+`otdd` and `pairwise` call it after they have read their arguments. `gromov_distance` returns the
+`DistanceResult` of two datasets; `GromovPairs` yields the solves of `pairwise`. `commands.compare`
+calls `gromov_options`. Errors of input must be raised before anything is solved, because a solve
+may take long.
 
-`gromov_table`, which `pairwise` calls as well, is the table W of classes whose points have
-different dimensions, in units of E, length^4. The method `gaussian` is the Gromov-Wasserstein
-distance between Gaussians over Gaussian couplings (Delon, Desolneux and Salmona 2022,
-Gromov-Wasserstein distances between Gaussian distributions), an upper bound of that over all
+`gromov_table` is the table W of classes whose points have different dimensions, of two datasets or
+of those of `pairwise`. With the method `gaussian`, W has the units of E, length^4: it is the
+Gromov-Wasserstein distance between Gaussians over Gaussian couplings (Delon, Desolneux and Salmona
+2022, Gromov-Wasserstein distances between Gaussian distributions), an upper bound of that over all
 couplings of these Gaussians:
 
     4 (tr S - tr T)^2 + 8 sum_k (l_k - h_k)^2

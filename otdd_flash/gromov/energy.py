@@ -15,8 +15,11 @@ with equality where X^T P Y = M_0. The plan of least <C, P> (+ epsilon KL) there
 (+ epsilon KL) than the plan M_0 is of. C is minus an inner product in min(d_x, d_y) + 1
 coordinates, for which no n x m matrix is needed.
 
-`Cloud` holds what is computed of one side once; `Energy` of a pair. All is float64. `distance` and
-`problem` make both; `bounds` and `starts` read an `Energy`.
+`Cloud` holds the moments of one side, computed once, and `Energy` those of a pair; all is float64.
+`gromov.distance` and `gromov.problem` make both; `gromov.bounds` and `gromov.starts` read an
+`Energy`. `gromov.bounds` and `gromov.solve` widen bounds by `Energy.rounding`, so after a change it
+must still bound the error of E (`tests/gromov/test_gromov.py`). Saved results hold `coordinates`,
+from which `Cloud.of` must make the same cloud again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""What a Gromov-Wasserstein distance says besides its value, bounds and plan.
+"""The record of a Gromov-Wasserstein distance: what it reports besides value, bounds and plan.
 
-`solve` builds the record, results hold it and save it, so keys of saved results must stay.
+`gromov.solve` builds the record. `DistanceResult` (`result`) holds, saves and loads it, and from
+`matrix` and `coordinates` computes the plan of a loaded result; `pairwise` writes the `to_dict` of
+every pair to its result.json. The keys of `to_dict` and the names of `tensors` must stay, because
+saved results have them.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
 `gromov.distance` calls `prepare` and `solve_gromov`, `otdd_flash.pairwise` calls `prepare`, and
 `otdd_flash.result` calls `prepare` and `last_linearised`. Each step is a `Comparison` of the same
-two datasets whose transformed points are those of the linearised cost, so that every solver, kernel
-and question about the plan takes it as any other comparison by inner products.
+two datasets whose transformed points are those of the linearised cost, so that solvers, kernels and
+plans take it as any other comparison by inner products.
 
-With F(P) = lambda_x E(P) + lambda_y <W, P> (`problem`) and E linearised at M = X^T P Y (`energy`),
-the objective F(P) + epsilon KL(P | a b^T) does not rise from step to step, and decides between
-starts; F alone may rise, as entropy grows. `value` is F of a plan whose sums are corrected
-(Altschuler et al. 2017, Near-linear time approximation algorithms for optimal transport), evaluated
-in float64: an upper bound of the least F, whatever the solves did.
+With F(P) = lambda_x E(P) + lambda_y <W, P> (`gromov.problem`) and E linearised at M = X^T P Y
+(`gromov.energy`), the objective F(P) + epsilon KL(P | a b^T) does not rise from step to step, and
+decides between starts; F alone may rise, as entropy grows. The value of a result is F of a plan
+whose sums are corrected (Altschuler et al. 2017, Near-linear time approximation algorithms for
+optimal transport), evaluated in float64: an upper bound of the least F, whatever the solves did. A
+change must keep both: an accepted step has a lower objective, and the value is such a bound.
 """
 
 from __future__ import annotations

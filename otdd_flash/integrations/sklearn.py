@@ -1,8 +1,10 @@
 """A scikit-learn transformer that moves a source domain onto a target domain.
 
-`TransportAdapter` is public; nothing in this package imports it. It follows scikit-learn's rules,
-on which pipelines and searches rely: the constructor only stores its arguments, attributes set by
-`fit` end in an underscore, and rows keep their order, type and feature names.
+`TransportAdapter` is public; nothing in this package imports it. `fit` calls `gradient_flow`
+(`flows.run`), and `transform` moves rows as their nearest source rows. The class follows
+scikit-learn's rules, on which pipelines and searches rely: the constructor only stores its
+arguments, attributes set by `fit` end in an underscore, and rows keep their order, type and feature
+names.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The dataset distance as a metric of torchmetrics.
 
-`DatasetDistance` is public; nothing in this package imports it, as torchmetrics is an extra. Its
-state is the rows seen, which torchmetrics gathers from all processes before `compute`, and the
-epsilon, which the first `compute` fixes so that later numbers compare. State must consist of
-tensors or lists of tensors, which is all that torchmetrics gathers.
+`DatasetDistance` is public; nothing in this package imports it, as torchmetrics is an extra.
+`compute` calls `otdd.dataset_distance`. The state is the rows of all updates, which torchmetrics
+gathers from all processes before `compute`, and the epsilon, which the first `compute` fixes so
+that later values can be compared with its own. State must consist of tensors or lists of tensors,
+which is all that torchmetrics gathers.
 """
 
 from __future__ import annotations

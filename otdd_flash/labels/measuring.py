@@ -6,10 +6,11 @@ below them a list of pairs: it reads the cache, measures the missing pairs in pa
 at intervals, so that a killed run loses little. `settled_metric`, `drop_small_classes` and
 `notice_single_samples` prepare metric and datasets before they are measured.
 
-`pairwise` calls `measure_all`, `flows.modes` and `ranking.bounds` `measure_pairs`,
-`study.measures.distances` and `mixing.sources` `class_block`; `pairwise` and `sliced`
-`as_datasets`. The others come through `otdd_flash.labels`: `otdd`, `flows.run`, `ranking.index`,
-`sampling.comparison`, `study.study` and others.
+`pairwise` and `mixing.sources` call `measure_all`; `flows.modes` and `ranking.bounds` call
+`measure_pairs`; `study.measures.distances` and `mixing.sources` call `class_block`; `pairwise` and
+`sliced` call `as_datasets`; `gromov.distance` calls `matched`. `otdd`, `flows.run`,
+`ranking.index`, `sampling.comparison`, `study.study` and others import the remaining functions from
+`otdd_flash.labels`.
 
 A change must keep the following rules. A distance has the same bits whatever other pairs are
 measured beside it, with and without a cache, so that a table can be measured block by block; this

@@ -4,7 +4,7 @@
 of equal classes and orders them. `all_pairs` and `equal_chunks` make and cut lists of pairs,
 `PairDistances` holds what was measured, and `symmetric_table` fills a table. The modules of
 `labels` that measure, `contributions`, `flows.modes`, `flows.joint_modes`, `gromov.distance`,
-`ranking.bounds`, `study.study` and `study.measures.distances` call this module.
+`ranking.bounds`, `sliced`, `study.study` and `study.measures.distances` call this module.
 
 A change must keep the order of `merge_identical` a function of content alone: the direction in
 which a pair is measured, and so its last bits, follow from it, and distances are cached. In

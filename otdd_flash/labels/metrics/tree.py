@@ -1,7 +1,12 @@
 """Class distances of a hierarchy: the length of the path between two classes in a tree.
 
-`labels.metrics` registers `Tree`. Names of classes alone decide its table, so that
-`labels.measuring` does not measure it, and adds it to what `add` measures.
+`labels.metrics` registers `Tree`. Names of classes alone decide its table (`by_names`), so nothing
+is measured or cached for it. `labels.measuring`, `flows.modes` and `ranking.bounds` add it to the
+distances of the metric `add`; `gromov.distance` takes it alone.
+
+Settings of studies, flows and indexes hold the digest in `to_dict`; `ranking.index` also stores
+`parents`. If a change gives the same tree another digest, a study or flow with it cannot be
+resumed.
 """
 
 from __future__ import annotations
