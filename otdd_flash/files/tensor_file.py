@@ -17,12 +17,13 @@ holds the summary too. So a write that was interrupted between both files never 
 although result.json is then older. Both file names and the layout are formats on disk: files of
 earlier versions must stay readable (`tests/files/test_files_of_today.py`).
 
-Files of tensors, tables of class distances, results, checkpoints, written features and indexes
-carry the version and a format number (STAMP). `check_format` refuses a number above FORMAT, here
-and in `flows.checkpoint`, `pairwise`, `extractors.feature_store` and `ranking.index`. `study.study`
-only names the version in errors (`other_version`). FORMAT must rise with a change that an earlier
-version would misread, so that a later file is refused instead. Renamed keys and classes, which a
-reader can translate, do not need it. Caches have numbers of their own, in the names of their files.
+Files of tensors, tables of class distances, results, checkpoints and written features carry the
+version and a format number (STAMP). `check_format` refuses a number above FORMAT, here and in
+`flows.checkpoint`, `pairwise` and `extractors.feature_store`; `ranking.index` calls it with the
+format number of an index. `study.study` only names the version in errors (`other_version`). FORMAT
+must rise with a change that an earlier version would misread, so that a later file is refused
+instead. Renamed keys and classes, which a reader can translate, do not need it. Caches have numbers
+of their own, in the names of their files.
 
 A change must also keep that files appear whole or not at all (`files.atomic`). `content_hash` is
 part of cache keys (`extractors.module_features`, `extractors.network`, `labels.pairs`), of the
