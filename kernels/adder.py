@@ -1,4 +1,4 @@
-"""How tensor cores add products, and what that may cost a chain of them: the worst case.
+"""How tensor cores add products, and the largest error of a chain of them.
 
 A hardware step adds p products, exact ones of float16 numbers, to a float32 accumulator. All p + 1
 numbers are aligned to the largest exponent, cut off e bits below float32's last, and added; the sum
@@ -6,8 +6,8 @@ is cut to float32 (Fasi, Higham, Mikaitis & Pranesh 2021, Numerical behavior of 
 Khattak & Mikaitis 2025, Accurate models of NVIDIA tensor cores). Let u = 2^-24, let S be the sum of
 the absolute products of the chain, and A >= S bound all accumulators. In one step
 
-    what alignment cuts off   < (p + 1) 2^-(23 + e) A = (p + 1) 2^(1 - e) u A,
-    what the result loses     < 2 u A,
+    cut off by alignment      < (p + 1) 2^-(23 + e) A = (p + 1) 2^(1 - e) u A,
+    lost by the result        < 2 u A,
 
 because no exponent exceeds that of the largest number, whose size is at most A. A chain of K
 products takes ceil(K / p) steps, so its error is at most

@@ -128,7 +128,7 @@ def half_step_kernel(
             )  # fmt: skip
             total += tl.sum(power(logits + guess[:, None], HALF), 1)
         highest = -guess
-        # Of a row without a part the potential is -inf, whatever its sum.
+        # The potential of a row without a part is -inf, whatever its sum.
         read = target > -float("inf")
         online = tl.sum((read & ((total < SMALLEST) | (total == float("inf")))).to(tl.int32)) > 0
     if online:
@@ -358,7 +358,7 @@ def earlier_term(
     weights = x[:, None] * y[None, :]
     if NEAR:
         return weights
-    # What a head has not made is not initialised, and its weights are 0.
+    # Iterations that a head has not made are not initialised, and have weights of 0.
     i = tl.minimum((r + (0 if QUERIES else 1)) // 2, count)
     j = tl.minimum((r + (1 if QUERIES else 0)) // 2, count)
     u = tl.load(p_u + i * o_u, mask=m_row, other=0.0)
@@ -433,7 +433,7 @@ def launch(
         scale: of the scores.
         counts: (H,) int32, how many iterations each head makes.
         width: e where matrices are read, else 0.
-        *given: what else it reads and writes; vectors are float32.
+        *given: its other tensors and integers; vectors are float32.
         **constants: beyond those of tiles.
     """
     (rows, columns), depth = points, padded_width(points[0].shape[2])
@@ -442,7 +442,7 @@ def launch(
     if max(n, m) * max(dim, width) >= MOST_ENTRIES:
         raise InputError(f"a head has {max(n, m):,} points, too many for kernels; use fewer")
     blocks = blocks_for(kind, max(depth, padded), rows.dtype, rows.device)
-    # Of float32: three products of TF32 have its accuracy but for some units.
+    # Three products of TF32 have the accuracy of float32 but for some units.
     constants["PRECISION"] = "tf32x3" if rows.dtype == torch.float32 else "tf32"
     constants["HALF"] = rows.dtype != torch.float32
     constants |= {"DIM": dim, "WIDTH": width, "BLOCK_D": depth, "BLOCK_E": padded}

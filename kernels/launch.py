@@ -83,6 +83,6 @@ def log2_scale(epsilon: Tensor) -> Tensor:
 
 @triton.jit
 def load_scales(epsilon_ptr, product_scale):
-    """What a product of coordinates and a cost are times in a logit, float32."""
+    """The factors of a product of coordinates and of a cost in a logit, float32."""
     scale = tl.full((), LOG2_E, tl.float64) / tl.load(epsilon_ptr)
     return (product_scale * scale).to(tl.float32), scale.to(tl.float32)

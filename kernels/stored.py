@@ -117,7 +117,7 @@ def stored_scores(
     Args:
         products: (B, r, c) float64, contiguous.
         squares: ||x_i||^2 (B, r) and ||y_j||^2 (B, c), float64, rows of larger tensors.
-        labels: (B, r) and (B, c) int64, likewise.
+        labels: (B, r) and (B, c) int64, rows of larger tensors.
         class_costs: (B, V, V) float64, lambda_y W.
         lambda_x: (1,) float64.
         scores: (B, r, c) and (B, c, r) float32, blocks of (B, points, points); overwritten.
@@ -309,7 +309,7 @@ def stored_plan(
     Args:
         scores: (B, n, m) float32, rows contiguous.
         f: (B, n) float64, contiguous.
-        g: (B, m) float64, likewise; not read where there is no mass.
+        g: (B, m) float64, contiguous; not read where there is no mass.
         masses: (B, m) float64, b, rows contiguous.
         epsilon: () float64.
         least: exponents are raised to it.

@@ -100,7 +100,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def operand(coordinates: Tensor, rows: int, tile: Tile) -> object:
-    """What a kernel loads tiles of `rows` rows from: a descriptor, or the tensor's pointer."""
+    """The source of tiles of `rows` rows for a kernel: a descriptor, or the tensor's pointer."""
     if tile.descriptors:
         return TensorDescriptor.from_tensor(coordinates, [rows, tile.depth])
     return coordinates
@@ -123,10 +123,10 @@ class Ranges(NamedTuple):
     whole: int
 
 
-# What a program's start and end cost, in column blocks.
+# The cost of a program's start and end, in column blocks.
 STARTING_COST = 0.5
 
-# Part of a pass that fewer ranges may take longer: what each of them adds up takes memory.
+# Part of a pass that fewer ranges may take longer: the sums of each take memory.
 TRIFLE = 0.01
 
 

@@ -22,8 +22,8 @@ class Problems(NamedTuple):
         matrices: x (B, n, m), or -x if `negated`; n and m up to 128, float16 to float64, of any
             strides.
         scale: 1 / t, (B,) or () float64.
-        a: (B, n) or (n,) masses; None for 1, then b is as well.
-        b: (B, m) or (m,), likewise.
+        a: masses of the rows (B, n) or (n,); None for 1, then b is as well.
+        b: masses of the columns (B, m) or (m,).
         sizes: (B, 2) int32, rows and columns in use; None for all. Beyond them masses are 0.
         iterations: at least 1; with a tolerance the most there may be.
         tolerance: of |R 1 - a|, its sum with masses, else its maximum; None for all iterations.

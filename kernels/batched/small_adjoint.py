@@ -51,7 +51,7 @@ PACKINGS = {
     1 << 14: Packing(1, 2),
     1 << 15: Packing(1, 8),
 }
-# Of a larger one, of which rows of so many bytes are loaded at once.
+# The packing of a larger one, and the bytes of the rows that it loads at once.
 LARGER, ROW_BYTES = Packing(1, 8), 1 << 14
 
 
@@ -125,7 +125,7 @@ def small_adjoint_kernel(
         right += load_numbers(column_cotangent_ptr, o_column_batch, o_column[None, :], count, m)
 
     per_column = inverse_root(c, SMALLEST)
-    # What the matrix takes to 0, and residuals keep no part of.
+    # The null vector of the matrix, of which residuals keep no part.
     null = c * per_column
     null *= inverse_root(tl.sum(null * null, 1), SMALLEST)[:, None]
     left = per_column * right
@@ -207,7 +207,7 @@ def inverse(sums, SMALLEST: tl.constexpr):
 
 @triton.jit
 def inverse_root(sums, SMALLEST: tl.constexpr):
-    """1 / sqrt(sums), likewise."""
+    """1 / sqrt(sums), 0 where there is no sum."""
     return tl.where(sums >= SMALLEST, tl.rsqrt(sums), 0)
 
 
@@ -227,10 +227,10 @@ def small_adjoint(
 
     Args:
         plans: P (B, n, m), n and m up to 128, float16 to float64, of any strides.
-        cotangents: G (B, n, m), likewise.
+        cotangents: G (B, n, m), float16 to float64, of any strides.
         row_cotangents: s (B, n), None for 0.
-        column_cotangents: t (B, m), likewise.
-        found: what is written: P o (G - u 1^T - 1 v^T) (B, n, m) of the type that plans and
+        column_cotangents: t (B, m), None for 0.
+        found: results to write: P o (G - u 1^T - 1 v^T) (B, n, m) of the type that plans and
             cotangents have together, u (B, n) and v (B, m) in float32, or float64 if one of them
             is; both may be empty.
         tolerance: of a residual over the right-hand side.
@@ -241,7 +241,7 @@ def small_adjoint(
     """
     weighted, u, v = found
     dtype, sides = u.dtype, u.numel() > 0
-    # What is empty is not written, and what is None is not read.
+    # Empty results are not written, and tensors in place of None not read.
     u, v = (u, v) if sides else (weighted, weighted)
     s, t = (
         plans if given is None else given.to(dtype).contiguous()

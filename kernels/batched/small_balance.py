@@ -27,13 +27,13 @@ Memory: x is read, and R written, once. Work: 4 n m operations an iteration, 3 n
     log gamma_j = -log sum_i a_i phi_i K_ij        weights  w_ij = a_i phi_i K_ij gamma_j
 
 Backward through one of them, its weights times its cotangent are subtracted from the cotangent of
-the logits log K; the sums of what is left along the other side are the next cotangent. A step needs
-the column scalings before and after it. Iterations are made again: column scalings of every
+the logits log K; the sums of the remainder along the other side are the next cotangent. A step
+needs the column scalings before and after it. Iterations are made again: column scalings of every
 LENGTH-th are kept on chip, and from each the scalings of the next LENGTH iterations are computed
 again. So only memory on chip grows with the iterations, as their square root, and work grows in
 proportion to them.
 
-E takes the place of K; its rounding, and what is done in the log domain, are as above.
+E takes the place of K; its rounding and the work in the log domain are as above.
 
 Memory: x and the cotangent are read, and the gradient written, once.
 """
@@ -214,7 +214,7 @@ def balance(
     kernel, a, b, phi, gamma, grid, m_row, m_column, iterations, tolerance,
     STOP: tl.constexpr, POTENTIALS: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """Iterations from the second on: scalings, what they went up to, errors and iterations made.
+    """Iterations from the second on: scalings, their maxima, errors and iterations made.
 
     With LOG, `kernel` and masses are logarithms to base 2, and scalings pairs whose sum is one.
     """
@@ -291,9 +291,9 @@ def small_balance(problems: Problems, found: Balanced) -> None:
     """Balance all matrices in one launch.
 
     Args:
-        problems: what is balanced.
-        found: what is written: potentials and errors, and iterations, where there is room for them,
-            as there is of iterations with a tolerance.
+        problems: the matrices to balance.
+        found: results to write: potentials and errors, and iterations, where there is room for
+            them, as there is for iterations with a tolerance.
     """
     if found.matrices.numel() == 0:
         return
@@ -303,7 +303,7 @@ def small_balance(problems: Problems, found: Balanced) -> None:
         options["maxnreg"] = None
     small_balance_kernel[grid](
         *given,
-        # What is empty is not written.
+        # Empty results are not written.
         *(one if one.numel() else found.matrices for one in found),
         float(problems.tolerance or 0),
         **options,
@@ -394,7 +394,7 @@ def small_balance_backward_kernel(
         counts = tl.load(counts_ptr + o_batch, mask=m_batch, other=1)
     by_row, by_column = tl.zeros((N, BATCH), TYPE), tl.zeros((BATCH, M), TYPE)
     if POTENTIALS:
-        # Of t log phi, so of log phi by t.
+        # Cotangents of t log phi, so of log phi by t.
         unit = (1 / scale).to(TYPE)
         loaded = load_numbers(row_cotangents_ptr, rows_of, o_row, count, n).to(TYPE)
         by_row = tl.where(m_row, unit[None, :] * loaded, 0)
@@ -520,7 +520,7 @@ def differentiate(
             if LOG:
                 before_rest = tl.sum(tl.where(o_kept == i, history_rest, 0), 0)
             phi, phi_rest = scaling(kernel, before, before_rest, b, grid, m_row, 2, LOG)
-            # Sums of what is left, which what was rounded away before is part of.
+            # Sums of the remaining cotangents, which include earlier roundings.
             left = tl.where(active[:, None], tl.sum(gradient, 0) + by_column, 0)
             moved = (
                 scaled(kernel, phi, phi_rest, gamma, gamma_rest, None, None, LOG) * left[None, :, :]
@@ -555,9 +555,9 @@ def small_balance_backward(
     Args:
         problems: as for `small_balance`.
         counts: (B,) int32, iterations made, not read without a tolerance.
-        given: cotangents of what `small_balance` wrote.
-        found: what is written, with potentials held: by 1 / t where there is room for it, and by
-            masses where there are any.
+        given: cotangents of the results of `small_balance`.
+        found: derivatives to write, with potentials held: by 1 / t where there is room for it,
+            and by masses where there are any.
     """
     matrices, cotangents = problems.matrices, given.matrices
     count, n, m = matrices.shape
@@ -579,7 +579,7 @@ def small_balance_backward(
         cotangents,
         by_row,
         by_column,
-        # What is empty is not written.
+        # Empty results are not written.
         *(one if one.numel() else found.matrices for one in found),
         *cotangents.stride(),
         **options,

@@ -167,13 +167,13 @@ def store_numbers(numbers_ptr, o_batch, o, count, size, numbers):
 
 
 class Packing(NamedTuple):
-    """What a program holds.
+    """The tiles that a program holds.
 
     Attributes:
         matrices: of it.
         warps: of it.
-        registers: of a thread at the most where matrices alone are asked for; what is done again in
-            the log domain, which is rare, would take more, and spills them instead.
+        registers: of a thread at the most where matrices alone are asked for; a repeat in the log
+            domain, which is rare, would take more, and spills them instead.
     """
 
     matrices: int
@@ -181,7 +181,7 @@ class Packing(NamedTuple):
     registers: int | None = None
 
 
-# Of matrices larger than any that a kernel's packings name.
+# The packing of matrices larger than any that a kernel's packings name.
 LARGER = Packing(1, 16)
 
 
@@ -206,7 +206,7 @@ def launch(
     """Prepare a launch that balances, forward or backward, of at least one matrix.
 
     Args:
-        problems: what is balanced.
+        problems: the matrices to balance.
         packings: of the kernel, by the bytes of a padded matrix up to which each holds.
 
     Returns:
@@ -220,7 +220,7 @@ def launch(
     given = (
         matrices,
         scale,
-        # What is None is not read.
+        # A tensor in place of None is not read.
         *(matrices if one is None else one for one in (a, b, sizes)),
         count,
         n,
@@ -248,7 +248,7 @@ def launch(
     return (-(-count // packing.matrices),), given, options
 
 
-# What scalings may grow to where an entry of E was lost to 0, and where none was.
+# The largest scalings allowed where an entry of E was lost to 0, and where none was.
 MOST_SCALING = tl.constexpr(2.0**30)
 MOST_WITHOUT_LOSS = tl.constexpr(2.0**96)
 # Entries of E below it have their scalings in the log domain.
@@ -300,9 +300,9 @@ def scaling(kernel, other, rest, masses, grid, m_side, AXIS: tl.constexpr, LOG: 
 
 @triton.jit
 def sums_of(kernel, other, rest, masses, grid, AXIS: tl.constexpr, LOG: tl.constexpr):
-    """Sums along columns (AXIS 2) or rows of the kernel, times what is scaled and its masses.
+    """Sums along columns (AXIS 2) or rows of the kernel times the other scalings and masses.
 
-    With LOG, of scalings other + rest, the pair of largest exponents and what they leave.
+    With LOG, of scalings other + rest, the pair of largest exponents and remainders.
     """
     if LOG:
         low = tl.expand_dims(rest if masses is None else rest + masses, 2 - AXIS)
@@ -310,7 +310,7 @@ def sums_of(kernel, other, rest, masses, grid, AXIS: tl.constexpr, LOG: tl.const
         found = on_grid(tl.max(exponents + low, AXIS), tl.expand_dims(grid, 1 - AXIS // 2))
         found = tl.where(found > -float("inf"), found, 0)
         terms = exponents - tl.expand_dims(found, AXIS) + low
-        # A coarse grid leaves much of the largest in what is left.
+        # A coarse grid leaves much of the largest in the remainder.
         left = tl.max(terms, AXIS)
         left = tl.where(left > -float("inf"), left, 0)
         found_rest = left + tl.log2(tl.sum(tl.exp2(terms - tl.expand_dims(left, AXIS)), AXIS))

@@ -32,8 +32,8 @@ from otdd_flash.kernels.launch import LOG2_E, on_its_device
 
 # Rows and columns that the kernel takes at the most.
 MOST = 4
-# Matrices of a program, its warps, and registers of a thread at the most where tiles are full: what
-# is done again in the log domain, which is rare, would take more, and spills them instead.
+# Matrices of a program, its warps, and registers of a thread at the most where tiles are full: a
+# repeat in the log domain, which is rare, would take more, and spills them instead.
 BATCH, WARPS, REGISTERS = 32, 1, 96
 # Iterations between looks at how far scalings moved; an iteration moves one by 2^4 at the most.
 LOOK_EVERY = tl.constexpr(4)
@@ -103,7 +103,7 @@ def tiny_balance_kernel(
         lowest = tl.zeros((BATCH,), TYPE)
         for k in tl.static_range(N * N):
             lowest = tl.minimum(lowest, tl.where(logits[k] > -float("inf"), logits[k], 0))
-        # Those of what is not done again stay as they are.
+        # Logits of matrices that are not repeated stay as they are.
         grid = tl.where(again, -2 * lowest, 0)
         gridded, zeros = (), ()
         for k in tl.static_range(N * N):
@@ -310,7 +310,7 @@ def log_scalings(
 
 @triton.jit
 def chosen(again, logs, rests, first, first_rests, scalings, N: tl.constexpr):
-    """Pairs of what is done again, else of the first iteration and the scalings after it."""
+    """Pairs of repeated matrices, else of the first iteration and the scalings after it."""
     found, found_rest = (), ()
     for i in tl.static_range(N):
         found += (tl.where(again, logs[i], first[i]),)

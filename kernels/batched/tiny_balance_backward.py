@@ -283,7 +283,7 @@ def step_back(kernel, shares, q, phi, gamma, gamma_before, LOG: tl.constexpr, N:
 def quotients(kernel, given, found, ROWS: tl.constexpr, LOG: tl.constexpr, N: tl.constexpr):
     """The entries of E times the scalings given, over their sums, of which `found` is one over.
 
-    Right to rounding: an entry that is its whole sum gives 1, and what is left of it 0.
+    Right to rounding: an entry that is its whole sum gives 1, and its remainder 0.
     """
     terms = ()
     for k in tl.static_range(N * N):
@@ -455,7 +455,7 @@ def tiny_balance_backward(problems: Problems, given: Cotangents, found: Derivati
     Args:
         problems: as for `tiny_balance`.
         given: cotangents of R alone.
-        found: what is written, by 1 / t where there is room for it.
+        found: derivatives to write, by 1 / t where there is room for it.
     """
     matrices, cotangents = problems.matrices, given.matrices
     count, n, _ = matrices.shape

@@ -23,7 +23,7 @@ from otdd_flash.kernels.linear.cg_step import Image, Numbers, Vectors, load_imag
 
 BLOCK = 4096
 
-# What precedes new iterations: a first right-hand side, the image of what was found, or nothing.
+# Inputs of new iterations: a first right-hand side, the image of the solution, or nothing.
 BEGIN, CORRECT, RESUME = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -174,7 +174,7 @@ def cg_start_kernel(
             tl.store(right_ptr + o, given, mask=mask)
             tl.store(kept_left_ptr + o, given, mask=mask)
             tl.store(kept_ptr + o, tl.zeros((BLOCK,), tl.float64), mask=mask)
-            # What nothing is found for is corrected by nothing.
+            # Right-hand sides without iterations are corrected by 0.
             tl.store(values_ptr + o, tl.zeros((BLOCK,), tl.float64), mask=mask)
         tl.store(right_size_ptr + i, found)
         tl.store(now_ptr + i, found)
@@ -198,7 +198,7 @@ def cg_start_kernel(
     else:
         missed = (before > target) & (taken < max_iterations)
         pending = missed
-    # What was loaded has arrived, and all threads see what all have stored.
+    # Loads have arrived, and all threads see the stores of all.
     tl.debug_barrier()
     tl.store(taken_ptr + i, taken)
     tl.store(pending_ptr + i, pending)
@@ -253,7 +253,7 @@ def cg_start(
     constants: bool,
     preconditioned: bool,
 ) -> None:
-    """Update what is kept, start iterations from its residual, and pack their first directions.
+    """Update the kept state, start iterations from its residual, and pack their first directions.
 
     Args:
         given: right-hand sides (m, s) float64, of any strides, to `BEGIN`; to `CORRECT` the image
@@ -262,7 +262,7 @@ def cg_start(
         position: (m,) int64, rows of points in `packed`.
         kept: updated.
         vectors: of the iterations.
-        numbers: likewise.
+        numbers: of the iterations.
         packed: directions (rows, 2, s) float16, 0 for padding, and their scales (s,).
         limits: relative tolerance, the part of it to aim at, iterations at the most, and those of
             a correction.

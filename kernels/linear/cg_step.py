@@ -33,12 +33,12 @@ BLOCK = 4096
 
 
 class Vectors(NamedTuple):
-    """Of s directions, (m, s) float64 each, columns of stride m.
+    """The vectors of s directions, (m, s) float64 each, columns of stride m.
 
     Attributes:
         values: the solution so far.
         left: the recursive residual.
-        direction: whose image is wanted next.
+        direction: the vector whose image is wanted next.
     """
 
     values: Tensor
@@ -47,12 +47,12 @@ class Vectors(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Of s directions, (s,) each.
+    """The numbers of s directions, (s,) each.
 
     Attributes:
         square: of the size of the recursive residual, scaled by masses, float64.
         energy: <residual, preconditioned residual>, float64.
-        unknown: what rounding may have added to that residual, float64.
+        unknown: bound on the drift of the recursive residual, by rounding, float64.
         iterations: int64.
         active: whether it goes on, bool.
         goal: at which size of the residual it stops, float64.
@@ -337,7 +337,7 @@ def cg_step(
         image: as the system's last product leaves it.
         masses: (m,) float64, and their sum ().
         vectors: of the directions.
-        numbers: likewise.
+        numbers: of the directions.
         packed: directions (rows, 2, s) float16, 0 for padding, and their scales (s,).
         precision: of the image.
         constants: whether the matrix takes constants to 0.
@@ -376,7 +376,7 @@ def cg_turn(
         scaled: preconditioned residuals (m, s) float64, columns of stride m.
         position: (m,) int64, rows of points in `packed`.
         vectors: of the directions.
-        numbers: likewise; energies are those before.
+        numbers: of the directions; energies are those before.
         packed: directions (rows, 2, s) float16, 0 for padding, and their scales (s,).
     """
     m, count = vectors.direction.shape

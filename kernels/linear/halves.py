@@ -333,7 +333,7 @@ def onward(found: Unmerged, scales: Tensor, weights: Tensor) -> tuple[Tensor, Te
 
     Args:
         found: products of hi and of lo parts, or of their sum; columns from s on are not read, and
-            0 in what is returned.
+            0 in the result.
         scales: (s,) float64, powers of two, of the halves that were multiplied.
         weights: (n,) float64, 0 for padding.
     """

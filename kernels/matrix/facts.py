@@ -1,9 +1,9 @@
 """A cost matrix in memory as kernels find it, and facts of its rows by one read of it.
 
 A `Place` is the address of a matrix, the stride between its rows and its sizes, in device memory.
-What a launch takes by value is fixed when a CUDA graph records it; what its kernel loads is not. So
-one recording serves every matrix of a type and an alignment with no more rows and columns, and
-kernels must read address and sizes by `load_place`. `operators.matrix_kernel` and
+Arguments by value are fixed when a CUDA graph records a launch; numbers that its kernel loads are
+not. So one recording serves every matrix of a type and an alignment with no more rows and columns,
+and kernels must read address and sizes by `load_place`. `operators.matrix_kernel` and
 `operators.kernel_pool` make a `Place`; all kernels of this folder but those of `half_step` read it.
 
 Facts are, of the finite entries of a row: the lowest and the highest in columns with mass, the
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
 
-# Bytes of which address and rows of an aligned matrix are multiples: what a thread loads at once.
+# Bytes of which address and rows of an aligned matrix are multiples: those of a load by a thread.
 ALIGNMENT = 16
 
 TYPES: dict[torch.dtype, Any] = {
@@ -89,11 +89,11 @@ WARPS = 4
 
 
 class RowFacts(NamedTuple):
-    """Of the rows of a matrix, (n,) each.
+    """Facts of the rows of a matrix, (n,) each.
 
     Attributes:
         lowest: float32, inf in rows without a finite entry at a point with mass.
-        highest: float32, likewise -inf.
+        highest: float32, -inf in rows without a finite entry at a point with mass.
         extreme: float32.
         products: float64.
         flags: int32; 1 for an entry that is no cost, 2 for a forbidden pair, 3 for both.

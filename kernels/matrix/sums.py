@@ -22,7 +22,7 @@ Memory: 8 bytes per row and strip of columns, and per column and group of rows.
 
 with 2^r as a polynomial of degree 11 that interpolates it at Chebyshev's points. The polynomial is
 off by 2^-55 of itself, and by 2^-52 with the roundings of Horner's rule: its last step rounds the
-result, and what earlier steps round is multiplied by r, at most 1/2.
+result, and roundings of earlier steps are multiplied by r, at most 1/2.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Swept(NamedTuple):
 
     Attributes:
         f: T(g) (n,) float32, in units of the cost.
-        columns: what T'(f) (m,) is made of, in one part.
+        columns: the sums of T'(f) (m,), in one part.
     """
 
     f: Tensor
@@ -139,7 +139,7 @@ def matrix_sweep_kernel(
         tl.store(tops_ptr + o_row, tops, mask=m_row)
         tl.store(totals_ptr + o_row, totals, mask=m_row)
     tl.store(partial_ptr + i_program * LANES + o_column, sums)
-    # What all threads of this program have stored.
+    # Wait for the stores of all threads of this program.
     tl.debug_barrier()
     epsilon = tl.load(epsilon_ptr)
     for row in range(start, stop, BLOCK):
@@ -148,7 +148,7 @@ def matrix_sweep_kernel(
         tops = tl.load(tops_ptr + o_row, mask=m_row, other=0.0).to(tl.float64)
         totals = tl.load(totals_ptr + o_row, mask=m_row, other=1.0).to(tl.float64)
         f = -tops - epsilon * LN_2 * tl.log2(tl.maximum(totals, NOTHING))
-        # Of a row without a pair as high as of a half-step: finite, and above any other.
+        # The potential of a row without a pair is that of a half-step: finite, and above any other.
         f = tl.where(totals > 0, f, -epsilon * LN_2 * LOWEST)
         tl.store(f_ptr + o_row, f.to(tl.float32), mask=m_row)
 
@@ -162,7 +162,7 @@ def matrix_sweep(
     active: Tensor,
     shape: Shape | None = None,
 ) -> Swept:
-    """Both half-steps from g: f = T(g), and what T'(f) is made of.
+    """Both half-steps from g: f = T(g), and the sums of T'(f).
 
     Args:
         place: of C (n, m); m is at most `MOST_COLUMNS`.
@@ -354,7 +354,7 @@ def swept_columns(
     active: Tensor,
     partial: Tensor,
 ) -> Sums:
-    """What T'(f) (m,) is made of, in one part.
+    """The sums of T'(f) (m,), in one part.
 
     Args:
         place: of C (n, m).

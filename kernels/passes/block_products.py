@@ -20,8 +20,8 @@ columns, of the same potentials again and again:
 
     out = (Q o sum A B^T) V,      Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon)
 
-Blocks go through memory as in `apply_plan_blocks`; what does not depend on the weights is prepared
-once, and products stay in packed order until `from_halves` of `linear.halves`.
+Blocks go through memory as in `apply_plan_blocks`; all that does not depend on the weights is
+prepared once, and products stay in packed order until `from_halves` of `linear.halves`.
 
 `apply_plan_blocks` applies the plan of two potentials to a matrix:
 
@@ -71,7 +71,7 @@ Rows = slice | Tensor
 
 
 class Weights(NamedTuple):
-    """What the entries of a plan are weighted by.
+    """The weights of the entries of a plan.
 
     Attributes:
         pairs: one or two of A and B.
@@ -88,7 +88,7 @@ class Found(NamedTuple):
     """Products of some rows.
 
     Attributes:
-        rows: which (k,).
+        rows: the rows (k,), by index or as a slice.
         points: (k, d) float32.
         numbers: (k,) float64, where any were multiplied.
     """
@@ -160,7 +160,7 @@ class BlockProduct:
         weights: Weights | None = None,
         numbers: Tensor | None = None,
     ) -> Iterator[Found]:
-        """What is found for some rows after the other, until there are all.
+        """Yield the products of some rows after the other, until there are all.
 
         Args:
             values: V, packed as the columns.
@@ -247,7 +247,7 @@ class WeightedProduct:
 def _packed(
     pairs: Sequence[tuple[Tensor, Tensor]], layouts: tuple[Layout, Layout]
 ) -> tuple[list[Pair], float]:
-    """All in the layouts, each on one scale, and what no sum of products of their rows exceeds.
+    """All pairs in the layouts, each on one scale, and a bound on sums of products of their rows.
 
     One tensor that stands in several places of one layout is packed once.
     """

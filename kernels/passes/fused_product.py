@@ -51,7 +51,7 @@ from otdd_flash.kernels.tiling import (
     shared_memory,
 )
 
-# Columns of V at once: what one product of a tensor core takes, up to what registers hold.
+# Columns of V at once: those of one product of a tensor core, and the most that registers hold.
 NARROW, WIDE = 16, 128
 # Coordinates of a block of rows that are held, columns of a tile then, and how many are in flight.
 HELD_COORDINATES, HELD_COLUMNS, STAGES = 128, 64, 2
@@ -177,7 +177,7 @@ def fused_product_kernel(
 
 
 class _Launch(NamedTuple):
-    """What launches for V of one width share: COLUMNS, EXTRA, and where x and y are loaded from."""
+    """The tile, ranges and operands of all launches for V of one width, and COLUMNS and EXTRA."""
 
     columns: int
     extra: int

@@ -46,7 +46,7 @@ FEW_BLOCKS = 3.25
 # Programs of neighbouring rows run together, so that tiles of y are read from the cache.
 GROUP = 8
 
-# Of A (n, r) and B (m, r).
+# A (n, r) and B (m, r), packed.
 Pair = tuple[PackedPoints, PackedPoints]
 
 
@@ -178,7 +178,7 @@ def plan_tile(depth: int, device: torch.device, *, factors: bool, gather: bool) 
 
 
 class Weighting(NamedTuple):
-    """What entries are weighted by, as a kernel reads it.
+    """The weights of entries, as a kernel reads them.
 
     Attributes:
         factors: A and B of each pair; in place of one that is not read any tensor, as every
@@ -188,7 +188,7 @@ class Weighting(NamedTuple):
         numbers: s and t, over the unit.
         scale: of the products of the last pair, over the unit.
         ratio: of the products of the first pair, over those of the last.
-        unit: what weighted entries are divided by.
+        unit: the divisor of weighted entries.
     """
 
     factors: tuple[object, ...]
@@ -248,7 +248,7 @@ class PlanBlocks:
             factor: positive.
             numbers: s (n,) and t (m,) float32 in packed order; 0 for None.
         """
-        # What is on the finer scale goes first, so that its products do not overflow on the other.
+        # The pair on the finer scale goes first, so that its products do not overflow on the other.
         pairs = sorted(pairs, key=lambda pair: pair[0].scale * pair[1].scale, reverse=True)
         scales = [left.scale * right.scale for left, right in pairs]
         unit = 2.0 ** math.ceil(math.log2(max(most, 1e-30)))
@@ -378,7 +378,7 @@ class PlanBlocks:
 def largest_weight(
     pairs: Sequence[Pair], factor: float = 1.0, numbers: tuple[Tensor, Tensor] | None = None
 ) -> float:
-    """What no weight exceeds, by Cauchy-Schwarz; arguments as for `PlanBlocks.weighting`."""
+    """A bound on all weights, by Cauchy-Schwarz; arguments as for `PlanBlocks.weighting`."""
     sizes = [side.squares[1].max() for pair in pairs for side in pair]
     sizes += [] if numbers is None else [side.abs().max() for side in numbers]
     found: list[float] = torch.stack(sizes).tolist()

@@ -447,7 +447,7 @@ def marginal_tile(dim: int, digits: int, device: torch.device) -> MarginalTile:
 # second order and of float64.
 ENTRY_ERROR, ADDITION_ERROR = 4.75 * 2.0**-24, 11.25 * 2.0**-24
 SUM_ERROR = ENTRY_ERROR + ADDITION_ERROR
-# Of an exponent, over the sizes of its terms.
+# Bound on the error of an exponent, over the sizes of its terms.
 EXPONENT_ERROR = 2.0**-50
 # Entries below count as 0.
 LEAST_ENTRY = 2.0**-125

@@ -41,7 +41,7 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # Rows of one group of four warps, the fewest that a Hopper product takes.
 HALF_ROWS = gl.constexpr(64)
-# What a group may keep; measured, with enough left for the loading warp.
+# Registers of a thread of a group; measured, with enough left for the loading warp.
 REGISTERS = gl.constexpr(200)
 LOADER_REGISTERS = gl.constexpr(24)
 

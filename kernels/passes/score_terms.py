@@ -1,10 +1,10 @@
-"""What is added to products of points to make scores: class distances, terms of rows and columns.
+"""Terms that make scores of products of points: class distances, and those of rows and columns.
 
 `ClassTerms` says what class distances take from a tile of scores, and where the tile finds it:
 
     logits_ij = scale S_ij + bias_j - lambda_y W[k_i, l_j] log2(e) / epsilon
 
-No table of all columns is made for it. What is looked up depends on how points are packed:
+No table of all columns is made for it. The numbers looked up depend on how points are packed:
 
     in_bias   all rows have one class              nothing: the bias of columns holds it
     blocks    blocks of both sides have one class  a number for every 128 columns of a tile
@@ -14,7 +14,7 @@ No table of all columns is made for it. What is looked up depends on how points 
 `half_step`, `symmetric_step` and `plan_terms` make it; the kernels beside this module call
 `row_offsets` and `add_bias`.
 
-`column_bias` is what a column adds to the scores of all rows, in base-2 logarithms:
+`column_bias` is the term of a column in the scores of all rows, in base-2 logarithms:
 
     bias_j = log2(b_j) + (g_j - lambda_x ||y_j||^2 [- lambda_y W_j]) log2(e) / epsilon
 
@@ -23,7 +23,7 @@ No table of all columns is made for it. What is looked up depends on how points 
 Shapes: g (M,) in the points' own order; everything else, and bias (m,), in packed order. The term
 [- lambda_y W_j] is there if all rows have one class.
 
-`plan_terms` is what rows and columns add to the scores of a plan where it is computed:
+`plan_terms` makes the terms of rows and columns in the scores of a plan where it is computed:
 
     row_term_i = (f_i - lambda_x ||x_i||^2) log2(e) / epsilon + LOG2_SCALE
     bias_j = log2(b_j) + (g_j - lambda_x ||y_j||^2 [- lambda_y W_j]) log2(e) / epsilon
@@ -64,7 +64,8 @@ class ClassTerms(NamedTuple):
         kind: `in_bias`, `blocks`, `columns` or `scores`.
         rows: int32, the class of each block of rows (n / BLOCK_ROWS,), or of each row (n,) for
             `scores`.
-        columns: int32, likewise (m / BLOCK_ROWS,) for `blocks`, or (m,).
+        columns: int32, the class of each block of columns (m / BLOCK_ROWS,) for `blocks`, or of
+            each column (m,).
         costs: (V_x, V_y) float32, lambda_y W.
     """
 
@@ -93,7 +94,7 @@ def row_offsets(
     costs_width,
     CLASSES: tl.constexpr,
 ):
-    """Where in the table the distances of a block's class are, or of each row's."""
+    """Offsets in the table of the distances of a block's class, or of each row's."""
     if CLASSES == "scores":
         # Indices into the table, below 2^31, take half of the registers of pointers.
         offsets = tl.load(row_classes_ptr + o_row) * costs_width
@@ -220,7 +221,7 @@ NOTHING = -1e30
 
 
 class PlanTerms(NamedTuple):
-    """What a plan's programs read besides coordinates.
+    """The terms of scores that a plan's programs read besides coordinates.
 
     Attributes:
         scale: log2(e) / epsilon.

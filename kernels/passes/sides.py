@@ -139,12 +139,12 @@ def merge_ranges(
     """Write the potentials of `rows` to `out` (N,).
 
     Args:
-        partial: what the ranges gave.
+        partial: the sums of the ranges.
         rows: the side whose potential it is.
         epsilon: () float64, in units of the cost.
         out: (N,) float32, overwritten.
         mark: (n / BLOCK_ROWS,) int32, set to 1 for blocks that must be done again.
-        only: likewise, the blocks that are written; others keep their values.
+        only: (n / BLOCK_ROWS,) int32, not 0 for blocks that are written; others keep their values.
     """
     layout = rows.points.layout
     marked = mark if mark is not None else only

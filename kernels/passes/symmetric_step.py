@@ -239,11 +239,11 @@ def triangle_sums(
     """sum_j a_j e_ij over the pairs of some stripes, each pair given to both of its points.
 
     Args:
-        side: as for `symmetric_step`, like what follows it.
-        scores: likewise.
-        masses: likewise.
-        potential: likewise.
-        epsilon: likewise.
+        side: both sides of the cost.
+        scores: how they make scores; the costs of classes are symmetric.
+        masses: (n,) float32, packed, 0 for padding.
+        potential: (N,) float32, in units of the cost.
+        epsilon: () float64, in units of the cost.
         stripes: first block and end of each: their rows with all columns from the diagonal on.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What kernels read of points: rounded, in digits and their losses, on lattices.
+"""Points as kernels read them: rounded, in digits with their losses, on lattices.
 
 Kernels of `passes` and `linear`, the operators in Triton (`operators.triton_operator`,
 `operators.triton_plans`, `operators.fixed_point`) and `cost.rounding` call them.

@@ -20,7 +20,7 @@ unless four digits of few coordinates keep levels 2 and 3 as a number of their o
 (`keeps_fractions`). Levels 1 and 0 are added exactly. One digit is exact for points whose v are
 integers.
 
-What the digits themselves leave of v is `lost`, for the caller to account for.
+The remainder of v after its digits is `lost`, for the caller to account for.
 `passes.plan_marginals` calls `pack_digits`, and `operators.fixed_point` calls `digit_losses`,
 `longest` and `carry_error`. The errors go into solver bounds, so a change must keep them upper
 bounds on every card (`tests/kernels/test_plan_marginals.py`).
@@ -169,7 +169,7 @@ def keeps_fractions(digits: int, dim: int) -> bool:
 
 
 def carry_error(digits: int, dim: int) -> float:
-    """Bound on what carries lose of a score, in units of v^2, for points of `dim` coordinates.
+    """Bound on the loss of a score by carries, in units of v^2, for points of `dim` coordinates.
 
     Carries out of levels D - 1, ..., 2 are rounded by at most 1/2 of B^-(D - 2), ..., B^-1.
     """

@@ -45,7 +45,7 @@ def lattice_facts_kernel(
 ):
     """One program per BLOCK_M points."""
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # What is past the end repeats the last of all, which changes no fact.
+    # Rows past the end repeat the last of all, which changes no fact.
     p_rows = points_ptr + tl.minimum(o_row, count - 1)[:, None] * row_stride
     beside = tl.full((), 0, tl.int32)
     other_beside = tl.full((), 0, tl.int32)

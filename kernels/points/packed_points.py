@@ -6,8 +6,8 @@ distances, which are neighbours in memory because points are sorted.
 
 Coordinates are centred and scaled, as a rule by the power of two that brings the largest into
 [2^14, 2^15). A float16 then carries the same 11 significant bits as a TF32 rounding of the
-original, and what underflows is below 2^-39 of the largest. A second float16 holds what the first
-rounded off.
+original, and an underflow loses less than 2^-39 of the largest. A second float16 holds the rounding
+of the first.
 
 `operators.triton_operator`, `operators.triton_plans` and `passes.block_products` call `pack`; the
 first and `operators.ring` call `arrange`. Passes and products of plans read `PackedPoints` and
@@ -102,7 +102,7 @@ def pack_kernel(
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the rows of a cloud stand in blocks.
+    """The places of the rows of a cloud in blocks.
 
     Attributes:
         position: (N,) packed row of each of the N original points.
@@ -211,7 +211,7 @@ def pack(points: Tensor, layout: Layout, centre: Tensor, scale: float) -> Packed
         points: (N, d) of any real type and strides.
         layout: of `arrange`.
         centre: (d,) float64, subtracted.
-        scale: of `power_of_two_scale`, or what makes all coordinates integers up to 2048.
+        scale: of `power_of_two_scale`, or one that makes all coordinates integers up to 2048.
     """
     n, d = layout.size, points.shape[1]
     dim = _up(d, 8)

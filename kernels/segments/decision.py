@@ -1,4 +1,4 @@
-"""What an iteration of `engine.quasi_newton` decides for every segment, and the moves that follow.
+"""Decisions of an iteration of `engine.quasi_newton` for every segment, and the moves that follow.
 
 `engine.quasi_newton_kernels` calls `segmented_decision`, then `segmented_move`. From the numbers of
 an evaluation: the dual value and its certified bounds, whether the potentials are kept, whether
@@ -17,8 +17,8 @@ segment is at its level of epsilon and at `state_width` numbers,
     iterations,   dual, gain, lowest, stale, plain, penalty,   gap, dual, age,
     top, allowed, error, descended,   slot, R^-1, Y^T Y, D,
 
-six of trust, three of progress and four of levels. What rounding may have done is as
-`formulas.evidence` derives it, from numbers of the passes that come with the costs.
+six of trust, three of progress and four of levels. Bounds on rounding are as `formulas.evidence`
+derives them, from numbers of the passes that come with the costs.
 
 With relaxed marginals an evaluation has the numbers that `segmented_evaluation` and
 `segmented_softmin` describe, for updates that are not translated. The translation follows from them
@@ -69,7 +69,7 @@ BLOCK_ON_GPU, BLOCK_IN_INTERPRETER = 1, 8
 
 
 class SegmentState(NamedTuple):
-    """Where segments are before an evaluation.
+    """The state of segments before an evaluation.
 
     Attributes:
         active: (S,) bool, which are not done.
@@ -110,7 +110,7 @@ def compiled(formula: FunctionType) -> Any:
         elif isinstance(value, FunctionType):
             scope[name] = compiled(value)
         elif isinstance(value, int | float) and not triton.knobs.runtime.interpret:
-            # To the interpreter what is not a tensor is a constant.
+            # To the interpreter all but tensors are constants.
             scope[name] = tl.constexpr(value)
         elif value is not None:
             scope[name] = value
@@ -130,7 +130,7 @@ def load_numbers(numbers, pointer, COUNT: tl.constexpr):
 
 @triton.jit
 def load_products(p_products, MEMORY: tl.constexpr):
-    """The products of y and of r with what is remembered of each segment of a block."""
+    """The products of y and of r with the remembered vectors of each segment of a block."""
     of_difference = Products(tl.load(p_products), tl.load(p_products + MEMORY))
     p_products += 2 * MEMORY
     return of_difference, Products(tl.load(p_products), tl.load(p_products + MEMORY))
@@ -141,11 +141,11 @@ def translated(found, owed_rows, owed_columns, left, softness, raised, SELF: tl.
     """Numbers of an evaluation with relaxed marginals, after the translation t, and t.
 
     r is less by t, and y more, as the residual kept before has its own taken off. Products with
-    what is remembered stay: it has mean zero. A self term needs no translation.
+    remembered vectors stay: these have mean zero. A self term needs no translation.
     """
     t = tl.zeros_like(left)
     if not SELF:
-        # What float64 does not hold translates by no more than what it does.
+        # Masses below 1e-300 translate as 1e-300 does.
         ratio = tl.maximum(owed_rows, 1e-300) / tl.maximum(left, 1e-300)
         t = tl.log(ratio) / softness
     step, difference, residual = found.mean_step, found.mean_difference, found.mean_residual

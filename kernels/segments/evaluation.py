@@ -29,11 +29,11 @@ and the products of each remembered vector with y, then with r. They are those o
 change of their order must be made there too.
 
 With relaxed marginals T'_j is divided by 1 + epsilon / rho in r, but not in c. <1, phi(g)> takes
-the place of <1, g>. With q = e^(-g / rho), what columns owe over their masses, <1, |c - q|> takes
-that of <1, |c - 1|>. Three numbers follow <y, r>: <1, q>; what the update of columns adds to the
-dual value, less epsilon (<1, c> - 1); and <1, q> of the updated potentials. `segmented_decision`
-makes the translation that follows from these. A segment of m columns has 2 memory rows of m
-remembered numbers.
+the place of <1, g>. With q = e^(-g / rho), the target sums of columns per mass, <1, |c - q|>
+takes that of <1, |c - 1|>. Three numbers follow <y, r>: <1, q>; the gain of the dual value by the
+update of columns, less epsilon (<1, c> - 1); and <1, q> of the updated potentials.
+`segmented_decision` makes the translation that follows from these. A segment of m columns has 2
+memory rows of m remembered numbers.
 
 `segmented_totals` adds up the numbers of blocks to those of whole segments, always in the same
 order.
@@ -445,7 +445,7 @@ def segmented_totals_kernel(
 
 
 def first_blocks(blocks: Tensor, count: int) -> Tensor:
-    """Where the blocks (P, 2) of each of `count` segments start, and where all end (S + 1,)."""
+    """The first of `blocks` (P, 2) of each of `count` segments, and the end of all (S + 1,)."""
     owners, segments = blocks[:, 0].contiguous(), torch.arange(count + 1, device=blocks.device)
     return torch.searchsorted(owners, segments.to(owners.dtype))
 
@@ -463,7 +463,7 @@ def segmented_totals(
         rows: (P, 2) or (P, 3) float64, of `segmented_softmin`; None where columns are rows.
         columns: (P', 14 + 4 memory) float64, of `segmented_evaluation`.
         row_blocks: (S + 1,) int64, of `first_blocks`.
-        column_blocks: (S + 1,) int64, likewise.
+        column_blocks: (S + 1,) int64, of `first_blocks`.
         active: (S,) bool, segments to work on.
 
     Returns:

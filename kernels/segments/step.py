@@ -5,8 +5,8 @@ A segment is a problem between two classes of one pool of points. For its rows i
     h_i + log2 s_i = log2 sum_j 2^(x_i . y_j scale + log2 b_j + g_j log2(e) / epsilon)
 
 with the segment's own potential g (m,), epsilon and scale. Points are those of a class without its
-mean: a product x_i . y_j is all of ||x_i - y_j||^2 that does not depend on i or j alone, and what
-depends on one of them is left to the potentials.
+mean: a product x_i . y_j is all of ||x_i - y_j||^2 that does not depend on i or j alone, and terms
+of one of them are left to the potentials.
 
 The pool holds each class in consecutive rows. A tile that reaches past its class reads points of
 the next one, which count for nothing: their columns have no mass, their rows are not stored. So
@@ -27,7 +27,7 @@ the first bracket is a whole number below 2^24 and exact in float32, whatever ad
 the second is some hundred times smaller, and so are its errors. It is summed in chains of
 `CHAIN_PRODUCTS`. A logit is kept as a whole number and a rest. Its parts are the bias, made in
 float64, and h . h' scale, whose factors are cut into pieces of 12 bits so that the products are
-exact. Maxima are rounded up to whole numbers, so that shifts are exact; what is left after the
+exact. Maxima are rounded up to whole numbers, so that shifts are exact; the remainder after the
 shift is the exponent itself, and its rounding is relative to it. Exponentials are added in eights
 in float32, everything else in float64.
 
@@ -302,7 +302,7 @@ def segmented_step(
             start in `out`, and its number of ranges.
         active: (S,) bool, segments to work on.
         epsilon: (S,) float64, in units of the cost.
-        factors: (S,) float64, what products of coordinates count in units of the cost.
+        factors: (S,) float64, of products of coordinates, in units of the cost.
         potential: (entries,) float32, of the columns.
         out: overwritten for active segments.
     """

@@ -83,7 +83,7 @@ def sinkhorn_attention(
         q: queries (..., n, d), d up to 256, float16, bfloat16, float32 or float64. Each index of
             the leading dimensions, such as batch and heads, is a separate problem.
         k: keys (..., m, d), of the same type and leading dimensions.
-        v: values (..., m, e), e up to 256, likewise.
+        v: values (..., m, e), e up to 256, of the same type and leading dimensions.
         iterations: number of iterations.
         tolerance: stop each head once the relative error of its column sums is no larger; instead
             of `iterations`.
@@ -139,7 +139,7 @@ def _attended(
     unrolled = gradient == "unrolled"
     kept = torch.is_grad_enabled() and any(each.requires_grad for each in points[:2])
     if torch.compiler.is_compiling():
-        # What is exported, or inside of vmap, may be differentiated although no input says so.
+        # An export, or a call inside of vmap, may be differentiated although no input says so.
         kept = torch.is_grad_enabled() or torch.compiler.is_exporting()
     if dtype == torch.float64:
         if compute is not None and ComputeOptions.of(compute).backend == "triton":
@@ -208,8 +208,8 @@ def _shapes(points: tuple[Tensor, ...]) -> str:
     return ", ".join(str(tuple(each.shape)) for each in points)
 
 
-# Of conjugate gradients: steps at the most, residuals over the right-hand side that end a head, by
-# type, and one that is reported.
+# Limits of conjugate gradients: steps at the most, residuals over the right-hand side that end a
+# head, by type, and one that is reported.
 CG_STEPS = 200
 CG_RESIDUAL = {torch.float32: 1e-6, torch.float64: 1e-12}
 CG_REPORTED = 1e-3
@@ -359,7 +359,7 @@ def _all_stop(
 
     Return whether no head makes it, which is not asked on a GPU.
     """
-    # Column sums so far are exp(v_(t-1) - v_t) times what they shall be.
+    # Column sums so far are exp(v_(t-1) - v_t) times their targets.
     error = (before - fresh).expm1_().abs_().masked_fill(fresh == -torch.inf, 0).amax(1)
     making = (counts >= t) & (error > tolerance)
     counts.copy_(torch.where((counts >= t) & ~making, t - 1, counts))
@@ -377,7 +377,7 @@ def _adjoints(
 ) -> tuple[Tensor, Tensor]:
     """Return x (T + 1, H, n) and y times m / n (T + 1, H, m), for a head the first ones.
 
-    Where a head has not made an iteration, passes leave what stands there: what it starts with.
+    Where a head has not made an iteration, passes leave the values that it starts with.
     """
     ratios = _key_ratios(vs[0], us.shape[2])
     xs = delta.expand(len(us), -1, -1).contiguous()
@@ -470,7 +470,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(
     ctx: Any, gradients: Callable[..., tuple[Tensor, ...]], cotangents: Tensor | None, *_: Any
 ) -> tuple[Any, ...]:
-    """Return the gradients of what `attend` takes, by `gradients_now` or its operation."""
+    """Return the gradients of the arguments of `attend`, by `gradients_now` or its operation."""
     if cotangents is None:
         return (None,) * 10
     scale, unrolled, kept, in_triton = ctx.settings

@@ -41,7 +41,7 @@ from otdd_flash.operators.base import SUM_UNITS
 
 
 class Limits(NamedTuple):
-    """When the iterations of a matrix end.
+    """The limits at which the iterations of a matrix end.
 
     Attributes:
         tolerance: of a residual over the right-hand side.
@@ -63,13 +63,14 @@ LIMITS = {
 
 
 class Adjoint(NamedTuple):
-    """Of B plans.
+    """The solution of the linear systems of B plans.
 
     Attributes:
         weighted: P o (G - u 1^T - 1 v^T) (B, n, m), of the type that plans and cotangents have
             together.
         rows: u (B, n), float32 or float64; 0 where a row of the plan is.
-        columns: v (B, m), likewise; u + t and v - t are as good for any number t.
+        columns: v (B, m), float32 or float64; 0 where a column of the plan is. u + t and v - t are
+            as good for any number t.
     """
 
     weighted: Tensor
@@ -96,8 +97,8 @@ def adjoint(
         plans: P (B, n, m), not negative, float16 to float64; computed in float32 or float64.
         cotangents: G (B, n, m).
         row_cotangents: s (B, n), 0 by default.
-        column_cotangents: t (B, m), likewise. Only with sum s = sum t there is a solution, and what
-            the sums differ by is left out.
+        column_cotangents: t (B, m), 0 by default. Only with sum s = sum t there is a solution, and
+            the difference of the sums is left out.
         in_triton: whether the kernel solves, for up to 128 rows and columns.
         sides: whether u and v are asked for, which are empty otherwise.
     """
@@ -141,12 +142,12 @@ def gradient_with_masses(
     """Derivatives of plans and potentials by x / t (B, n, m), a (B, n) and b (B, m).
 
     By x / t it is P o (G - u 1^T - 1 v^T), by a it is the sum of (P / a) o (G - 1 v^T) along rows,
-    and by b likewise. A row without mass has a potential that is the softmin of its costs, and that
-    of its derivative; so has a column.
+    and by b that of (P / b) o (G - u 1^T) along columns. A row without mass has a potential that is
+    the softmin of its costs, and that of its derivative; so has a column.
 
     Args:
         problems: with masses; iterations and tolerance are not read.
-        plans: P (B, n, m), as `rows` and `columns` what `balance` returns for the problems.
+        plans: P (B, n, m), as `rows` and `columns` a result of `balance` for the problems.
         rows: t log phi (B, n).
         columns: t log gamma (B, m).
         given: cotangents of the three.

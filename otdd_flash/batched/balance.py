@@ -167,7 +167,7 @@ def _gradients(
     columns_: Tensor | None,
     *_: Any,
 ) -> tuple[Any, ...]:
-    """Return the gradients of what `balance` takes, `run` by `gradients_now` or its operation."""
+    """Return gradients of arguments of `balance`, `run` by `gradients_now` or its operation."""
     *settings, in_triton = ctx.settings
     matrices, scale, a, b, sizes, counts, balanced, rows, columns = ctx.saved_tensors
     if a is None:
@@ -211,10 +211,10 @@ balance = differentiable_once(
 def differentiable_balance(
     problems: Problems, *, potentials: bool, gradient: str, in_triton: bool
 ) -> Balanced:
-    """Balance for autograd and `torch.compile`: R, and what else there is room for.
+    """Balance for autograd and `torch.compile`: R, and the other results as asked for.
 
     Args:
-        problems: what is balanced.
+        problems: the matrices to balance.
         potentials: whether potentials and errors are asked for.
         gradient: `unrolled` or `implicit`, by inputs that require one.
         in_triton: whether by kernels.

@@ -71,7 +71,7 @@ def _runs_kernels(device: str) -> bool:
     return uses_triton(ComputeOptions(device), torch.device(device))
 
 
-# What `torch.compiler.assume_constant_result` sets, which would import PyTorch's compiler.
+# As `torch.compiler.assume_constant_result` does, which would import PyTorch's compiler.
 _runs_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -34,9 +34,9 @@ class Chunk(NamedTuple):
         highest: h (n, s), the largest of each row of x.
         scale: 1 / t (s,) or (1,).
         a: (n, s) or (n, 1); None where all masses are 1.
-        b: (m, s) or (m, 1), likewise.
-        rows: which there are (n, s), None for all.
-        columns: likewise (m, s).
+        b: (m, s) or (m, 1); None where all masses are 1.
+        rows: flags of the rows in use (n, s), None for all.
+        columns: flags of the columns in use (m, s), None for all.
     """
 
     logits: Tensor
@@ -57,7 +57,7 @@ class Chunk(NamedTuple):
 
 
 def taken(values: Tensor | None, which: Tensor) -> Any:
-    """Values (..., s) of some problems, by flags (s,); what all problems share as it is."""
+    """Values (..., s) of some problems, by flags (s,); those that all share as they are."""
     if values is None or values.shape[-1] == 1 != len(which):
         return values
     return values[..., which]
@@ -123,8 +123,8 @@ def largest(values: Tensor, dim: int) -> Tensor:
 class Products:
     """Sums along a dimension of matrices times numbers along it, by views and buffers made once.
 
-    The dimension is cut into pieces, which are added up in order, and what they leave by halves:
-    the result of up to 128 terms is rounded nine times at the most, products included.
+    The dimension is cut into pieces, which are added up in order, and the entries of their sum by
+    halves: the result of up to 128 terms is rounded nine times at the most, products included.
 
     Attributes:
         numbers: those of the last call, (m, s) along rows (dim 1) and (n, s) along columns (0).
@@ -177,7 +177,7 @@ class Scaling:
         return self.of(other if self.masses is None else other * self.masses)
 
     def of(self, numbers: Tensor) -> Tensor:
-        """Return the scalings by what the other side's are with their masses."""
+        """Return the scalings of a side by those of the other times their masses."""
         return present(self.products(numbers).reciprocal(), self.side)
 
 
@@ -186,8 +186,8 @@ class LogScaling:
     """A `Scaling` by logarithms: of a kernel, of masses, and of scalings.
 
     These are pairs (2, k, s) whose sum is a logarithm: the largest exponent of a sum, with the
-    opposite sign, and what is left, which is small. Logits and the first of a pair are multiples of
-    a number, so that their sums are exact: in float32 those of logits of 1e4 would be rounded by
+    opposite sign, and the remainder, which is small. Logits and the first of a pair are multiples
+    of a number, so that their sums are exact: in float32 those of logits of 1e4 would be rounded by
     1e-3, in every iteration anew. A grid is a number that values are rounded by, as
     (value + grid) - grid.
     """
@@ -206,7 +206,7 @@ class LogScaling:
         highest = on_grid((exponents + low).amax(dim), self.grid)
         highest = torch.where(highest == -torch.inf, 0, highest)
         terms = exponents.sub_(highest.unsqueeze(dim)).add_(low)
-        # A coarse grid leaves much of the largest in what is left.
+        # A coarse grid leaves much of the largest in the remainder.
         left = terms.amax(dim)
         left = torch.where(left == -torch.inf, 0, left)
         sums = sum_by_halves(terms.sub_(left.unsqueeze(dim)).exp_(), dim)
@@ -248,7 +248,7 @@ def sum_by_halves(values: Tensor, dim: int) -> Tensor:
 
 
 def _halves(values: Tensor, dim: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """What is added to what, one after the other, and where the sums then stand."""
+    """The pairs of views to add, one after the other, and the view that then holds the sums."""
     halves = []
     while (size := values.shape[dim]) > 1:
         half = (size + 1) // 2

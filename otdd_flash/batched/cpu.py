@@ -52,8 +52,8 @@ from otdd_flash.kernels.batched.problems import (
     computed_in,
 )
 
-# What scalings may grow to where an entry of E was lost to 0, and where none was: there no product
-# of two of them, and of a cotangent, overflows, which a forbidden pair would make NaN.
+# The largest scalings allowed where an entry of E was lost to 0, and where none was: there no
+# product of two of them, and of a cotangent, overflows, which a forbidden pair would make NaN.
 MOST_SCALING, MOST_WITHOUT_LOSS = 2.0**30, 2.0**48
 # Where no entry of E is below it, scalings of a side are within a factor of 1 / SMALL, as are
 # phi_i gamma_j <= 1 / E_ij, and neither goes beyond its square.
@@ -76,7 +76,7 @@ class Anchored(NamedTuple):
     least: float
 
     def near(self, chunk: Chunk) -> bool:
-        """Whether scalings cannot grow beyond what they may."""
+        """Whether scalings cannot grow beyond their limits."""
         return chunk.a is None and self.least >= SMALL
 
     def lost(self, chunk: Chunk) -> Tensor | None:
@@ -94,11 +94,11 @@ def balance(problems: Problems, found: Balanced) -> None:
 
 
 def _balance(problems: Problems, part: slice, found: Balanced) -> None:
-    """Balance a chunk and put in what is found; what is held ends before the next begins."""
+    """Balance a chunk and put in the results; its buffers are freed before the next begins."""
     chunk, potentials = chunk_of(problems, part), found.errors.numel() > 0
     anchored = anchor(chunk)
     kernel, u, v, _ = anchored
-    # What is refused ends in infinity less infinity.
+    # Refused logits end in infinity less infinity.
     if problems.a is None and kernel.device.type == "cpu" and math.isnan(anchored.least):
         check_logits(chunk.highest, v)
     # Times masses before an exponential that may overflow where there are none.
@@ -174,7 +174,7 @@ def _correct(
     potentials: bool,
     found: Balanced,
 ) -> None:
-    """Put in the logarithms': all of what is done `again` (s,), and what is lost of the rest.
+    """Put in results by logarithms: all of problems `again` (s,), lost entries of the others.
 
     Scalings of `found` are pairs here.
     """
@@ -378,15 +378,15 @@ def _steps(
 
 
 class Left:
-    """What is left of the cotangents on the way back through the iterations.
+    """The remaining cotangents on the way back through the iterations.
 
     log phi_i = -log sum_j b_j K_ij gamma_j takes its cotangent times the weights of its sum from
-    those of logits, of masses and of what it scaled; so does log gamma_j.
+    those of logits, of masses and of the scalings in its sum; so does log gamma_j.
 
     Attributes:
         by_logits: of logits (n, m, s).
         by_a: of row masses (n, s); None where they are 1.
-        by_b: of column masses (m, s), likewise.
+        by_b: of column masses (m, s); None where they are 1.
     """
 
     def __init__(self, chunk: Chunk, kernel: Tensor, last: Step, given: OfChunk) -> None:
@@ -418,7 +418,7 @@ class Left:
             self.by_b -= sum_by_halves(moved, 0)
 
     def _sums(self, dim: int, outside: Tensor | None) -> Tensor:
-        """Return the cotangents of the scalings of a side, which what was rounded is part of."""
+        """Return the cotangents of the scalings of a side, which include earlier roundings."""
         sums = sum_by_halves(self.by_logits.clone(), dim)
         return sums if outside is None else sums + outside
 
@@ -438,7 +438,7 @@ class Left:
 
         and logits lose E o sum_k (a o phi_k) (gamma_k o q_k)^T + (phi_k o p_k) (b o gamma_k-1)^T.
         Near a permutation little is left of large numbers: the first iteration, with all weights,
-        takes what they were rounded by.
+        takes their roundings.
         """
         if len(steps) == 1:
             return
@@ -452,7 +452,7 @@ class Left:
                 self.by_a -= moved
             phi = with_masses(phi, self._a, log=False)
             share.addcmul_(phi[:, None], by_column)
-            # -phi_k o p_k; the signs of what follows are opposite as well.
+            # -phi_k o p_k; the signs of the next terms are opposite as well.
             by_row = phi * moved
             moved = before * column.products(by_row)
             if self.by_b is not None:

@@ -45,10 +45,10 @@ def doubly_stochastic(
     constant is added to the sums. For logits / temperature up to +-1e4, entries of R above 2^-126
     are those of the log domain in float64 to a relative 16 u (1 + range of logits / temperature + 2
     iterations), u = 2^-24 in float32: sums of up to 128 terms, products and quotients round both
-    scalings by 11 u at the most in each iteration, and iterations do not enlarge what earlier ones
-    rounded. Differentiable once by logits and by a tensor `temperature`. The bits of a result do
-    not depend on the other matrices. On a GPU the forward and the backward pass are one launch each
-    for all matrices, and nothing waits for the device.
+    scalings by 11 u at the most in each iteration, and iterations do not enlarge the roundings of
+    earlier ones. Differentiable once by logits and by a tensor `temperature`. The bits of a result
+    do not depend on the other matrices. On a GPU the forward and the backward pass are one launch
+    each for all matrices, and nothing waits for the device.
 
     Args:
         logits: (..., n, n), n up to 128, float16 or bfloat16 or float32, computed in float32, or

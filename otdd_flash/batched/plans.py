@@ -10,7 +10,8 @@ rounding included (`tests/batched/test_plans.py`):
 
 with P of f and g, and Q the plan with marginals a and b that P / sum P is rounded to (Altschuler,
 Weed & Rigollet 2017, Near-linear time approximation algorithms for optimal transport via Sinkhorn
-iteration): no row or column keeps more than its mass, and what is missing is filled with a product.
+iteration): no row or column keeps more than its mass, and the missing mass is filled with a
+product.
 
 If a plan falls apart into groups of points, the offsets between potentials of different groups are
 undetermined, and `report_open` warns. `SmallPlans` calls it when potentials are read, or before the
@@ -98,7 +99,7 @@ def sinkhorn_plans(
         costs: C (B, n, m), n and m up to 128, of a floating type; float16 and bfloat16 are computed
             in float32. +inf forbids a pair.
         a: (n,) or (B, n) masses that sum to 1; by default uniform.
-        b: (m,) or (B, m), likewise.
+        b: (m,) or (B, m) masses that sum to 1; by default uniform.
         epsilon: regularisation in units of the cost, positive: a number, a 0-dim tensor or (B,).
             Between 2^-126 and 2^126 unless costs are float64.
         tolerance: marginal error to reach, that of rows: columns have their masses after each
@@ -239,7 +240,7 @@ def _flaws(
     epsilon: Tensor,
     constraints: Constraints,
 ) -> Tensor:
-    """What `FLAWS` says of contents, as flags (5,) that nothing waits for.
+    """Flags (5,) of the `FLAWS` of contents, which nothing waits for.
 
     A sixth is that relaxed marginals have a penalty `beyond_digits`.
     """
@@ -292,7 +293,7 @@ class SmallPlans:
     # float64.
     _given: tuple[Tensor, Tensor, Tensor] = field(repr=False)
     _found: Balanced = field(repr=False)
-    # What is wrong with the input, of `FLAWS`.
+    # Flags of the input, as `FLAWS`.
     _flaws: Tensor = field(repr=False)
     # Device and type of the costs.
     _home: tuple[torch.device, torch.dtype] = field(repr=False)
@@ -398,7 +399,7 @@ class SmallPlans:
 
     @cached_property
     def _checked(self) -> Balanced:
-        """Return what was found; raise if the input has flaws, which waits for the device."""
+        """Return the results; raise if the input has flaws, which waits for the device."""
         sentences = *FLAWS, beyond_digits_text(self._constraints)
         # Exact marginals have no flag for the last one.
         for flaw, sentence in zip(self._flaws.tolist(), sentences, strict=False):
@@ -417,7 +418,7 @@ class SmallPlans:
 
     @computes
     def _report(self, what: str) -> None:
-        """Report what undetermined offsets between groups of a problem leave undetermined."""
+        """Report numbers that depend on undetermined offsets between groups of a problem."""
         report_open(what, self._problems, self._masses, self._found, self._given[2])
 
     @cached_property
@@ -461,9 +462,9 @@ def bounds_of(costs: Tensor, a: Tensor, b: Tensor, f: Tensor, g: Tensor, epsilon
     Args:
         costs: C (B, n, m) float64, +inf for forbidden pairs.
         a: (B, n) float64, not negative; divided by its sum here.
-        b: (B, m), likewise.
+        b: (B, m) float64, not negative; divided by its sum here.
         f: (B, n) float64, in units of the cost.
-        g: (B, m), likewise.
+        g: (B, m) float64, in units of the cost.
         epsilon: (B,) float64.
     """
     a, b = (masses / masses.sum(1, keepdim=True) for masses in (a, b))

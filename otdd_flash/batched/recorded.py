@@ -39,7 +39,7 @@ def differentiable_once(
             other names.
         what: is differentiated, for messages.
         function: of tensors and numbers; annotations make the operation's signature.
-        gradients: likewise, of what `backward` gives it.
+        gradients: of the tensors and numbers that `backward` gives it, annotated as well.
         shapes: of the results of both, by empty tensors, from the same arguments.
         keep: keeps in a context, of arguments and results, what the backward pass reads.
         backward: of a context, `gradients` or its operation, and cotangents: gradients of all

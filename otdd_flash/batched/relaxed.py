@@ -55,7 +55,7 @@ def relaxed_plans(problems: Problems, epsilon: Tensor, constraints: Constraints)
         problems: costs, +inf for forbidden pairs, with masses; the scale is not read, and the
             tolerance is that of the marginal error over the mass that moves.
         epsilon: () or (B,).
-        constraints: what marginals owe.
+        constraints: on the marginals.
     """
     costs, a, b = problems.matrices, problems.a, problems.b
     assert a is not None
@@ -117,7 +117,7 @@ def _solved(
             break
         new_f = rows.updated(softmin, eps)
         new_g = columns.updated(softmin_columns(new_f), eps)
-        # The sums of columns are what they owe before the translation.
+        # The sums of columns are their targets before the translation.
         kept = columns.owed(b, new_g)
         t = constraints.translation(a, new_f, b, new_g)
         assert t is not None
@@ -140,7 +140,7 @@ def _plan(cost: Tensor, masses: Masses, f: Tensor, g: Tensor, eps: Tensor) -> Te
     """Return P (B, n, m)."""
     a, b = masses
     product = a[:, :, None] * b[:, None]
-    # Of two points without mass the exponential may overflow.
+    # The exponential of two points without mass may overflow.
     return product * torch.exp(_exponents(cost, f, g, eps).clamp_max(MOST_EXPONENT))
 
 
@@ -164,7 +164,7 @@ def _gradients(
         given: `costs`, `a`, `b` and `epsilon`.
         potentials: f (B, n) and g (B, m), float64.
         sizes: (B, 2), rows and columns that there are; None for all.
-        constraints: what marginals owe.
+        constraints: on the marginals.
         cotangents: of plans and of both potentials.
     """
     with torch.enable_grad():
@@ -207,7 +207,7 @@ def _moved(
 def _weighted(exponents: Tensor, masses: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return shares of sum m e^x along a dimension, detached, and its logarithm."""
     top = exponents.detach().masked_fill(masses.detach() == 0, -torch.inf).amax(dim, keepdim=True)
-    # Of points without mass exponentials may overflow, and are multiplied by 0.
+    # Exponentials of points without mass may overflow, and are multiplied by 0.
     weights = torch.exp((exponents - top).clamp_max(MOST_EXPONENT))
     sums = (weights * masses).sum(dim, keepdim=True)
     return (weights * masses / sums).detach(), (sums.log() + top).squeeze(dim)
@@ -230,7 +230,7 @@ def bounds_of_relaxed(
         masses: a (B, n) and b (B, m) float64; divided by their sums here.
         potentials: f (B, n) and g (B, m) float64, in units of the cost.
         epsilon: (B,) float64.
-        constraints: what marginals owe.
+        constraints: on the marginals.
     """
     a, b = (part / part.sum(1, keepdim=True) for part in masses)
     # All in units of epsilon, which is 1 then.
