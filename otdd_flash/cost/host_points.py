@@ -86,7 +86,7 @@ class _Turn:
 
 @dataclass(eq=False)
 class Tally:
-    """Statistics of what was streamed, for all clouds of a comparison.
+    """Statistics of streamed points, for all clouds of a comparison.
 
     Attributes:
         moved: bytes read so far.
@@ -134,7 +134,7 @@ class Streaming:
         device: on which passes run.
         room: bytes that points of both clouds may take on the device at once.
         host_room: bytes of host memory that packed blocks of a cost may take.
-        tally: statistics of what was streamed.
+        tally: statistics of streamed points.
         found: cached results for whole clouds, see `HostPoints.recalled`.
         staying: the stores of `packed_blocks` that may have a block resident on the device.
     """

@@ -15,7 +15,7 @@ products is at most
     2 lambda_x (e_i ||y_j|| + ||x'_i|| e_j) <= A_i + B_j,
     A_i = lambda_x (e_i^2 / theta + theta (||x_i|| + e_i)^2),
 
-B_j likewise, for any theta > 0; with theta = rms e / rms ||x|| the two parts are equal.
+B_j the same for y_j, for any theta > 0; with theta = rms e / rms ||x|| the two parts are equal.
 
 `float16_rounding` estimates, without a proof, how much rounding points to float16 changes costs.
 `operators.triton_operator` and `operators.sharing` call `float16_rounding` and `lattice_of`,

@@ -9,7 +9,7 @@ so that nothing is divided by a mass of 0: the potential of a point without mass
 the others', or the update that it gives, and its row or column of e is the conditional plan that
 this potential defines, times q or p. At the optimum q and p are 1 for exact marginals, and for
 relaxed ones exp(-f / rho) and exp(-g / rho). After an earlier stop the sums of exact marginals are
-held fixed: what is differentiated is the problem whose masses are r and c.
+held fixed: the problem with the masses r and c is differentiated.
 
 The adjoint of any such function is a weight for each cost,
 
@@ -67,7 +67,7 @@ class Density:
         plan: makes the plan from potentials that points without mass have as well: with the masses
             a and b, or called with False with equal masses, by which products are then divided.
         epsilon: regularisation, in units of the cost.
-        constraints: what the marginals owe.
+        constraints: exact or relaxed marginals.
 
     Attributes:
         a: (n,) masses.

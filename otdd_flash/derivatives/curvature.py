@@ -32,7 +32,7 @@ where d is small. Coordinates are relative to an origin near the points, as dP 1
 mean of a direction is subtracted, as its image is known: T_x = 2 L r o (mean A - mean B).
 
 Where marginals are relaxed they give way, dP 1 = -r o w1 / rho_x and dP^T 1 = -c o w2 / rho_y.
-With alpha = 1 + epsilon / rho_x, and likewise beta,
+With alpha = 1 + epsilon / rho_x, and beta = 1 + epsilon / rho_y,
 
     alpha r o w1 + P w2 = s1,    P^T w1 + beta c o w2 = s2
     T_x = 2 L (r o A - P B + (dP 1) o x - dP y),

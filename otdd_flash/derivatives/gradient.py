@@ -294,7 +294,7 @@ class DivergenceGradient:
     With debiasing, terms of one side of the ground cost cancel.
 
     Args:
-        comparison: what is being solved.
+        comparison: the clouds and costs.
         needs: the inputs to differentiate by. "classes" is the whole table (V_x + V_y, V_x + V_y);
             it is read in the blocks [x, y], [x, x] and [y, y], and the block [y, x] gets 0.
 

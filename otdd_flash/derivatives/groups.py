@@ -26,8 +26,8 @@ one potential, and so offsets only between groups that send all of their mass to
 `settled_columns` for maps of new points (`flows.maps`). For gradients by masses `gradient` and
 `solver.matrix.gradients` call `settled` during the solve and `report_groups` after it;
 `contributions` reads the `Groups` that `gradient` found. `batched.plans` reports groups of small
-plans, as `groups_of_matrix` finds them, and balances none. What depends on offsets must call one of
-these: nothing else says that offsets are undetermined (`tests/derivatives/test_groups.py`).
+plans, as `groups_of_matrix` finds them, and balances none. Code that depends on offsets must call
+one of these: nothing else says that offsets are undetermined (`tests/derivatives/test_groups.py`).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Groups:
 
     Attributes:
         rows: (n,) int64, the group of each row; -1 without mass.
-        columns: (m,) likewise.
+        columns: (m,) int64, the group of each column; -1 without mass.
         gaps: (K, K) float64, upper bounds of t_g - t_h for the offsets t, in units of the cost:
             lengths of shortest paths, inf where nothing bounds it.
         exchanged: log of the largest flow between two of them; -inf if none is possible.

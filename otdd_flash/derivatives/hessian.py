@@ -76,7 +76,7 @@ def sinkhorn_hessian(
         x: (n, d) points. Arguments are as in `sinkhorn_loss`, except that lambdas must be numbers.
         y: (m, d) points, held fixed.
         a: (n,) masses, uniform by default.
-        b: (m,) masses, likewise.
+        b: (m,) masses of y, uniform by default.
         epsilon: regularisation, in units of the cost.
         labels_x: (n,) class indices.
         labels_y: (m,) class indices.
@@ -233,7 +233,7 @@ class SinkhornHessian:
 
 
 class DivergenceCurvature:
-    """Second derivatives of a solved divergence, T = T_xy - T_xx / 2 and likewise by y.
+    """Second derivatives of a solved divergence, T = T_xy - T_xx / 2 - T_yy / 2.
 
     Args:
         comparison: the clouds and costs.
@@ -364,7 +364,7 @@ def check_unchanged(comparison: Comparison, mark: Mark) -> None:
     """Refuse derivatives at points that are not those that were solved for.
 
     Args:
-        comparison: what was solved.
+        comparison: the clouds and costs.
         mark: its mark of then.
 
     Raises:

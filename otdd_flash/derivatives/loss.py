@@ -105,7 +105,7 @@ def sinkhorn_loss(
             float32.
         y: (m, d) or (B, m, d) points on the same device.
         a: (n,) or (B, n) non-negative masses that sum to 1; uniform by default.
-        b: (m,) or (B, m) masses, likewise.
+        b: (m,) or (B, m) masses of y, under the same rules.
         epsilon: regularisation of all pairs, in units of the cost.
         labels_x: (n,) or (B, n) class indices in [0, V_x); None is one class.
         labels_y: (m,) or (B, m) class indices in [0, V_y), numbered apart from `labels_x`.
@@ -117,7 +117,7 @@ def sinkhorn_loss(
             no point.
         lambda_x: weight of ||x_i - y_j||^2, or of the cost that `ground` names; a number or a 0-dim
             tensor.
-        lambda_y: weight of W, likewise.
+        lambda_y: weight of W; a number or a 0-dim tensor.
         ground: `sqeuclidean`, `cosine` or `inner`, as in `GroundCost`.
         debias: False leaves both self terms out.
         unbalanced: rho, the price of mass that is not matched, in units of the cost; without
@@ -287,12 +287,12 @@ def sinkhorn_losses(
 
     Args:
         x: B clouds, tensors (n_k, d) or one tensor (B, n, d).
-        y: B clouds (m_k, d), likewise.
+        y: B clouds, tensors (m_k, d) or one tensor (B, m, d).
         a: masses of the clouds x, B tensors (n_k,) or one (B, n); uniform by default.
-        b: masses of the clouds y, likewise.
+        b: masses of the clouds y, B tensors (m_k,) or one (B, m); uniform by default.
         epsilon: regularisation of all pairs, in units of the cost.
         labels_x: class indices of x, B tensors (n_k,) or one (B, n).
-        labels_y: class indices of y, likewise.
+        labels_y: class indices of y, B tensors (m_k,) or one (B, m).
         class_table: W (V_x + V_y, V_x + V_y), the same for all pairs, as in `sinkhorn_loss`.
         class_totals: (V_x, V_y), the numbers of classes; needed with labels unless the table has
             two equal sides.
@@ -388,7 +388,7 @@ def sinkhorn_losses(
         None if class_table is None else class_table.detach().to(clouds[0].device),
         (float(lambda_x), float(lambda_y)),
     )
-    # What is wrong with another pair is no concern of these.
+    # Errors of another pair are no concern of these.
     chosen = _admitted(batch, zip(x, y, strict=True)).nonzero().flatten()
     found: dict[int, Tensor] = {}
     if len(chosen):
@@ -423,7 +423,7 @@ def _side_by_side(
         clouds: (B, n, d) and (B, m, d), which may require gradients.
         epsilon: regularisation, in units of the cost.
         options: when to stop.
-        constraints: what marginals owe.
+        constraints: exact or relaxed marginals.
         debias: False leaves self terms out.
         compute: how passes run, and how much memory scores may take.
     """

@@ -252,7 +252,7 @@ def _linked(
     are too many links to hold.
 
     Args:
-        plan: what is connected.
+        plan: the plan whose points are connected.
         threshold: of links, in units of epsilon.
         groups: (m,) of columns, as stronger links connect them; m without mass.
 
@@ -417,7 +417,7 @@ def spread(
     """Let a group that starts at one node take in others for a few rounds.
 
     A node joins as in `group_flows.well_tied`: links that carry enough of the lighter mass tie it
-    to the group. What it does not take in may still belong to it.
+    to the group. Nodes that it does not take in may still belong to it.
 
     Args:
         masses: (count,) of the nodes; those of mass 0 belong to no group.

@@ -14,8 +14,8 @@ upper bound of matrices with forbidden pairs (`solver.matrix.transport`) solve i
 It is symmetric and positive semi-definite, and positive definite unless alpha and beta are 1, when
 constants are in its kernel; scaled by c^(-1/2) on both sides its eigenvalues lie in [beta - 1 /
 alpha, beta]. For a self term, with one potential, the system is (alpha diag(r) + P) w = s; scaled
-likewise its eigenvalues lie in [alpha - 1, alpha + 1], from alpha on for squared distances. With
-damping delta the matrices are S + delta diag(c) and (alpha + delta) diag(r) + P.
+by r^(-1/2) on both sides its eigenvalues lie in [alpha - 1, alpha + 1], from alpha on for squared
+distances. With damping delta the matrices are S + delta diag(c) and (alpha + delta) diag(r) + P.
 
 With exact marginals the kernel is larger for a plan of separate blocks, whose potentials have an
 undetermined offset each; `groups` finds and reports them. Right-hand sides of Hessians, maps and
@@ -166,7 +166,7 @@ class PlanSystem:
 
     Attributes:
         plan: its products.
-        matrix: what is solved with.
+        matrix: the matrix of the system.
     """
 
     def __init__(
@@ -231,8 +231,7 @@ class PlanSystem:
         """Return the solution (m, 1) of the diagonal part, and the right-hand side that remains.
 
         Residuals are scaled by the masses, so that an entry much larger than a small mass of its
-        point would outweigh all others. What remains, P^T (P first / r), is of the size of the
-        masses.
+        point would outweigh all others. The rest, P^T (P first / r), is of the size of the masses.
         """
         plan, metric = self.plan, self.matrix.metric
         first = metric.inverse * metric.in_range(right) / self.matrix.factor
@@ -277,7 +276,7 @@ class PlanSystem:
     def columns_lost(self, solved: Solution) -> Tensor:
         """Return (s, m) by how much P^T u + c v falls short of t.
 
-        It is the residual, what damping adds, and what relaxed marginals give way.
+        It is the residual, and the shares of damping and of relaxed marginals.
         """
         added = self.matrix.factor - 1
         if added == 0:
@@ -621,7 +620,7 @@ def dense_plan(comparison: Comparison, name: str, f: Tensor, g: Tensor | None) -
     # All points at once, as they are and in float64.
     entries, points = 8 * shape[0] * shape[1], 12 * sum(shape) * source.dim
     stated = stated_budget(comparison.compute.memory_budget)
-    # What is made of a plan takes as much again.
+    # Tensors made of a plan take as much again.
     short = stated is not None and entries + points > stated
     if short or not holds(2 * entries + points, None, device):
         return None

@@ -126,7 +126,7 @@ def sinkhorn_potentials(
         y: (m, d) points.
         a: (n,) masses, uniform by default. The potential of a point without mass is the softmin
             over the other side.
-        b: (m,) masses, likewise.
+        b: (m,) masses of y, uniform by default.
         epsilon: regularisation, in units of the cost.
         labels_x: (n,) class indices.
         labels_y: (m,) class indices.
@@ -324,7 +324,7 @@ def transport_map(
         y: (m, d) points.
         a: (n,) masses, uniform by default. Points without mass are mapped too, by the conditional
             plan that their potential defines.
-        b: (m,) masses, likewise.
+        b: (m,) masses of y, uniform by default.
         values: V (m, k), of the type and on the device of y; y by default.
         epsilon: regularisation, in units of the cost.
         labels_x: (n,) class indices.
@@ -423,7 +423,7 @@ class MapGradient(_ImplicitGradient):
         values, origin = self._centred()
         # A conditional plan does not depend on the mass of its row: any serves where it is 0.
         given = self._comparison.unweighted(0)
-        # Nor on what its potential is above the softmin, which may be so much that nothing moves.
+        # Nor on how far its potential is above the softmin, maybe so far that nothing moves.
         f, g = self._potentials
         at = given.constraints.rows.softmin_of(f, given.epsilon), g
         plan: Plan | None = dense_plan(given, "xy", *at)
@@ -446,7 +446,7 @@ class MapGradient(_ImplicitGradient):
         by_values = None
         if self._images is not None or "y" in self._needs:
             by_values = b[:, None] * pulled[:, :-1]
-        # Free what is not needed any more, here and below: these tensors are the largest.
+        # Free tensors that are not needed any more, here and below: these are the largest.
         del pulled
         w1, w2 = density.solve(None, b * sums, self._cg, self._options)
         factors = left.div_(-comparison.epsilon), right

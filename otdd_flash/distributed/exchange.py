@@ -1,4 +1,4 @@
-"""What processes of a `torch.distributed` group exchange, put together in the order of the ranks.
+"""Exchange between processes of a `torch.distributed` group, in the order of the ranks.
 
 All processes call these methods together. A run of as many ranks repeats to the last bit, because
 nothing is added in the order in which it arrives; a change must keep this. `ranks` derives `Ranks`
@@ -62,7 +62,7 @@ ALONE = Shared(1, 0)
 
 
 class Exchange:
-    """One process of a group, and what it exchanges with the others.
+    """One process of a group, and its exchange with the others.
 
     Args:
         group: of `torch.distributed`; the default group for None. All its processes make one of
@@ -104,7 +104,7 @@ class Exchange:
         self.seconds: float | None = None
         self.layout, self._moved = ALONE.layout, 0
         self._interrupts = Interrupts()
-        # What all ranks raised together last.
+        # The exception that all ranks raised together last.
         self._raised_by_all: BaseException | None = None
 
     @property
@@ -126,7 +126,7 @@ class Exchange:
         return device.type == "cuda" or device.type in self._backends
 
     def device_of(self, device: torch.device) -> torch.device:
-        """Where this process keeps what the leader has on a device.
+        """The device of this process for tensors that the leader has on a device.
 
         Raises:
             InputError: the group's backend cannot move tensors from there.
@@ -180,7 +180,7 @@ class Exchange:
         return torch.cat([every[rank, :count] for rank, count in enumerate(counts)])
 
     def from_leader(self, tensor: Tensor) -> Tensor:
-        """What rank 0 has of a tensor of the same shape and type on every rank."""
+        """Rank 0's values of a tensor of the same shape and type on every rank."""
         there = self._movable(tensor)
         if self.rank > 0:
             there = torch.empty_like(there)
@@ -235,11 +235,11 @@ class Exchange:
         shapes: Sequence[Sequence[torch.Size]],
         count: int | None = None,
     ) -> Iterator[tuple[int, list[Tensor]]]:
-        """What ranks have, as (rank, tensors): this one's own first, then that of the ranks after.
+        """The tensors of ranks, as (rank, tensors): first its own, then those of the ranks after.
 
         While one is used the next is on its way: every rank passes on what it has to the one before
-        it. Two are held at a time beside the own. On a GPU the host waits for nothing: what comes
-        is ordered after what was told before, and what is told next after that.
+        it. Two are held at a time beside the own. On a GPU the host waits for nothing: tensors that
+        come are ordered after the work launched before, and work launched next after them.
 
         Args:
             own: tensors of one type, at least one, which do not change meanwhile.
@@ -287,14 +287,14 @@ class Exchange:
         return said.tolist()
 
     def all_gathered_objects(self, something: T) -> list[T]:
-        """What every rank says, pickled; for the little that is not tensors."""
+        """The objects of all ranks, pickled; for the little that is not tensors."""
         found: list[Any] = [None] * self.size
         with others_heard():
             torch.distributed.all_gather_object(found, something, group=self._orders)
         return found
 
     def scattered(self, contents: Sequence[Any] | None) -> Any:
-        """What rank 0 has for this rank, pickled, of as many things as ranks; others give None."""
+        """Rank 0's object for this rank, pickled, of as many as ranks; others give None."""
         found: list[Any] = [None]
         given = None if contents is None else list(contents)
         with self.moving():
@@ -319,12 +319,13 @@ class Exchange:
         return torch.cat([each[:count] for each, count in zip(every, counts, strict=True)])
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` returns, where it does on every rank.
+        """The result of `work`, where it returns on every rank.
 
         Raises:
             InputError: on every rank, with the sentence of the first one that refused its input;
                 it says which one that is, unless all say the same.
-            ConvergenceError: likewise, where convergence is required and was not reached.
+            ConvergenceError: on every rank in the same way, where convergence is required and was
+                not reached.
             LeaderError: on all ranks but 0, where that ended with any other error.
         """
         refusal: Exception | None = None
@@ -404,7 +405,7 @@ def added(every: Tensor) -> Tensor:
 
 
 def _as_said(error: Exception) -> tuple[type[Exception], str]:
-    """What other ranks raise in place of an error."""
+    """The kind and sentence of the error that other ranks raise in place of one."""
     for kind in (InputError, ConvergenceError):
         if isinstance(error, kind):
             return kind, str(error)

@@ -48,7 +48,7 @@ T = TypeVar("T")
 PAGE, COUNTED = 4096, 8
 
 
-# By object, what ranks call it and the mark of what they hold.
+# By object, its number and the mark of the content that ranks hold.
 Numbers = WeakKeyDictionary[Any, tuple[int, Mark]]
 
 
@@ -66,10 +66,10 @@ class Ranks(Exchange):
             of it, at the same time.
 
     Attributes:
-        held: what this process keeps for orders to come, by the leader's numbers.
-        numbers: the leader's, of objects that ranks hold as long as it does, each with what marked
+        held: objects that this process keeps for orders to come, by the leader's numbers.
+        numbers: the leader's, of objects that ranks hold as long as it does, each with the mark of
             its content when it was sent.
-        ring_numbers: likewise, of those of which every rank holds a part.
+        ring_numbers: the leader's, of objects of which every rank holds a part, with such marks.
         copied: the leader's, tensors that change with their copies (`Copied`), by `id`.
         room: the leader's, by device: its bytes free for points when ranks said last how many they
             have, and the least of these.
@@ -98,7 +98,7 @@ class Ranks(Exchange):
         return f"Ranks({self.rank} of {self.size})"
 
     def led(self, work: Callable[[], T]) -> T:
-        """What `work` returns on rank 0, which leads it; the others serve, and get a copy.
+        """The result of `work` on rank 0, which leads it; the others serve, and get a copy.
 
         Raises:
             Exception: on every rank, where the work raises one; a `LostRankError` on others, but
@@ -155,8 +155,8 @@ class Ranks(Exchange):
     def order(self, function: Callable[..., T], *arguments: Any) -> T:
         """Have every rank call function(ranks, *arguments); return what it returns here.
 
-        Ctrl-C comes when all have done so, or at once in what they do `together`. What is raised
-        here alone leaves the others waiting, who can be given no other order.
+        Ctrl-C comes when all have done so, or at once in what they do `together`. An exception
+        raised here alone leaves the others waiting, who can be given no other order.
 
         Args:
             function: of a module, which others find by its name.
@@ -214,10 +214,10 @@ class Ranks(Exchange):
         pickler = _WithoutTensors(order, self.moves)
         pickler.dump((function, arguments))
         carried, dealt = pickler.carried, pickler.dealt
-        # Rank 0 would find the whole of what is dealt within an argument.
+        # Rank 0 would find the whole of a tensor that is dealt within an argument.
         assert len(dealt) == sum(isinstance(each, Dealt) for each in arguments)
         described, of_dealt = ([*map(Described.of, tensors)] for tensors in (carried, dealt))
-        # Taken first: what ends meanwhile is for the next order.
+        # Taken first: objects that end meanwhile are for the next order.
         dropped, self._dropped = self._dropped, []
         content = bytearray(pickle.dumps((dropped, described, of_dealt))) + order.getbuffer()
         with self.moving():
@@ -358,7 +358,7 @@ def saved(something: Any) -> bytes:
 
 
 def restored(content: bytes) -> Any:
-    """A copy of it; what was on a GPU is on this process's."""
+    """A copy of it; tensors of a GPU are on this process's."""
 
     def placed(storage: Any, device: str) -> Any:
         return storage.cuda() if device.startswith("cuda") else storage
@@ -480,8 +480,8 @@ class Copied:
 
     Args:
         ranks: that hold them, led by this process.
-        tensor: what is copied.
-        owner: what changes it; there are copies as long as it lives.
+        tensor: the original.
+        owner: the object that changes it; there are copies as long as it lives.
         given: whether its memory is a user's, who may change it as NumPy does; a failed flow, and
             with it its copies, lives as long as somebody keeps the exception.
     """
@@ -496,7 +496,7 @@ class Copied:
 
     @property
     def number(self) -> int | None:
-        """What the other ranks call copies that are equal to the tensor; None where they are not.
+        """The other ranks' number of copies that are equal to the tensor; None where they are not.
 
         Tensors made in inference mode count nothing, and no copy of one is known to be equal.
         """
@@ -504,7 +504,7 @@ class Copied:
         return self._number if equal else None
 
     def _mark(self) -> Mark | None:
-        """What changes with the tensor; None where nothing does."""
+        """The mark that changes with the tensor; None where none does."""
         tensor = self._tensor
         if tensor.is_inference():
             return None

@@ -50,7 +50,7 @@ class FewQuasiNewton:
 
     Args:
         problems: whose costs they are.
-        vectors: what is evaluated and moved.
+        vectors: those of the problems, which it evaluates and moves.
         goal: when one is done.
         form: of the problems.
         start: levels of epsilon, and iterations taken before.
@@ -160,7 +160,7 @@ NEWEST = 3
 class FewVectors:
     """Vectors of S problems with m columns each; 8 (8 + 2 memory) S m bytes.
 
-    Where a column has no mass its step, its residual difference and what is remembered of it are 0,
+    Where a column has no mass its step, its residual difference and its remembered entries are 0,
     so that one product has all inner products.
 
     Args:

@@ -1,4 +1,4 @@
-"""What the engine asks of transport problems, one or many side by side, and what it answers.
+"""The interface between the engine and transport problems, one or many side by side.
 
 A segment is one problem: a cost C (n, m) with masses a (n,) and b (m,). The engine holds its
 vectors, all of its columns (m,), and only they:
@@ -70,8 +70,8 @@ class Move(NamedTuple):
         kept: bool.
         learnt: bool, whether the newest differences are remembered, in `slot`.
         slot: int64, below memory.
-        mean_step: what the newest step is lowered by to have mean zero.
-        mean_difference: likewise the residual difference.
+        mean_step: number subtracted from the newest step to give it mean zero.
+        mean_difference: number subtracted from the residual difference to give it mean zero.
         scale: float64.
         shift: float64.
         ends: bool, whether a level of epsilon ends here.
@@ -117,7 +117,7 @@ class Costs(Protocol):
     """The costs of S transport problems; all attributes of shape (S,) are float64.
 
     Costs may be known up to terms of one side, C_ij = C'_ij + p_i + q_j: potentials, spread and
-    rounding then are those of C', and `offset` is what the value has to be raised by.
+    rounding then are those of C', and `offset` has to be added to the value.
     """
 
     @property
@@ -142,7 +142,7 @@ class Costs(Protocol):
 
     @property
     def errors(self) -> PassErrors:
-        """What rounding may do to a pass; of a coarse form, about what it does."""
+        """Bounds of the rounding errors of a pass; of a coarse form, estimates."""
         ...
 
     @property
@@ -159,7 +159,7 @@ class TorchProblems(Protocol):
 
     @property
     def constraints(self) -> Constraints:
-        """What marginals owe."""
+        """Exact or relaxed marginals of both sides."""
         ...
 
     @property
@@ -188,7 +188,7 @@ class TorchProblems(Protocol):
             before: (S, n) the f returned last, zeros at first; those of problems that are not
                 active are returned again. None of clouds with themselves.
             epsilon: of each problem, in units of the cost.
-            active: which problems to evaluate; what is returned of the others is unspecified.
+            active: which problems to evaluate; results of the others are unspecified.
         """
         ...
 
@@ -205,7 +205,7 @@ def units_of(costs: Costs) -> tuple[float, float]:
 
 
 class Start(NamedTuple):
-    """Where problems start: levels, and iterations (S,) taken before; on any device."""
+    """The start of problems: levels, and iterations (S,) taken before; on any device."""
 
     levels: Levels
     iterations: Tensor
@@ -442,7 +442,7 @@ class LateReader:
         return None if before is None else _wait(*before)
 
     def last(self) -> list[float] | None:
-        """Receive what is still on its way."""
+        """Receive the numbers that are still on their way."""
         before, self._pending = self._pending, None
         return None if before is None else _wait(*before)
 

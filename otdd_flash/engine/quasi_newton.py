@@ -33,7 +33,7 @@ from otdd_flash.formulas.evidence import Evaluation, Products
 
 
 class Problems(Costs, Protocol):
-    """What `QuasiNewton` iterates on; `vectors` evaluate it."""
+    """The problems that `QuasiNewton` iterates on; `vectors` evaluate them."""
 
     def keep(self, order: Tensor) -> None:
         """Go on with the problems `order` (S',) only, in that order."""
@@ -45,7 +45,7 @@ class QuasiNewton:
 
     Args:
         problems: whose costs they are.
-        vectors: what is evaluated and moved.
+        vectors: those of the problems, which it evaluates and moves.
         goal: when one is done.
         form: of the problems.
         start: where to.
@@ -138,7 +138,7 @@ class ManyVectors:
         memory: how many differences are remembered.
 
     Attributes:
-        memory: likewise.
+        memory: number of differences that are remembered.
         rows: (S, n), the potentials f of the last evaluation; None of clouds with themselves.
         kept: (S, m) float64, the potentials of columns that were kept last.
         residual: (S, m) float64, theirs.

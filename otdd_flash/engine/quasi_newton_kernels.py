@@ -9,7 +9,7 @@ columns in another, and so do the other vectors of the columns.
 The problems are in `operators`, and each kind makes its own `QuasiNewtonKernels`:
 `one_kernel_problem` for a single operator, `kernel_segments` for pairs of classes, and
 `kernel_pool` for small problems and given matrices that `solver.small` records. So a step must ask
-the device nothing, and what it reads must stay at its place in memory.
+the device nothing, and the tensors that it reads must stay at their places in memory.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class QuasiNewtonKernels:
 
     @property
     def terms(self) -> Tensor:
-        """What was seen last of each while it was active (S, 8)."""
+        """The last terms of each segment while it was active (S, 8)."""
         return self._state.terms
 
     def step(self) -> None:
@@ -155,7 +155,7 @@ class QuasiNewtonKernels:
         self._begin(_costs(self._problems), settings, first, _known(start))
 
     def keep(self, order: Tensor) -> None:
-        # Potentials stay where they are; the problems say where those are of what is left.
+        # Potentials stay where they are; the problems know the places of those that go on.
         self._problems.keep(order)
         self._costs = self._costs[order]
         self._state = SegmentState(*(part[order] for part in self._state))
@@ -203,7 +203,7 @@ def softness_of(constraints: Constraints, segments: int, device: torch.device) -
 
 
 def settings_of(goal: Goal, problems: KernelProblems) -> Tensor:
-    """What is asked for (7,), as the kernel reads it; on the host."""
+    """The goal and the unit roundoffs (7,), as the kernel reads them; on the host."""
     return torch.tensor((*goal, *units_of(problems)), dtype=torch.float64)
 
 
@@ -220,7 +220,7 @@ class KernelProblems(Costs, Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where passes run; numbers of costs may be on the host."""
+        """The device of passes; numbers of costs may be on the host."""
         ...
 
     @property
@@ -232,7 +232,7 @@ class KernelProblems(Costs, Protocol):
     def softness(self) -> Tensor | None:
         """1 / rho of rows and of columns, (S, 2) float64 on the device; None where all are exact.
 
-        Softmins are of exact marginals all the same: what follows them takes the penalties.
+        Softmins are of exact marginals all the same: penalties are taken into account after them.
         """
         ...
 
@@ -243,7 +243,7 @@ class KernelProblems(Costs, Protocol):
 
     @property
     def layouts(self) -> Sequence[SegmentLayout]:
-        """Of rows, and with the columns as rows; one for clouds with themselves."""
+        """Layouts of rows, and with the columns as rows; one for clouds with themselves."""
         ...
 
     def softmin_rows(
@@ -255,7 +255,7 @@ class KernelProblems(Costs, Protocol):
             g: (entries,) float32, potentials of columns.
             before: (entries,) float32, the result of the evaluation before.
             epsilon: (S,) float64.
-            active: (S,) bool; what is returned of the others is unspecified.
+            active: (S,) bool; results of the others are unspecified.
         """
         ...
 
@@ -282,7 +282,7 @@ class KernelVectors:
         memory: how many differences are remembered.
 
     Attributes:
-        memory: likewise.
+        memory: number of differences that are remembered.
         rows: (entries,) float32, potentials of rows; the candidates for clouds with themselves.
         columns: vectors of the columns.
     """
@@ -344,7 +344,7 @@ class KernelVectors:
 
 
 class SegmentLayout(NamedTuple):
-    """Where the rows of segments lie.
+    """The places of the rows of segments.
 
     Attributes:
         table: (S, 8) int64 of `segmented_step`.

@@ -11,8 +11,8 @@ recording serves all levels of epsilon.
 recording. `operators.score_pool` and `solver.small.pooled_solve` give `run_branches` what can run
 side by side.
 
-A graph repeats launches on the same addresses, and no Python. So what is recorded must not wait for
-the device, read a number from it, or replace a tensor by another.
+A graph repeats launches on the same addresses, and no Python. So a recorded function must not wait
+for the device, read a number from it, or replace a tensor by another.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Repeated:
 
 
 class Recorded:
-    """What a function launches, on tensors that stay where they are, recorded at its second call.
+    """The launches of a function, on tensors that stay in place, recorded at its second call.
 
     The first call compiles kernels. Graphs of one `pool` share memory: they run one after another.
     It does not hold the function, as `Repeated`.
@@ -161,7 +161,7 @@ class _Recorder:  # pragma: gpu
             raise
 
 
-# The stream that records, and others for what is to run side by side.
+# The stream that records, and others for launches that run side by side.
 STREAMS = 4
 
 # One recording at a time, of all threads: they share these streams.
@@ -172,7 +172,7 @@ _recording = RLock()
 def _streams(device: torch.device) -> list[torch.cuda.Stream]:  # pragma: gpu
     """Streams that nothing but recordings uses.
 
-    PyTorch hands out few streams, in turns; what others launch on one that records would become
+    PyTorch hands out few streams, in turns; launches of others on one that records would become
     part of the recording. Those of high priority hardly anybody asks for.
     """
     return [torch.cuda.Stream(device, priority=-1) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
@@ -187,7 +187,7 @@ def _record(  # pragma: gpu
         side = _streams(device)[0]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            # In any other mode what is not recorded is forbidden meanwhile, and ends the recording:
+            # In any other mode operations outside the graph are forbidden, and end the recording:
             # a graph that the garbage collector frees, memory that another thread asks for.
             graph.capture_begin(pool=pool, capture_error_mode="relaxed")
             try:

@@ -118,7 +118,7 @@ class Form(NamedTuple):
     Attributes:
         damping: the plain update is g + damping r.
         symmetric: whether rows and columns are the same points.
-        constraints: what the marginals owe.
+        constraints: exact or relaxed marginals.
     """
 
     damping: float
@@ -177,7 +177,7 @@ class Trust(NamedTuple):
 
     Attributes:
         dual: dual value of the potentials accepted last; -inf after a restart.
-        gain: what the plain update adds to it at the least.
+        gain: the least that the plain update adds to it.
         lowest: the lowest marginal error accepted since the last restart.
         stale: iterations since it was found.
         plain: plain updates still to come.
@@ -352,7 +352,7 @@ def evaluated_level(goal: Goal, state: State) -> Numbers:
 
 def is_hopeless(levels: Levels, iterations: Any, error: Any, tolerance: Any) -> Any:
     """Return whether to give up a try at the final epsilon, from its marginal error (S,)."""
-    # Numbers that are not positive become 1; what is computed from them is not used.
+    # Numbers that are not positive become 1; results computed from them are not used.
     decrease = ops.log(levels.error / ops.where(error > 0, error, 1.0))
     falls = (error > 0) & (decrease > 0)
     needed = ops.log(error / tolerance) / ops.where(falls, decrease, 1.0)
@@ -380,7 +380,7 @@ def judge(trust: Trust, dual: Numbers, gain: Numbers, gap: Numbers, slack: Numbe
     Args:
         trust: before the evaluation.
         dual: their dual value.
-        gain: what the plain update from them adds to it at the least.
+        gain: the least that the plain update from them adds to it.
         gap: their marginal error.
         slack: rounding error of a difference of dual values.
     """

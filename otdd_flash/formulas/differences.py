@@ -10,7 +10,7 @@ tr Y^T Y (Byrd, Nocedal & Schnabel 1994, Representations of quasi-Newton matrice
 (s, y) are stored in a fixed number of slots, and a new pair replaces the oldest one.
 
 R^-1 is stored and updated, so that no system is solved. In order of age R is upper triangular.
-Without the oldest pair R loses its first row and column, and the inverse of what is left is R^-1
+Without the oldest pair R loses its first row and column, and the inverse of the rest is R^-1
 without its first row and column. With a new pair R gains a last column (p, d), and
 
     [[R, p], [0, d]]^-1 = [[R^-1, -R^-1 p / d], [0, 1 / d]],    p = S^T y, d = s^T y.

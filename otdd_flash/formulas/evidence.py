@@ -40,7 +40,8 @@ elsewhere that is less.
 perturbed cost C^, and its sums are off by a share of at most rho: `PassErrors` has both, derived by
 each way to compute scores. For a cross term let f~ be the potentials of rows as computed and stored
 and f = T(g) the exact ones. P is the plan of f and g for the cost itself, whose rows are exact; P~
-is what the columns' pass has summed, to c~. Both passes enter, each with errors of its own:
+is the plan that the columns' pass has summed, to c~. Both passes enter, each with errors of its
+own:
 
     P~_ij / P_ij = e^((f~_i - f_i + C_ij - C^_ij) / epsilon) (1 + rho),
     e^((f~_i - f_i) / epsilon) = (1 + rho) e^(stored error / epsilon) / M_i,
@@ -66,7 +67,7 @@ columns' are off by the measured error and the floor; so `mean` counts 1 + t pea
 2, and never more than `largest`. A self term has one pass and divides by its mass, which doubles
 the error of its sums: the same floor, without the error of stored potentials.
 
-Value. What is computed is a dual value for C^, and OT(C^) <= OT(C) + <P*, C^ - C>: the lower bound
+Value. The computed value is a dual one for C^, and OT(C^) <= OT(C) + <P*, C^ - C>: the lower bound
 moves by `mean`, by epsilon sums times the mass, and by float64's rounding. In the upper bound,
 <a, f> + <b, g> + ||c - b||_1 (osc g + R) / 2 with R that of the cost itself, T is concave in the
 cost: <a, f> <= <a, f~> + <P^, C - C^> + epsilon sums + <a, |f~|> stored, for P^ of the rows' pass.
@@ -157,13 +158,13 @@ class Evaluation(NamedTuple):
 
     The plan is that of g and the update f of the rows, in a self term f = g, and r is the residual
     there. The step s leads from the potential accepted last to g, y is the change of r over it, and
-    1 is the constant vector. Inner products are weighted by the masses. What depends on what the
-    marginals owe is said for exact ones; `marginals` has it for others.
+    1 is the constant vector. Inner products are weighted by the masses. Numbers that depend on the
+    kind of the marginals are stated for exact ones; `marginals` has those of others.
 
     Attributes:
         row_value: <a, f>, the rows' part of the dual value.
         row_size: <a, |f|>.
-        value: <1, g>, likewise.
+        value: <1, g>, the columns' part of the dual value.
         size: <1, |g|>.
         lowest: min g over the support.
         highest: max g over the support.
@@ -210,7 +211,7 @@ class Evidence(NamedTuple):
 
     Attributes:
         dual: dual value.
-        gain: what the plain update adds to it at the least.
+        gain: the least that the plain update adds to it.
         noise: typical marginal error that rounding causes.
         floor: the largest that it may cause.
         reach: marginal error below which iterations may make no progress; at least `floor`.

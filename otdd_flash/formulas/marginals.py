@@ -33,8 +33,8 @@ transport: translation invariant Sinkhorn and 1-D Frank-Wolfe):
 
     t = log(<a, e^(-f / rho_x)> / <b, e^(-g / rho_y)>) / (1 / rho_x + 1 / rho_y).
 
-Vectors have shape (..., k), their masses likewise; potentials and penalties are in units of the
-cost. A change must keep `expm1`: for a large rho e^(-f / rho) - 1 has no correct digits otherwise.
+Vectors and their masses have shape (..., k); potentials and penalties are in units of the cost. A
+change must keep `expm1`: for a large rho e^(-f / rho) - 1 has no correct digits otherwise.
 
 `solver.penalties` makes `Constraints` of the user's penalties. Comparisons hold them; `engine`,
 `operators`, `solver`, `derivatives`, `batched`, `ranking.bounds`, `result`, `unmatched` and
@@ -107,7 +107,7 @@ class Marginal(ABC):
     def diagonal(self, epsilon: float) -> float:
         """Return the factor, 1 + epsilon / rho, of a side's sums in the linear system of a plan.
 
-        What is owed falls with the potential: where the costs change, a e^(-f / rho) = P 1 gives
+        The owed mass falls with the potential: where the costs change, a e^(-f / rho) = P 1 gives
         (1 + epsilon / rho) r df + P dg = (P o dC) 1.
         """
         return 1 + epsilon * float(self.softness)
@@ -170,8 +170,8 @@ class Marginal(ABC):
     ) -> Tensor:
         """Return by what to divide a self term's plan of this mass to maximize its dual value.
 
-        Its potential then falls by half of epsilon log of that. The plan's mass is then what is
-        owed, after the fall.
+        Its potential then falls by half of epsilon log of that. The plan's mass is then the mass
+        owed after the fall.
 
         Args:
             mass: of the plan, (..., 1).
@@ -196,7 +196,7 @@ class Marginal(ABC):
 
         Args:
             potential: g.
-            step: what the plain update adds to it.
+            step: its change by the plain update.
             epsilon: regularisation.
         """
 
@@ -284,7 +284,7 @@ class RelaxedByKL(Marginal):
 
     def mean_slopes(self, masses: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
         mean = -self.rho * log_mass(self, masses, potential)
-        # What is owed may underflow where its shares do not.
+        # Owed masses may underflow where their shares do not.
         shares = torch.where(masses > 0, masses * torch.exp((mean - potential) / self.rho), 0)
         return shares, self.dual(potential - mean)
 
@@ -357,12 +357,12 @@ class RelaxedByKL(Marginal):
 
 
 class Factors(NamedTuple):
-    """What a translation t that makes the masses owed by both sides equal does to marginals.
+    """The effect on marginals of a translation t that makes the masses owed by both sides equal.
 
     Attributes:
-        mass: what both sides owe, (...).
+        mass: the mass that both sides owe, (...).
         exponent: t / rho_x, by which the marginal that rows owe falls, (...).
-        fit: the factor of a plan that fitted what was owed before, and fits what is, (...).
+        fit: the factor of a plan that fitted the masses owed before, and fits the new ones, (...).
     """
 
     mass: Tensor
@@ -380,11 +380,11 @@ class Translated(NamedTuple):
     def adjusted(
         self, sums: Tensor, owed: Tensor, kappa: Tensor, total: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what a plan's numbers are after the translation.
+        """Return a plan's numbers after the translation.
 
         Args:
-            sums: of its rows (..., n), which are scaled as what rows owe.
-            owed: that (..., n).
+            sums: of its rows (..., n), which are scaled as the masses that rows owe.
+            owed: these masses (..., n).
             kappa: a factor (...) with which it fitted, which is lowered until it fits again.
             total: its mass (...), to be returned over what both sides owe.
         """
@@ -397,12 +397,12 @@ class Translated(NamedTuple):
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the marginals of both sides of a plan owe.
+    """The constraints on both marginals of a plan.
 
     Attributes:
         rows: those of a.
         columns: those of b.
-        exact: whether both are: what they owe has mass 1, and potentials are free to translate.
+        exact: whether both are: masses owed sum to 1, and potentials are free to translate.
     """
 
     rows: Marginal
@@ -492,7 +492,7 @@ class Constraints:
         """Return T'(f) (..., m) of an f that is T(g), from T'(f) less any t: `updated`.
 
         Iterations keep it with the translation. The mass of the plan of f and g tells that, as its
-        rows are what they owe and its columns are b e^((g - softmin) / epsilon).
+        row sums are the masses owed and its columns are b e^((g - softmin) / epsilon).
         """
         if self.exact:
             return updated
@@ -508,7 +508,7 @@ class Constraints:
         return torch.full_like(lowest, -math.inf), torch.full_like(highest, math.inf)
 
     def owed(self, masses: Tensor, f: Tensor, g: Tensor) -> Tensor:
-        """Return what both sides owe (..., n + m) at their potentials, of masses side by side."""
+        """Return the masses owed by both sides (..., n + m) at their potentials, side by side."""
         if self.exact:
             return masses
         a, b = masses[..., : f.shape[-1]], masses[..., f.shape[-1] :]
@@ -534,7 +534,7 @@ class Constraints:
 
         An exact side is updated before, and then has its sums. Those of the other are known but
         for a factor between the least and the largest of that update. It matters little, as the
-        slope of what they cost is 0 where they are what is owed.
+        slope of their penalty is 0 where they are the masses owed.
 
         Args:
             masses: a (..., n) and b (..., m).

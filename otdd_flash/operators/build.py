@@ -56,7 +56,7 @@ def build_operator(
         from otdd_flash.operators.triton_operator import KernelOperator
 
         return KernelOperator(cost, compute.precision)
-    # Decided last: what is free by now is free for scores.
+    # Decided last: memory that is free by now is free for scores.
     if keep_scores and scores_fit(cost.shape, compute.dtype, compute, device):
         return stored_operator(cost, compute.dtype)
     return streamed_operator(cost, compute.dtype)

@@ -91,9 +91,9 @@ class Comparison:
         epsilon: regularisation, in units of the cost.
         embedding: the label cost, where `transformed` points have it as columns; else None.
         label_error: bound on the error of the label cost by its sums over labels.
-        constraints: what the marginals of plans owe.
-        target_scale: what each of q numbers of a row is divided by, whose squared distance stands
-            in place of W; None: rows have classes.
+        constraints: exact or relaxed marginals of plans.
+        target_scale: divisors of the q numbers of a row, whose squared distance stands in place of
+            W; None: rows have classes.
     """
 
     given: tuple[LabeledSamples, ...]
@@ -486,7 +486,7 @@ class Comparison:
 
     @cached_property
     def _signed_offset(self) -> Offset:
-        """What columns of negative sign add that is of one side."""
+        """The separable terms that columns of negative sign add."""
         if self.embedding is None or not self.signed:
             return NO_OFFSET
         value, terms = 0.0, 0

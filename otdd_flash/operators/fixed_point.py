@@ -55,7 +55,7 @@ MOST_SCALE = 2.0**100
 
 
 class _Points(NamedTuple):
-    """Of one side (n,): log2(n a_i), 0 where `absent` (without mass), and lambda_x ||x_i||^2."""
+    """Numbers of a side (n,): log2(n a_i), 0 where `absent` (no mass), and lambda_x ||x_i||^2."""
 
     log2_masses: Tensor
     absent: Tensor

@@ -245,7 +245,7 @@ class PooledTerm:
 
 
 class MatrixPool(Pool):
-    """Masses of a given matrix C (n, m), what is known of its costs, and where it is.
+    """Masses of a given matrix C (n, m), the facts of its costs, and its place.
 
     Inputs, to be filled first: `masses` and `cross_magnitudes`, 0 where there is no point,
     `of_costs`, the mean, the lowest and the highest cost, and the numbers of `place`.
@@ -301,7 +301,7 @@ class PooledMatrix(PooledKernelSegments):
     def __init__(self, pool: MatrixPool, tables: Sequence[Tensor]) -> None:
         super().__init__(pool, tables, own=False)
         self._matrix = pool
-        # What the last sweep has found of columns.
+        # The results of the last sweep for columns.
         self._swept: Sums | Tensor = pool.weights
 
     def softmin_rows(self, g: Tensor, before: Tensor, epsilon: Tensor, active: Tensor) -> Tensor:

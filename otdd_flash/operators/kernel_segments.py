@@ -9,8 +9,8 @@ errors below, which must stay upper bounds (`tests/operators/test_segment_errors
 
 Potentials lie one segment after the other, float32, those of rows in one tensor and those of
 columns in another, and so do the other vectors of the columns: every point holds one of each per
-opposite class. Potentials belong to the cost -2 x'_i . y'_j of the pool; what is left out of it is
-the `offset`:
+opposite class. Potentials belong to the cost -2 x'_i . y'_j of the pool; the terms left out of it
+are the `offset`:
 
     ||x_i - y_j||^2 = -2 x'_i . y'_j + ||x'_i||^2 + ||y'_j||^2 + 2 (x'_i - y'_j) . D + ||D||^2
 
@@ -24,18 +24,18 @@ Errors are bounded by numbers of each class, a prime for those of y: A is the la
 R and E are those of parts of its digits (below), T = L + R, and c bounds the relative error of sums
 of products of its smaller digits. u = 2^-24 is the unit roundoff of float32.
 
-Means. The identity holds for any two numbers in place of the means, so what a sum loses of a mean
+Means. The identity holds for any two numbers in place of the means, so the rounding error of a mean
 is no error of a cost. It only leaves a mean of x' that is not quite 0, which `drifts` measures, and
-||D||^2 is that of the same two numbers. Only the difference x - mean is rounded, each
-coordinate once and relative to the difference itself, by 2^-53 however far the class lies from the
-origin; its quotient by the unit is rounded once more. Both move x' by at most 2^-52 A, to first
-order. The rest of 2^-50 A is for the norms and variances that bounds are made of: what they lose is
-relative, some 2^-53 (log2 n + log2 d + 8), and of E + c T, which is far below A.
+||D||^2 is that of the same two numbers. Only the difference x - mean is rounded, each coordinate
+once and relative to the difference itself, by 2^-53 however far the class lies from the origin; its
+quotient by the unit is rounded once more. Both move x' by at most 2^-52 A, to first order. The rest
+of 2^-50 A is for the norms and variances that bounds are made of: their rounding is relative, some
+2^-53 (log2 n + log2 d + 8), and of E + c T, which is far below A.
 
 Digits. In units of the class, x' = h + l + r + e: h are whole numbers with ||h|| <= 2^12 and
-|h_k| <= 2^11, l is float16 of x' - h, and r of what is left then. What the exact form of
-`segmented_step` gets wrong about x' . y' is bounded by A and by the largest norms L, R and E of l,
-r and e in a class, all measured:
+|h_k| <= 2^11, l is float16 of x' - h, and r of x' - h - l. The error of x' . y' in the exact form
+of `segmented_step` is bounded by A and by the largest norms L, R and E of l, r and e in a class,
+all measured:
 
     operation                                     bound on |error|
     e is left out                                 E ||y'|| + ||x'|| E' + E E'
@@ -44,10 +44,10 @@ r and e in a class, all measured:
     h h' scale in pieces                          2^-31 A A'
     x - mean and its quotient by the unit         2^-50 (A ||y'|| + ||x'|| A').
 
-c is `adder.chain_error` of one chain, u per chain that is added to the others, and 8 u for what is
-done to their sum (its product with the scale, three additions). The pieces: h h' is exact; of its
-product with the scale, the last 12 bits of h h' and those of the scale past 12 are rounded, 2^-11
-of the whole, six times at most, u each. As ||h|| <= ||x'|| + T + E, all of it is at most
+c is `adder.chain_error` of one chain, u per chain that is added to the others, and 8 u for
+operations on their sum (its product with the scale, three additions). The pieces: h h' is exact; of
+its product with the scale, the last 12 bits of h h' and those of the scale past 12 are rounded,
+2^-11 of the whole, six times at most, u each. As ||h|| <= ||x'|| + T + E, all of it is at most
 
     P ||y'|| + ||x'|| P' + Q,    P = E + c T + 2^-50 A,
     Q = 2^-31 A A' + E E' + L R' + R L' + R R' + c ((T + E) T' + T (T' + E') + L L').
@@ -63,7 +63,7 @@ leaves every number as it is, 0.0 and -0.0 too. A sum of n numbers passes ceil(l
 
     |error| <= ceil(log2 n) 2^-53 sum_i |v_i|    to first order.
 
-Passes. What a pass of the exact form may get wrong, u = 2^-24, for n terms in a sum:
+Passes. Error bounds of a pass of the exact form, u = 2^-24, for n terms in a sum:
 
     operation                                        bound                       in `PassErrors`
     product x'_i . y'_j                              P ||y'|| + ||x'|| P' + Q    mean, largest
@@ -126,8 +126,8 @@ DIFFERENCES = "donot_use_mm_for_euclid_dist"
 # Largest norm of whole digits, and the largest of them.
 WHOLE_NORM, LARGEST_WHOLE = 4096.0, 2047.0
 
-# Coordinates of classes that are rounded together, so that a GPU has few launches and what is in
-# float64 meanwhile is little beside the points: 16 MiB an array.
+# Coordinates of classes that are rounded together, so that a GPU has few launches and their float64
+# arrays are small beside the points: 16 MiB an array.
 TOGETHER = 1 << 21
 
 
@@ -264,7 +264,7 @@ def digits(points: Tensor) -> tuple[Tensor, ...]:
 
 
 def _unit(reach: Tensor, largest: Tensor, dim: int) -> Tensor:
-    """What makes whole digits of points of that largest norm and largest coordinate."""
+    """The unit in which points of that largest norm and coordinate have whole digits."""
     # Rounding adds at most half a unit per coordinate.
     unit = torch.maximum(reach / (WHOLE_NORM - dim**0.5 / 2 - 1), largest / LARGEST_WHOLE)
     return torch.where(unit > 0, unit, 1.0)
@@ -322,8 +322,8 @@ def halved_sum(values: Tensor) -> Tensor:
 # potentials take is theirs already.
 MEMORY = 4
 
-# What is made of potentials before the first iteration, a column's vectors, and a segment's rows of
-# small tables.
+# Bytes of tensors made of potentials before the first iteration, of a column's vectors, and of a
+# segment's rows of small tables.
 BYTES_PER_POTENTIAL = 24
 BYTES_PER_COLUMN = 4 * (5 + 2 * MEMORY)
 BYTES_PER_SEGMENT = 4000
@@ -335,9 +335,10 @@ class KernelSegments:
     Args:
         classes: the pool.
         rows: (S,) int64 indices of the classes whose points are the rows.
-        columns: (S,) likewise; the same object as `rows` for classes with themselves.
-        small: whether no class has more than `SMALL` points, for tiles of that size. It is part of
-            what a segment's numbers depend on, so it must follow from each segment alone.
+        columns: (S,) int64 indices of the classes of the columns; the same object as `rows` for
+            classes with themselves.
+        small: whether no class has more than `SMALL` points, for tiles of that size. A segment's
+            numbers depend on it, so it must follow from each segment alone.
         coarse_of: the problems that these are to be a less accurate form of.
     """
 
@@ -492,7 +493,7 @@ def bytes_of(sizes: Tensor) -> Tensor:
 
 
 def table_of(classes: ClassPool, rows: Tensor, columns: Tensor) -> Tensor:
-    """Where the kernels find segments (S, 8), as `segmented_step` names its columns."""
+    """The table (S, 8) of `segmented_step`, by which the kernels find segments."""
     sizes = classes.sizes[rows], classes.sizes[columns]
     ranges = ranges_of(sizes[1])
     partial = sizes[0] * ranges

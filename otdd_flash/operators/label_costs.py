@@ -51,8 +51,7 @@ from otdd_flash.samples import LabeledSamples, displaced
 # terms of columns may be of two clouds (experiments/bench_label_sets.py).
 MOST_SETS = 256
 
-# Eigenvalues below V times this share of the largest are rounding and left out; what they add is in
-# the error.
+# Eigenvalues below V times this share of the largest are rounding and left out, within `error`.
 NEGLIGIBLE = 16 * DOUBLE_UNIT
 
 
@@ -69,7 +68,7 @@ class LabelEmbedding:
         dim: coordinates of the points.
         lambda_x: weight of the squared distance between points with columns.
         error: bound on the error of a cost by that of the columns.
-        centre: what is taken from targets before they are scaled (q,) float64; None: nothing.
+        centre: (q,) float64, subtracted from targets before they are scaled; None: nothing.
     """
 
     tables: tuple[Tensor, Tensor]

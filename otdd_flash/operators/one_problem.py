@@ -44,7 +44,7 @@ class OneProblem(ABC):
     Attributes:
         operator: as given, or as last set by `change`.
         symmetric: whether it is a self term.
-        constraints: what its marginals owe.
+        constraints: exact or relaxed marginals.
     """
 
     def __init__(self, operator: Operator, form: Form) -> None:

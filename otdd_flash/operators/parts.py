@@ -9,10 +9,10 @@ softmin_columns(f) by the Q_r. Column sums of a plan are sums over the P_r, adde
 order of the ranks.
 
 For a self term every rank has some of the pairs (`self_share`), or P_r alone if points are
-streamed. What pairs give for rows of other ranks is sent to the owner of the rows, who merges it in
-the order of the ranks. P_r serves products with the plan, expected costs and softmins over a sample
-of columns, and is built when one of these is first asked for. In a `ring` it is built at once, and
-also computes softmins again that are out of reach of the pairs.
+streamed. Results of pairs for rows of other ranks are sent to the owner of the rows, who merges
+them in the order of the ranks. P_r serves products with the plan, expected costs and softmins over
+a sample of columns, and is built when one of these is first asked for. In a `ring` it is built at
+once, and also computes softmins again that are out of reach of the pairs.
 
 `Owned` divides a cloud, whose points are sorted by class first: so few classes are cut. Kernels pad
 every class to whole blocks of rows, and a class that one rank has alone is padded once.

@@ -1,4 +1,4 @@
-"""Scores between all points of B small problems, stored, and what is known of their three costs.
+"""Scores between all points of B small problems, stored, and facts of their three costs.
 
 A pool is memory of fixed size for up to B problems, which `solver.small` makes once and fills with
 one batch after another. A problem has two clouds, n points of x and m of y, in room for N and M of
@@ -35,7 +35,7 @@ from otdd_flash.operators.base import Certifiable
 from otdd_flash.operators.point_scores import StoredScores
 from otdd_flash.operators.torch_operator import TorchOperator
 
-# Unit roundoff of what is stored.
+# Unit roundoff of stored scores.
 UNIT = torch.finfo(torch.float32).eps / 2
 
 # Products that are in float64 at once.
@@ -74,14 +74,14 @@ class Room(NamedTuple):
 
     @property
     def sides(self) -> tuple[slice, slice]:
-        """Where x and y are among the points of a problem."""
+        """The places of x and y among the points of a problem."""
         return slice(0, self.n), slice(self.n, self.n + self.m)
 
     @property
     def bytes(self) -> int:
-        """What a pool takes, most of it scores, and what is made of points and products.
+        """The bytes of a pool: scores above all, and tensors made of points and products.
 
-        Where costs are given, vectors, and sums of a column in hundreds of parts.
+        Where costs are given, they are vectors, and sums of a column in hundreds of parts.
         """
         points = self.problems * self.points
         if not self.dim:
@@ -93,7 +93,7 @@ class Room(NamedTuple):
 
 
 class PooledCosts(NamedTuple):
-    """What is known of the costs of some terms, each of one shape, float64, in units of the cost.
+    """Facts of the costs of some terms, each of one shape, float64, in units of the cost.
 
     Attributes:
         mean: sum_ij a_i b_j C_ij.
@@ -120,8 +120,8 @@ class PooledSegments(ABC):
     """The cross terms of B problems, or their 2 B self terms, those of x and y in turn.
 
     Vectors of all problems lie one after the other: of rows (B N,), of columns (B M,), and of self
-    terms (B L,). What a pass may get wrong is about what `one_problem` says of a single one:
-    certificates measure it again.
+    terms (B L,). The errors of a pass are about those that `one_problem` states of a single one:
+    certificates measure them again.
 
     Args:
         pool: the problems.
@@ -224,17 +224,17 @@ class AskedIterations(PooledIterations, Protocol):
 
 
 class Pool(ABC):
-    """What iterations and certificates read of B problems, whatever their scores are made of.
+    """The data of B problems for iterations and certificates, whatever scores are made of.
 
     Attributes:
         room: that there is.
-        of_costs: (3,) float64, the numbers of the costs that `prepare` reads: what they are depends
-            on the kind of pool.
+        of_costs: (3,) float64, the numbers of the costs that `prepare` reads; the kind of pool says
+            which.
         masses: (B, L) float64, 0 where there is no point.
         asymmetry: (B, 4) float64: of the blocks [x, x] and [y, y] of W, how far entries are from
             their mirror images, and the largest entries.
         own_magnitudes: (B, L) float64: |C_ij| <= of i + of j within a side.
-        cross_magnitudes: (B, L) likewise, between sides.
+        cross_magnitudes: (B, L) float64: |C_ij| <= of i + of j between sides.
         cross: of the cross terms, (B,).
         own: of the self terms, (B, 2).
         error_share: error of a cost over its magnitudes.
@@ -360,7 +360,7 @@ class ScorePool(Pool):
             points: (B, L, d) float64 about a centre.
             squares: (B, L), their squared lengths.
             rows: of the block.
-            columns: likewise; the same object for a symmetric block.
+            columns: of the block; the same object as `rows` for a symmetric block.
         """
 
     @abstractmethod
@@ -466,7 +466,7 @@ def _widen(facts: PooledCosts, costs: Tensor, met: Tensor) -> None:
 
 
 def tables_of(room: Room, n: int, m: int, *, symmetric: bool) -> list[Tensor]:
-    """Where kernels find segments of so many points, (S, 8) int64 as `segmented_step` says.
+    """Tables (S, 8) int64 of `segmented_step`, by which kernels find segments of so many points.
 
     Rows first, and then with columns as rows; a single table of self terms.
     """

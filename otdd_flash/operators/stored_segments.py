@@ -5,15 +5,15 @@ each pair is a segment of `engine.problems`. `solver.solve.solve_segments` itera
 form, `AnchoredSegments`, and then on the stored costs themselves. Class distances are cached, so a
 change of a pair's digits must raise `labels.pair_cache.ENTRY_FORMAT`.
 
-What a row of scores gives must not depend on the place of the row in a tensor. So all reductions
-run along rows (a column's scores are copied into a row first), and the exponential is `exp`, which
-unlike `exp2` is the same function at the end of a tensor as in its middle. Exponents are cut off at
--700: below it `exp` is slow, and adds nothing to a sum that contains 1.
+The results of a row of scores must not depend on the place of the row in a tensor. So all
+reductions run along rows (a column's scores are copied into a row first), and the exponential is
+`exp`, which unlike `exp2` is the same function at the end of a tensor as in its middle. Exponents
+are cut off at -700: below it `exp` is slow, and adds nothing to a sum that contains 1.
 
-What a pass may get wrong, v = 2^-53, for d coordinates and n terms in a sum, each summed in any
-order: a cost, (2 d + 16) v (||x_i|| + ||y_j||)^2, of centring both points, of their product and of
-three additions; a sum, (n + 512) v, of the logarithm of the mass, of the exponential, of additions
-and of the cut, n e^-700. Rounding an exponent costs less than `TRIFLE` of `formulas.evidence`, 32
+Error bounds of a pass, v = 2^-53, for d coordinates and n terms in a sum, each summed in any order:
+a cost, (2 d + 16) v (||x_i|| + ||y_j||)^2, of centring both points, of their product and of three
+additions; a sum, (n + 512) v, of the logarithm of the mass, of the exponential, of additions and of
+the cut, n e^-700. Rounding an exponent costs less than `TRIFLE` of `formulas.evidence`, 32
 roundings, relative to the largest cost or potential.
 
 Anchors. A softmin that was computed once, at potentials g° and epsilon, is an anchor for those near
@@ -28,8 +28,8 @@ problems, absorbs potentials into the kernel in this way).
 
 The p are held in float32, of rows and of columns. Potentials and anchors stay in float64, so that
 the marginals have errors of some 1e-7 however small epsilon is against the costs; where that is too
-much, p is float64 too. What underflows in p is smaller than e^-87, and e^-47 of its sum after all
-shifts.
+much, p is float64 too. An entry of p that underflows is smaller than e^-87, and e^-47 of its sum
+after all shifts.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ SIZE_STEP = 16
 # How far, in units of epsilon, a potential may be from that of an anchor.
 MOST_SHIFT = 20.0
 
-# Rows and columns are rounded apart, so what float32 leaves out of balance is never settled.
+# Rows and columns are rounded apart, so float32 leaves an imbalance that is never settled.
 LEAST_TOLERANCE_IN_FLOAT32 = 1e-5
 
 

@@ -75,7 +75,7 @@ TILE_ELEMENTS_GPU = 1 << 26
 
 Pair = tuple[Tensor, Tensor]
 
-# Rows, what is known of them (rows, m), and a buffer of the same shape.
+# Rows, values of them (rows, m), and a buffer of the same shape.
 Tile = tuple[slice, Tensor, Tensor]
 
 

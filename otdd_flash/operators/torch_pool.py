@@ -10,8 +10,8 @@ T(g)_i is T°_i - epsilon log sum_j p_ij exp((g_j - g°_j) / epsilon), a product
 vector in place of n m exponentials (Schmitzer 2019, Stabilized sparse scaling algorithms for
 entropy regularized transport problems, absorbs potentials into the kernel in this way).
 
-p is float32, of rows and of columns. What underflows in it is smaller than e^-87, and after shifts
-of at most `MOST_SHIFT` each e^-47 of its sum.
+p is float32, of rows and of columns. An entry that underflows is smaller than e^-87, and after
+shifts of at most `MOST_SHIFT` each e^-47 of its sum.
 
 `solver.small.pooled_solve` makes a `TorchPool` and fills it with one batch after another. Scores
 and masses change with the batch, so `begin` must forget every anchor. Certificates must not read p:
@@ -168,7 +168,7 @@ class TorchSegments(PooledSegments):
         own: whether these are the self terms.
 
     Attributes:
-        constraints: what their marginals owe, of the form of their iterations.
+        constraints: exact or relaxed marginals, of the form of their iterations.
     """
 
     constraints = EXACT
@@ -195,7 +195,7 @@ class TorchSegments(PooledSegments):
 
     @property
     def scalars(self) -> list[Scalars]:
-        """What decisions need of the costs of each, in floats."""
+        """Facts of each term's costs for decisions, in floats."""
         facts = self.facts
         every = facts.mean, facts.lowest, facts.above_lowest, facts.spread
         return [
@@ -288,7 +288,7 @@ class _Anchor:
 
     Args:
         scores: (S, n, m) float32, which may change before `forget`.
-        masses: (S, m) float64, likewise.
+        masses: (S, m) float64, which may change before `forget`.
     """
 
     def __init__(self, scores: Tensor, masses: Tensor) -> None:
@@ -314,7 +314,7 @@ class _Anchor:
         if self._absent is not None:
             shift.masked_fill_(self._absent, 0)
         far = torch.linalg.vector_norm(shift, torch.inf, 1).tolist()
-        # Not what is NaN either.
+        # Those with NaN are stale too.
         stale = [
             k
             for k, (one, other, apart) in enumerate(zip(epsilon, self._epsilon, far, strict=True))

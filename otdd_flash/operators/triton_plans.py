@@ -485,7 +485,7 @@ class PointProducts:
         Args:
             values: one row per point.
             mean: subtracted from each row.
-            largest: absolute value of what is left.
+            largest: absolute value of the differences.
             side: 0 for rows, 1 for columns.
         """
         layout = self.points[side].layout

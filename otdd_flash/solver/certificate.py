@@ -284,7 +284,7 @@ class PlanEvidence(NamedTuple):
 
     Attributes:
         f: (n,) potential of rows, in the operator's type.
-        g: (m,) potential of columns, likewise.
+        g: (m,) potential of columns, in the operator's type.
         numbers: float64, `PlanNumbers` in the order of their fields.
         sums: of the plan; of B terms at once only their lengths and their errors are read.
         passes: evaluations of `Operator.marginals`.
@@ -413,9 +413,9 @@ def _cross_penalties(
     Args:
         plan: as it was evaluated.
         numbers: of the plan.
-        vectors: (n + m,) of both sides: sums, potentials, what they owe, potentials after the
-            update and the translation; and (n,) potentials of rows after the update alone, and by
-            how much it moves row sums.
+        vectors: (n + m,) of both sides: sums, potentials, masses owed, potentials after the update
+            and the translation; and (n,) potentials of rows after the update alone, and by how much
+            it moves row sums.
         returned: f (n,) and g (m,) in the type of the result.
         factors: of that translation.
         epsilon: regularisation.
@@ -429,7 +429,7 @@ def _cross_penalties(
     least = SCALABLE * plan.sums.underflow
     primal, most = constraints.primal(masses, reached, potentials, epsilon, relative, least)
     largest = torch.maximum(sums, torch.cat(most, -1))
-    # What rows owe before or after the translation, whichever is more.
+    # The masses that rows owe before or after the translation, whichever are more.
     own = owed[..., rows] * torch.exp(factors.exponent.clamp_min(0))[..., None]
     size = constraints.rows.update_size(own, before[..., rows], updated, epsilon)
     exponent = factors.exponent.abs()
@@ -465,10 +465,10 @@ def _cross_penalties(
 def _misstated(
     kind: Marginal, masses: Tensor, owed: Tensor, held: Tensor, returned: Tensor
 ) -> Tensor:
-    """Bound by how much what a side owes, (...), is off what its returned potential owes, in L1.
+    """Bound the L1 distance, (...), of a side's owed masses from those of its returned potential.
 
-    Its potential was `held` (..., k) before it was rounded. What is owed is off by some units in
-    the last place of float64 itself, and by those of its exponent.
+    Its potential was `held` (..., k) before it was rounded. Owed masses are off by some units in
+    the last place of float64 itself, and by those of their exponent.
     """
     apart = distance(kind.owed(masses, returned.double()), owed)
     return apart + DOUBLE_UNIT * dot(owed, 4 + kind.softness * held.abs())
@@ -483,10 +483,11 @@ def _surely(moving: Tensor, hidden: Tensor, relative: float) -> Tensor:
 
 
 def _uneven(numbers: CrossNumbers, mass: Tensor, epsilon: Epsilon) -> Tensor:
-    """Bound what a filling costs, (), whose rows miss another mass than its columns.
+    """Bound the cost, (), of a filling whose rows miss another mass than its columns.
 
     After the translation both owe the same `mass` (), as far as t / rho tells. A side that is
-    relaxed may get what the other misses: its mean cost, its penalty's slope and its logarithms.
+    relaxed may get the mass that the other misses: its mean cost, its penalty's slope and its
+    logarithms.
     """
     u, v = (numbers.missing_rows.abs(), numbers.missing_columns.abs())
     less = torch.minimum(u, v).clamp_min(TINY)
@@ -569,15 +570,15 @@ class Penalties(NamedTuple):
         tilt: mu (1 / s - 1 + log s) for the factor s that makes them p.
         fit: the factor that makes kappa P fit p and q.
         primal: primal value of the plan as it was evaluated; infinite if it is not admissible.
-        open_error: what errors of costs may do to it and to the dual value.
+        open_error: the effect that errors of costs may have on it and on the dual value.
         moving: the mass that the plan moves.
         surely: the least that the plan of the returned potentials moves, to which marginal errors
             are relative.
         misstated: by how much a side owes more or less at the returned potentials, the most.
         wanted: the mass that columns owe, before the translation.
         size: of potentials, whose rounding `CrossNumbers.size` does not know of.
-        uneven: what is added to the primal value of the filled plan, as the mass that its rows miss
-            is known to be that of its columns up to rounding.
+        uneven: addition to the primal value of the filled plan, as the mass that its rows miss is
+            known to be that of its columns up to rounding.
         swing: 1 + epsilon / rho_y. Potentials g* whose plan has what g owes are softmins of costs
             plus epsilon log(q / b), so that osc g + osc g* is at most that times osc g, plus R.
     """
@@ -622,9 +623,9 @@ class CrossNumbers(NamedTuple):
         size: <a, |f|> + <b, |g|>, after.
         linear_before: <r, f> + <c, g>, before.
         missing_rows: `Filling.rows` of kappa P, before.
-        missing_columns: `Filling.columns`, likewise.
-        filling_costs: `Filling.costs`, likewise.
-        filling_entropy: `Filling.entropy`, likewise.
+        missing_columns: `Filling.columns` of kappa P, before.
+        filling_costs: `Filling.costs` of kappa P, before.
+        filling_entropy: `Filling.entropy` of kappa P, before.
         row_oscillation: max f - min f, after.
         column_oscillation: max g - min g, after.
         mean_error: of costs, <p, A> + <q, B>.
@@ -711,7 +712,7 @@ class CrossNumbers(NamedTuple):
             slack = oscillation_slack(relative, self.row_oscillation + osc, spread) * max(1.0, owed)
             moved = oscillation_bound(dual, self.column_gap, osc, spread)
             found.append(moved + epsilon * penalties.tilt + slack)
-        # What is NaN bounds nothing.
+        # NaN bounds nothing.
         return min((bound for bound in found if not math.isnan(bound)), default=math.inf)
 
     def needs_refinement(self, unit: float, scaled: float = 0.0) -> Any:
@@ -788,7 +789,7 @@ class SelfNumbers(NamedTuple):
             dual, osc = self.dual(epsilon), self.oscillation * self.penalties.swing
             slack = oscillation_slack(sums.relative_error, 2 * osc, spread) * max(1.0, owed)
             found.append(oscillation_bound(dual, 2 * self.missed, osc, spread) + slack)
-        # What is NaN bounds nothing.
+        # NaN bounds nothing.
         return min((bound for bound in found if not math.isnan(bound)), default=math.inf)
 
     def needs_refinement(self, unit: float) -> Any:
@@ -820,11 +821,11 @@ class Plan(NamedTuple):
         masses: (k,).
         absent: (k,) bool, the points without mass.
         cost_errors: (k,) errors of costs as in `sums`, 0 where there is no mass.
-        errors: (k,) A and B of `solver.evidence`, likewise.
+        errors: (k,) A and B of `solver.evidence`, 0 where there is no mass.
         unresolved: (k,) bool, the points with mass whose error bound exceeds epsilon / 2: errors of
             costs may be as large as all of their mass. None if a marginal is relaxed: it owes a
             distant point little, and would owe a point of a lower potential more.
-        constraints: what marginals owe.
+        constraints: exact or relaxed marginals.
         owed: (k,) masses that marginals owe, at these potentials.
         passes: evaluations of `Operator.marginals`.
     """

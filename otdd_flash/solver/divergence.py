@@ -93,7 +93,7 @@ def checked_start(compared: Compared, start: Potentials | None) -> Potentials:
     """Check the potentials that a user starts from; return them detached, on the device.
 
     Args:
-        compared: what is to be solved.
+        compared: the problem to solve.
         start: potentials by term; None is {}.
 
     Raises:
@@ -131,7 +131,7 @@ class SolveTerm(Protocol):
         """Solve one term; arguments as for `solver.solve.solve_term`.
 
         Raises:
-            InputError: rounding alone exceeds what was asked for.
+            InputError: rounding alone exceeds the tolerance or width asked for.
         """
 
 
@@ -158,8 +158,8 @@ class Divergence:
         passes: evaluations of all scores, in units of n m.
         identical: both clouds are one; its self plan is the cross plan.
         schedule: the name of the options' class, `Schedule.name`.
-        offset: what the separable terms of the ground cost, of one side each, add to a cross term.
-            The terms here are without them, as they cancel with debiasing.
+        offset: the separable terms of the ground cost, of one side each, in a cross term. The terms
+            here are without them, as they cancel with debiasing.
     """
 
     xy: TransportTerm
@@ -556,7 +556,7 @@ def solve_to_width(
         names: the terms of the value, in the order of their turns.
         bound_width: (upper - lower) / |value| of the divergence.
         max_iterations: of a term, after which it is not continued.
-        offset: what is added to the value, see `Divergence.offset`.
+        offset: added to the value, see `Divergence.offset`.
     """
     asked = {name: FIRST_TOLERANCE for name in names if name not in solves.terms}
     solves.solve(asked)

@@ -63,9 +63,9 @@ magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
     <C, Q> + epsilon KL(Q | a b^T) >= OT   for every Q >= 0 with row sums a and column sums b
 
 The plan P of two potentials nearly has these marginals, and log (P_ij / a_i b_j) is its exponent: P
-costs sum_ij P_ij (f_i + g_j), so that its row and column sums suffice. What is missing is filled
-with a matrix whose cost is known in closed form. No plan is ever formed. For a cross term g first
-is at most T'(f), so that columns have at most the masses b, but for a few units in the last place.
+costs sum_ij P_ij (f_i + g_j), so that its row and column sums suffice. Missing mass is filled with
+a matrix whose cost is known in closed form. No plan is ever formed. For a cross term g first is at
+most T'(f), so that columns have at most the masses b, but for a few units in the last place.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def filling_of(
     sums: Tensor,
     scale: Tensor,
 ) -> Filling[Tensor]:
-    """Measure the filling of a plan whose sums (n + m,), scaled, are at most what is owed (n + m,).
+    """Measure the filling of a plan whose sums (n + m,), scaled, are at most the `owed` masses.
 
     Masses are 0 where a point is `absent` (n + m,).
     """

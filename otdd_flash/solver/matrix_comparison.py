@@ -70,11 +70,11 @@ class MatrixComparison:
     Attributes:
         source: C, stored or computed in blocks, on the device.
         a: (n,) masses, float64, on the device.
-        b: (m,) masses, likewise.
+        b: (m,) masses, float64, on the device.
         compute: how passes run.
         self_costs: C_xx (n, n) and C_yy (m, m) for a divergence, on the device.
         epsilon: regularisation, in units of the cost.
-        constraints: what the marginals of plans owe.
+        constraints: exact or relaxed marginals of plans.
         identical: False: equal masses at equal costs are not looked for.
         cost_error: 0: costs are those that were given.
         signed: False: self terms are of one cloud.

@@ -1,4 +1,4 @@
-"""The arguments `unbalanced` and `unbalanced_relative`: what marginals owe, as users give it.
+"""The arguments `unbalanced` and `unbalanced_relative`: the relaxed marginals that users ask for.
 
 Entry points call `refuse_unbalanced` before any work, and `resolve_constraints` once the mean cost
 is known; its `Constraints` (`formulas.marginals`) go to the solver with the cost.
@@ -80,7 +80,7 @@ def refuse_unbalanced(
 def resolve_constraints(
     unbalanced: Unbalanced | None, relative: Unbalanced | None, mean_cost: Callable[[], float]
 ) -> Constraints:
-    """Return what both marginals owe, of arguments that `refuse_unbalanced` has passed.
+    """Return the constraints on both marginals, of arguments that `refuse_unbalanced` has passed.
 
     Args:
         unbalanced: rho or [rho_x, rho_y], in units of the cost; None is exact.
@@ -121,7 +121,7 @@ def beyond_digits(constraints: Constraints, largest: float | Tensor) -> Any:
     """Return whether float64 does not hold what potentials owe at these penalties.
 
     Args:
-        constraints: what marginals owe.
+        constraints: exact or relaxed marginals.
         largest: of the costs and epsilon; a tensor (B,) of many problems, then so is the answer.
     """
     return _largest_penalty(constraints) > MOST_COSTS * largest

@@ -212,7 +212,7 @@ def _limit_unmoved(operator: Operator, epsilon: float, options: Converged, form:
 
 
 class Budget:
-    """The budget of a term and what is spent, over all operators, levels and certificates.
+    """The budget of a term and its use, over all operators, levels and certificates.
 
     Args:
         epsilon: the final regularisation, in units of the cost.

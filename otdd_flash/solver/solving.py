@@ -141,7 +141,7 @@ def sinkhorn(
     Args:
         source: n points: `LabeledSamples`, (features, labels), features alone, or any dataset of
             vectors that `otdd.embed` takes.
-        target: m points, likewise.
+        target: m points, in any of these forms.
         epsilon: regularisation, in units of the cost; 0 is exact transport, of `otdd.Exact()`.
         class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; None is 0.
             Only the block [x, y] is read.

@@ -15,14 +15,14 @@ the cost of that plan.
 
 Upper bound. A plan P of mass 1 has row sums r and column sums c. Lower every row that has too much,
 then every column: that removes at most rho / 2, with rho = ||r - a||_1 + ||c - b||_1. As much is
-missing now, and any plan of what is missing completes it. So
+missing now, and any plan of the missing mass completes it. So
 
     OT_0 <= <C, P> + (max C - min C) rho / 2,                                                 (2)
 
 with the range of C over pairs with mass. A few costs far above the others make (2) wide. A hub (p,
 q), an arc of mass rho or more, gives another bound: a row that lacks mass takes it from q; one that
-has too much leaves an arc (i, j) of its own, and p serves j instead; columns likewise; (p, q) gives
-what p and q had to take. As deficits and excesses of a side are equal,
+has too much leaves an arc (i, j) of its own, and p serves j instead; columns in the same way; (p,
+q) gives the mass that p and q had to take. As deficits and excesses of a side are equal,
 
     OT_0 <= <C, P> + sum_i |r - a|_i max(C_iq - C_pq, max_j (C_pj - C_ij), 0)
                    + sum_j |c - b|_j max(C_pj - C_pq, max_i (C_iq - C_ij), 0),                (3)
@@ -137,7 +137,7 @@ def lower_bound(
         a: (n,) masses.
         b: (m,) masses.
         f: row potentials; read where rows have mass.
-        g: column potentials, likewise.
+        g: column potentials; read where columns have mass.
         error: `mean_errors`.
         marginals: of a plan.
     """

@@ -95,7 +95,7 @@ class ExactCosts(ABC):
 
         Args:
             f: in units of the cost; read where rows have mass.
-            g: likewise of columns.
+            g: in units of the cost; read where columns have mass.
             count: arcs of every row, and of every column, that have the least reduced costs.
             below: only those whose reduced cost is less; infinite ones never count.
             wanted: rows, sorted, and columns of further arcs to return.
@@ -261,7 +261,7 @@ class Arcs(NamedTuple):
 
 
 class Priced(NamedTuple):
-    """What one pass finds for potentials f and g.
+    """The results of one pass for potentials f and g.
 
     Attributes:
         row_least: (n,) min_j (C_ij - g_j) over columns with mass.

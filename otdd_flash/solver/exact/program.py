@@ -118,7 +118,7 @@ class Vertex(NamedTuple):
         which: (k,) bool, arcs with mass.
         masses: of these, integers.
         f: (n,) row potentials, in units of the cost.
-        g: (m,) column potentials, likewise.
+        g: (m,) column potentials, in units of the cost.
     """
 
     which: NDArray[np.bool_]
@@ -136,8 +136,8 @@ def solve_program(
         supply: (n,) integers.
         demand: (m,) integers of the same sum.
         arcs: a cost of +inf is taken only where nothing else has a plan.
-        f: (n,) potentials to reduce costs by.
-        g: (m,) likewise.
+        f: (n,) row potentials to reduce costs by.
+        g: (m,) column potentials to reduce costs by.
         slack: whether up to n + m units may be left out where no plan has them, as masses that
             forbidden pairs allow may be an integer apart once they are rounded.
 

@@ -49,7 +49,7 @@ from otdd_flash.solver.term import ExactTerm
 # Arcs of a row and of a column that a pass finds, and most passes of one slope.
 ARCS, MOST_PASSES = 10, 30
 
-# What a plan that is not proven needs, by what ended its solve.
+# Advice where a plan is not proven, by the reason why its solve ended.
 NEEDED = {
     "rounding": "rounding leaves no more of it: lower costs that are far above the others",
     "infeasible": "there is none: change a and b, or allow more pairs",
@@ -58,7 +58,7 @@ NEEDED = {
 
 
 class ExactSlopes(NamedTuple):
-    """What the rows and the classes of the source contribute to OT_0.
+    """The contributions of the rows and the classes of the source to OT_0.
 
     Attributes:
         row_costs: (n,) the mean cost of a row under the plan, in units of the cost; NaN without
@@ -119,8 +119,8 @@ class _Groups:
 
     Args:
         costs: C.
-        f: (n,) optimal potentials.
-        g: (m,) likewise.
+        f: (n,) optimal potentials of rows.
+        g: (m,) optimal potentials of columns.
         plan: rows, sorted, and columns (k,) of an optimal plan.
         masses: (k,) its masses, of sum 1.
     """
@@ -140,7 +140,7 @@ class _Groups:
         self.costs, self.f, self.g = costs, f, g
         n, m = len(f), len(g)
         ends = plan[0], plan[1] + n
-        # Of what is rounding a point keeps its largest entry: it is in a group, and connects none.
+        # Of entries that are rounding a point keeps the largest: it is grouped, and connects none.
         kept = masses > mass_rounding(n + m)
         order = np.argsort(-masses, kind="stable")
         for side in ends:

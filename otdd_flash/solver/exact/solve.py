@@ -256,7 +256,7 @@ class _Solve:
         width: to reach, relative to the value.
         end: the time of `time.perf_counter` after which no round begins.
         progress: called as progress(round, relative width).
-        offset: what is added to the value, see `Divergence.offset`.
+        offset: added to the value, see `Divergence.offset`.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class _Solve:
         self.integers = integer_masses(self.a, self.b)
         self.errors = _host(costs.errors[0]), _host(costs.errors[1])
         self.mean_error = mean_errors(costs)
-        # The errors of most costs, and what underflows.
+        # The errors of most costs, and of underflow.
         self.common_error = (len(self.a) + len(self.b)) * UNDERFLOW + sum(
             float(np.median(each[masses > 0]))
             for each, masses in zip(self.errors, (self.a, self.b), strict=True)
@@ -287,8 +287,8 @@ class _Solve:
         self.slack, self.rounds, self.passes = False, 0, 0.0
         self.lower: _Lower | None = None
         self.upper: _Upper | None = None
-        # What the next program reduces costs by, its arcs, those of them that have a plan, and the
-        # largest reduced cost that it takes.
+        # The potentials by which the next program reduces costs, its arcs, those of them that have
+        # a plan, and the largest reduced cost that it takes.
         self.f, self.g = np.zeros_like(self.a), np.zeros_like(self.b)
         self.arcs = self.plan = Arcs.joined(1)
         self.cutoff = math.inf

@@ -13,9 +13,9 @@ has the derivatives
 
     dD/dC = P,    dD/da = f - epsilon (r / a - 1),    dD/db = g - epsilon (c / b - 1),
 
-with r / a = exp((f - T(g)) / epsilon) for the softmin T, and likewise c / b. S_epsilon = OT(C) -
-OT(C_xx) / 2 - OT(C_yy) / 2 has the gradient -P / 2 by C_xx; in a self term the masses are on both
-sides, and their gradient counts twice.
+with r / a = exp((f - T(g)) / epsilon) and c / b = exp((g - T'(f)) / epsilon) for the softmins T and
+T'. S_epsilon = OT(C) - OT(C_xx) / 2 - OT(C_yy) / 2 has the gradient -P / 2 by C_xx; in a self term
+the masses are on both sides, and their gradient counts twice.
 
 Plan. For a plan P with sums r = P 1, c = P^T 1 and a cotangent G (n, m), with M = G o P,
 
@@ -92,7 +92,7 @@ def matrix_loss(
     Args:
         costs: C (n, m) as for `matrix_transport`; `otdd.CostBlocks` get no gradient.
         a: (n,) non-negative masses that sum to 1; uniform by default.
-        b: (m,) masses, likewise.
+        b: (m,) masses of columns, under the same rules.
         epsilon: regularisation, in units of the cost.
         self_costs: C_xx (n, n) and C_yy (m, m), finite and symmetric but for rounding, for the
             value S_epsilon = OT(C) - OT(C_xx) / 2 - OT(C_yy) / 2.
@@ -235,7 +235,7 @@ def matrix_plan(
     Args:
         costs: C (n, m) as for `matrix_transport`.
         a: (n,) non-negative masses that sum to 1; uniform by default.
-        b: (m,) masses, likewise.
+        b: (m,) masses of columns, under the same rules.
         epsilon: regularisation, in units of the cost.
         epsilon_relative: epsilon as a multiple of the mean finite cost; give one of the two.
         unbalanced: the price of mass that is not matched, rho or [rho_x, rho_y], as in

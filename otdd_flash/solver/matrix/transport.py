@@ -107,7 +107,7 @@ def matrix_transport(
     Args:
         costs: C (n, m), of any strides, or `otdd.CostBlocks`. +inf forbids a pair.
         a: (n,) non-negative masses that sum to 1; uniform by default. A mass of 0 has no influence.
-        b: (m,) masses, likewise.
+        b: (m,) masses of columns, under the same rules.
         epsilon: regularisation, in units of the cost; 0 is exact transport, of `otdd.Exact()`.
         epsilon_relative: epsilon as a multiple of the mean finite cost; give one of the two.
         options: how to solve and when to stop, `otdd.Converged()` by default.

@@ -95,8 +95,8 @@ class PooledSolve:
     Args:
         room: for the points of a batch.
         debias: whether there are self terms.
-        constraints: what marginals owe; those of both sides are one kind with self terms. What is
-            recorded takes their kinds alone: `begin` says which penalties they have.
+        constraints: exact or relaxed marginals; those of both sides are one kind with self terms.
+            Recordings take their kinds alone: `begin` says which penalties they have.
     """
 
     def __init__(self, room: Room, *, debias: bool, constraints: Constraints = EXACT) -> None:
@@ -212,7 +212,7 @@ class PooledSolve:
             for _ in range(self._replays):
                 self._iterating.run(self._iterate)
             return
-        # Costs out of the range of float32: `route` sees it in what is read.
+        # Costs out of the range of float32: `route` sees it in the numbers read.
         hopeless = not self._in_range()
         for _ in range(MOST_UNASKED):
             before = [each.active.tolist() for each in self._iterations]
@@ -321,7 +321,7 @@ class PooledSolve:
         cross = self._potentials[:, : room.points].contiguous()
         own = self._potentials[:, room.points :].contiguous() if len(self.terms) > 1 else None
         points = (pool.points.double() - pool.centre).float()
-        # What rows of Q sum to, with the same rounding as their products.
+        # A column of ones, for the row sums of Q with the same rounding as its products.
         columns = torch.cat((points, torch.ones_like(points[..., :1])), 2)
         places, found = room.sides[side], []
         height = max(1, ENTRIES // (room.problems * room.points))
@@ -554,7 +554,7 @@ class GivenCosts(NamedTuple):
 
 
 class TermRead(NamedTuple):
-    """What was read of a term: numbers of one problem, or tensors (B,).
+    """The values read of a term: numbers of one problem, or tensors (B,).
 
     Attributes:
         error: marginal error after the last iteration.
@@ -580,7 +580,7 @@ class TermRead(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What was read of a batch.
+    """The values read of a batch.
 
     Attributes:
         done: whether all segments have converged or stopped; else iterate again.
@@ -610,7 +610,7 @@ class Read(NamedTuple):
 # more than the time to make a few tensors.
 MOST_KEPT, MOST_BYTES, MOST_BYTES_CPU = 16, 1 << 32, 1 << 25
 
-# What a solve is cached by: its room, whether there are self terms, and what marginals owe, of
+# The key of a solve in the cache: its room, whether there are self terms, and its constraints, of
 # recordings their kinds alone.
 Key = tuple[Room, bool, Constraints]
 

@@ -240,10 +240,10 @@ def _solve_swept(
 
 
 def facts_of(read: TermRead) -> CostFacts:
-    """What was read of the costs of a term."""
+    """The facts of a term's costs that were read."""
     mean, lowest, highest = read.costs
     facts = CostFacts(torch.float32, mean, lowest, highest, error=0.0)
-    # Nearly all of it is the rounding of what is stored.
+    # Nearly all of it is the rounding of stored scores.
     return facts._replace(error=UNIT * (1 + 2.0**-8) * facts.magnitude)
 
 
@@ -266,10 +266,10 @@ def solve_single(
         options: when to stop.
         start: potentials to start from, by term.
         progress: called for every term whenever the device was asked.
-        constraints: what marginals owe.
+        constraints: exact or relaxed marginals.
 
     Returns:
-        The terms, and what is known of the costs of each, by name.
+        The terms, and the facts of the costs of each, by name.
 
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
@@ -385,7 +385,7 @@ def solve_terms(
         options: when to stop, without limits of time and width.
         debias: whether there are self terms.
         in_triton: whether kernels solve it, on a GPU; else PyTorch on a processor.
-        constraints: what marginals owe.
+        constraints: exact or relaxed marginals.
 
     Returns:
         For every problem its terms by name, each with its certificate, or None where one of them
@@ -436,7 +436,7 @@ def _terms_of(
 
 
 class BatchSolved(NamedTuple):
-    """What came of B problems.
+    """The results of B problems.
 
     Attributes:
         values: S_epsilon, or OT_epsilon without self terms, (B,) float64 on the host.
@@ -472,7 +472,7 @@ def solve_batch(
         wanted: sides, 0 for x and 1 for y, by whose points gradients are.
         in_triton: whether kernels solve it, on a GPU; else PyTorch on a processor.
         budget: bytes of the problems that a processor solves at once, if fewer are wanted.
-        constraints: what marginals owe.
+        constraints: exact or relaxed marginals.
     """
     most = MOST_BYTES if in_triton else min(MOST_BYTES_CPU, budget or MOST_BYTES_CPU)
     solved = []
@@ -534,7 +534,7 @@ def _iterated(
             (term, _tolerance(term, epsilon, options, constraints, cross=k == 0))
             for k, term in enumerate(read.terms())
         ]
-        # What is hopeless ends nowhere, and is left to a solve of its own.
+        # A hopeless problem ends nowhere, and is left to a solve of its own.
         if read.done or any(bool(tolerance.isnan().any()) for _, tolerance in terms):
             return read, terms
 
