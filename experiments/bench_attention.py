@@ -83,7 +83,7 @@ def error(run: Run, points: list[Tensor], cotangent: Tensor, iterations: int, ba
     def exact(*given: Tensor) -> Tensor:
         return otdd.sinkhorn_attention(*given, iterations=iterations, compute=exact_of)
 
-    # Of all heads, as they are timed, the last one.
+    # The last head of all that are timed.
     found = step(run, points, cotangent, back)
     doubles = [each[:, -1:].double() for each in points], cotangent[:, -1:].double()
     pairs = zip(found, step(exact, *doubles, back), strict=True)

@@ -4,9 +4,9 @@
 options. The text of an annotation is a key of `ACCEPTED`, so `epsilon: Positive | None` is both a
 signature and a declaration. `Positive` itself is float, so a module that uses these names must
 begin with `from __future__ import annotations`, which keeps the text; an annotation that is neither
-a key of `ACCEPTED` nor a `Callable` is not checked. What an annotation cannot say, such as the
-shape of a tensor, is declared beside it: `@takes(x=tensor("(n, d)"))`. A new kind of argument is a
-check and a line of `ACCEPTED`; `checks` holds the checks of single values.
+a key of `ACCEPTED` nor a `Callable` is not checked. A condition that an annotation cannot say, such
+as the shape of a tensor, is declared beside it: `@takes(x=tensor("(n, d)"))`. A new kind of
+argument is a check and a line of `ACCEPTED`; `checks` holds the checks of single values.
 
 Some eighty modules use this one. Public functions are decorated with `takes` (`otdd`, `pairwise`,
 `flows.run`, `derivatives.loss`, ...), classes of options call `check_fields` (`cost.compute`,

@@ -35,7 +35,7 @@ R = TypeVar("R")
 CASTING = ("cpu", "cuda", "mps")
 
 BY_AUTOGRAD = "call it outside and take gradients by .backward() or torch.autograd.grad"
-# What to do instead, by the name of the innermost transform of torch.func.
+# Advice by the name of the innermost transform of torch.func.
 INSTEAD = {
     "Vmap": "loop over the batch and torch.stack the results, or pass it whole where that is taken",
     "Grad": BY_AUTOGRAD,

@@ -56,7 +56,7 @@ class EpsilonOutOfRange(InputError):
     Args:
         words: the message, with {name}, {given} (name=value) and, where known, {advised}.
         epsilon: the regularisation, in units of the cost.
-        advised: one that would do, likewise.
+        advised: an epsilon that would do, in the same units.
         name: of the setting that the user gave.
         given: its value; None is `epsilon` itself.
     """

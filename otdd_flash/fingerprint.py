@@ -217,7 +217,7 @@ def _checksum(block: Tensor) -> int:
     return zlib.crc32(in_one_row(block).view(torch.uint8).numpy().data)
 
 
-# By what it is of and name, with the mark of what that held.
+# Results by tensor or samples and by name, each with the mark of the content it is of.
 _KEPT: MutableMapping[Tensor | LabeledSamples, dict[Hashable, tuple[Mark, Any]]]
 _KEPT = WeakIdKeyDictionary()
 
@@ -225,7 +225,7 @@ _KEPT = WeakIdKeyDictionary()
 def remembered(of: Tensor | LabeledSamples, name: Hashable, find: Callable[[], T]) -> T:
     """Return the cached result of `find` under this name, while `of` is unchanged.
 
-    What it returns must not hold the tensor, or the samples, which would then never be freed.
+    The result must not hold the tensor, or the samples, which would then never be freed.
     """
     parts = (of,) if isinstance(of, Tensor) else (of.features, of.labels, of.weights)
     if any(part is not None and part.is_inference() for part in parts):

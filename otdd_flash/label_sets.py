@@ -44,7 +44,7 @@ from otdd_flash.raw_labels import (
 # Between the labels of a set, in its name.
 AND = "+"
 
-# What text is a number: Python itself also reads blanks, underscores and names of infinities.
+# The text of a number: Python itself also reads blanks, underscores and names of infinities.
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 HOW_TO_DROP = "leave those rows out of features and labels, or label them"
@@ -159,7 +159,7 @@ class Encoded(NamedTuple):
         return {**self._asdict(), **tensors}
 
     def kept(self, keep: Sequence[int]) -> tuple[NDArray[np.int64], Encoded]:
-        """Return the rows that have one of these labels, and what is left of theirs.
+        """Return the rows that have one of these labels, and their labels among these.
 
         Labels are renumbered in the given order, and rows of one class have one label.
         """

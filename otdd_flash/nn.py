@@ -2,7 +2,7 @@
 
 Users alone call it; it calls `attention.attention`. A change must keep what
 `torch.nn.MultiheadAttention` has: arguments, parameters and their names, so that state dicts load
-and PyTorch's encoder layers take it. What PyTorch offers and this layer does not is refused, never
+and PyTorch's encoder layers take it. Options of PyTorch that this layer lacks are refused, never
 ignored.
 """
 
@@ -21,10 +21,10 @@ from otdd_flash.batched.recorded import has_no_numbers
 from otdd_flash.checks import choice, must, number, refused
 from otdd_flash.errors import InputError
 
-# Of arguments that are not offered.
+# The reason against arguments that are not offered.
 UNDONE = ", as it would undo the sums of weights"
-# What a float mask adds, at the most, to scores of a key that it leaves out: PyTorch's users write
-# -1e4, -1e9 or the least number of a type for -inf.
+# The most that a float mask adds to scores of a key that it leaves out: PyTorch's users write -1e4,
+# -1e9 or the least number of a type for -inf.
 NOTHING = -10_000.0
 
 
@@ -100,7 +100,7 @@ class SinkhornAttention(nn.MultiheadAttention):
             raise InputError(f"device={device!r} is none of PyTorch's here: {error}") from None
         others = add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         super().__init__(embed_dim, num_heads, dropout, bias, *others)
-        # Of `otdd.sinkhorn_attention`.
+        # Keywords of `otdd.sinkhorn_attention`.
         self.options: dict[str, Any] = {"iterations": iterations, "tolerance": tolerance}
         self.options |= {"max_iterations": max_iterations, "gradient": gradient}
 
@@ -132,8 +132,8 @@ class SinkhornAttention(nn.MultiheadAttention):
         Args:
             query: (n, batch, embed_dim), or (batch, n, embed_dim) where `batch_first`, or (n,
                 embed_dim).
-            key: (m, batch, kdim), likewise.
-            value: (m, batch, vdim), likewise.
+            key: (m, batch, kdim), its axes in the order of the query's.
+            value: (m, batch, vdim), its axes in the order of the query's.
             key_padding_mask: (batch, m) or (m,). True leaves a key out; of a floating type 0 leaves
                 it in, and -inf, or at most -10,000, out. Anything between is refused on a CPU; on a
                 GPU outputs of its batch entry are NaN.
@@ -235,5 +235,5 @@ def _left_out(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
             f"{NOTHING:,.0f}, where it is not, got {float(mask[unclear][0])}; balancing would undo "
             "weights of keys"
         )
-    # Where nobody may look, an entry of the batch without keys, which is refused later or NaN.
+    # Unclear values that nobody may see leave their entry without keys: later refused, or NaN.
     return out | unclear.any(-1, keepdim=True)

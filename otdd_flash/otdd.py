@@ -349,7 +349,7 @@ def _whole_datasets(
             for name, side in given.items()
         }
 
-    # Of otdd_flash and torch.
+    # The versions of otdd_flash and torch.
     check_versions(ranks)
     # Settings with a function are not compared: its repr has another address in every process.
     said = {key: repr(value) for key, value in settings.items()}

@@ -203,7 +203,7 @@ def check_unrounded(values: NDArray[Any], kind: np.dtype[Any] | torch.dtype) -> 
     """
     limit = exact_integers(kind)
     if (large := np.abs(values) >= limit).any():
-        # Of NumPy's types such floats are numbers, where these are read (`label_sets`).
+        # Such floats of NumPy's types are numbers, where these are read (`label_sets`).
         other = isinstance(kind, torch.dtype) and kind not in NUMPY_FLOATS
         wider = ", or numbers in a wider type" if other else ""
         raise InputError(

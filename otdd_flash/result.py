@@ -73,7 +73,7 @@ class DistanceResult:
         divergence: the solved transport problems, called terms: the cross term and, if debiased,
             both self terms.
         cost: the ground cost and its weights.
-        compute: where and how this was computed; the plan is computed likewise.
+        compute: where and how this was computed, by default also the plan.
         method: the method of class distances.
         labels_epsilon: the regularisation of class distances by `sinkhorn`, also where a tree adds
             them, in units of ||.||^2; else None.
@@ -508,7 +508,7 @@ class DistanceResult:
             term = replace(self.divergence.xy, f=f, g=g)
             term = settle_images(self._prepared, term, required=self.required)
             f, g = term.f, term.g
-        # Of softmins, as a row may be so far that its plan has no mass.
+        # Softmins are used, as a row may be so far that its plan has no mass.
         f = self.constraints.rows.softmin_of(f, self.epsilon)
         # The plan is of the points after the ground cost's transform; it is applied to the given
         # ones.

@@ -431,7 +431,7 @@ TENSORS = ("features", "labels", "weights", "targets")
 # Sums over a dataset of squares up to this stay finite in float64.
 LARGEST_SQUARE = 1e300
 
-# What `LabeledSamples.of` accepts.
+# The types that `LabeledSamples.of` accepts.
 Array = ArrayLike | Tensor
 SamplesOrArrays = LabeledSamples | Tensor | NDArray[Any] | tuple[Array, Array]
 

@@ -1,11 +1,11 @@
-"""What relaxed transport leaves unmatched, and how numbers of rows change under a plan.
+"""The mass that relaxed transport leaves unmatched, and how numbers of rows change under a plan.
 
-    a_l, r_l: the mass of a class, and what the plan moves of it;    1 - r_l / a_l: what it leaves
+    a_l, r_l: the mass of a class, and the part the plan moves;    1 - r_l / a_l: the share left
 
 Transport with a penalty always leaves some mass, most of it where points are sparse, even between a
-dataset and itself. So every class has beside it the share that is left in its own self term: what
-exceeds that has no counterpart in the other dataset, or too little of one. In the second case the
-class has less mass there, or a surplus: where r_l exceeds a_l the penalty has created mass.
+dataset and itself. So every class has beside it the share that is left in its own self term: an
+excess over that has no counterpart in the other dataset, or too little of one. In the second case
+the class has less mass there, or a surplus: where r_l exceeds a_l the penalty has created mass.
 
 The moved mass is r = a e^(-f / rho), computed from the potentials without a pass. Sums of the plan
 differ from it by no more than the marginal error, relative to the mass that moves.
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-# What tables say of the share beside that of the self term.
+# The note in tables on shares above those of the self terms.
 MEANING = "above its self term: no counterpart, or too few of them"
 
 
 class UnmatchedClass(NamedTuple):
-    """What is left of a class.
+    """The moved and the unmatched mass of a class.
 
     Attributes:
         side: `source` or `target`.
@@ -71,7 +71,7 @@ class UnmatchedClass(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Unmatched:
-    """What a distance with relaxed marginals leaves unmatched.
+    """The mass that a distance with relaxed marginals leaves unmatched.
 
     Attributes:
         moved: the mass that the plan moves in all, of 1 on either side.
@@ -79,7 +79,7 @@ class Unmatched:
             mass are left out.
         source_rows: (n,) float64 on the CPU, 1 - r_i / a_i of each row of `result.source`, which
             lacks classes that were left out; below 0 where mass was created, NaN without mass.
-        target_rows: (m,) likewise, of `result.target`.
+        target_rows: (m,) float64 on the CPU, that share of each row of `result.target`.
     """
 
     moved: float
@@ -111,7 +111,7 @@ def by_excess(classes: tuple[UnmatchedClass, ...]) -> list[UnmatchedClass]:
     return sorted(classes, key=lambda each: (sides[each.side], (each.own or 0.0) - each.unmatched))
 
 
-# As in the other tables of classes.
+# The longest name of a class, as in the other tables of classes.
 LONGEST_NAME = 24
 
 HEADS = "side", "class", "mass", "unmatched", "in its self term", "surplus"
@@ -131,7 +131,7 @@ def unmatched_of(
     divergence: Divergence,
     constraints: Constraints,
 ) -> Unmatched:
-    """Measure what is left of all classes and rows, from the potentials of a solved divergence."""
+    """Measure the unmatched mass of classes and rows, from the potentials of a divergence."""
     xy, selves = divergence.xy, (divergence.xx, divergence.yy)
     classes: list[UnmatchedClass] = []
     rows = []
@@ -147,7 +147,7 @@ def unmatched_of(
 
 
 def _owed(samples: LabeledSamples, marginal: Marginal, potential: Tensor) -> tuple[Tensor, Tensor]:
-    """Return masses (n,) and what is moved of them, float64 on the CPU."""
+    """Return masses (n,) and the moved part of each, float64 on the CPU."""
     masses = samples.masses.double().cpu()
     return masses, marginal.owed(masses, potential.double().cpu())
 

@@ -6,5 +6,5 @@ The entry points `otdd_flash.distance`, `otdd_flash.flow`, `otdd_flash.nearest`,
 `mix`, `shift` and `study` are the work of the commands. They use `settings`, `sides`, `messages`
 and `results`.
 
-Help must be shown without torch, so what `start` imports at its top may not import torch.
+Help must be shown without torch, so no module that `start` imports at its top may import torch.
 """

@@ -4,7 +4,7 @@ For the entry point `otdd_flash.flow`, `commands.start.run_work` imports this mo
 `commands.outcome.run_job` calls `adapt`. It checks all settings before any data are read, because
 reading and embedding take long. Then it chooses the space in which particles move, and runs the
 flow with its progress. result.json is written and the table printed before data and pictures: an
-error in drawing then loses no number. Ctrl-C ends the flow after a step, and what it has reached is
+error in drawing then loses no number. Ctrl-C ends the flow after a step, and the steps so far are
 written.
 """
 

@@ -1,4 +1,4 @@
-"""What a command says while it runs: messages on standard error, progress, and Ctrl-C.
+"""The messages of a running command on standard error, its progress, and Ctrl-C.
 
 `commands.start`, `commands.outcome` and `commands.ranks` print errors, warnings, notices and log
 records through it; `commands.results`, `commands.adapt` and `commands.study` print tables and lines

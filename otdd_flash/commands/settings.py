@@ -194,7 +194,7 @@ class SolverSettings:
 
 @dataclass
 class ComparisonSettings:
-    """What is compared and how it is solved, the same for all commands."""
+    """Settings of the comparison and its solve, the same for all commands."""
 
     labels: LabelSettings
     lambda_x: float
@@ -254,7 +254,7 @@ class ComparisonSettings:
 
 @dataclass
 class SamplingSettings:
-    """What a distance reports about its sampling error."""
+    """Settings of the sampling error that a distance reports."""
 
     subsample: int | None
     subsample_size: int | None
@@ -263,7 +263,7 @@ class SamplingSettings:
 
 @dataclass
 class ReportSettings:
-    """What is printed and drawn besides the distance, and the order in pictures."""
+    """The content of the report besides the distance, and the order in pictures."""
 
     content: str
     order: str = "given"

@@ -145,7 +145,7 @@ def _summary(reports: Sequence[ShiftReport], window: int | None) -> dict[str, An
     """Return the content of result.json; of windows that with the least p-value over its level."""
     worst = min(reports, key=lambda each: each.p_value / each.alpha)
     source, target = worst.names
-    # What summaries of a multirun read of any result.
+    # The entries of any result that summaries of a multirun read.
     common = {"source": source, "target": target, "value": worst.statistic, "converged": True}
     found = worst.to_dict() | common
     if window is not None:

@@ -47,7 +47,7 @@ highest = 0
 
 _job: Job | None = None
 
-# What is undone when the command ends, such as claims on directories.
+# Callbacks for the end of the command, such as the release of claims on directories.
 at_the_end = ExitStack()
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -368,7 +368,7 @@ class Guarded(io.TextIOBase):
     def _lead_nowhere(self, error: Exception) -> None:
         """Redirect the stream to the null device.
 
-        What its buffer holds and what later processes write goes there too.
+        The content of its buffer and the output of later processes go there too.
         """
         if not isinstance(error, ConnectionError):
             self._failure = self.lost = error

@@ -1,4 +1,4 @@
-"""What data sources are asked for and return: `Request`, and `LabeledDataset` before extraction.
+"""`Request`, the options of all data sources, and `LabeledDataset`, their rows before extraction.
 
 `LabeledDataset` holds raw inputs, class indices and optional weights: `load` returns it and `embed`
 takes it; all readers of `data`, `extractors.embedding`, `commands.sides` and `commands.study` use
@@ -198,7 +198,7 @@ class LabeledDataset:
 
     @property
     def kind_of_labels(self) -> str:
-        """What rows are labelled by, for messages: `3 classes`, `2 numbers a row`."""
+        """The kind of labels, for messages: `3 classes`, `2 numbers a row`."""
         if self.targets is not None:
             count = self.targets.shape[1]
             return f"{count} {'number' if count == 1 else 'numbers'} a row"

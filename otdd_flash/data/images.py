@@ -128,8 +128,8 @@ def plain_image(image: Image.Image) -> Image.Image:
     if not image.mode.startswith("I") and ";16" in str(getattr(image, "tile", "")):
         warn("PIL reads images with several channels of 16 bits in 8 bits", DataNotice)
     image.load()
-    # Of a 12-bit TIFF, PIL puts the bits into the low ones of 16; only tag 258 (BitsPerSample)
-    # tells such a file.
+    # PIL puts the bits of a 12-bit TIFF into the low ones of 16; only tag 258 (BitsPerSample) tells
+    # such a file.
     levels = 4095 if kind == "TIFF" and getattr(image, "tag_v2", {}).get(258) == (12,) else 65535
     deep = image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM"))
     # A turned image has lost its format, so `levels` and `deep` are found before.

@@ -38,7 +38,7 @@ def write_npz(samples: LabeledSamples, path: str | Path) -> None:
     """Write samples as an npz file that the source `arrays` reads.
 
     The keys are `x` (n, d); with labels `y` (n,) int64 class indices and `class_names` (V,); with
-    numbers `targets` (n, q) float64; with weights `w` (n,) float64 masses. Of rows with several
+    numbers `targets` (n, q) float64; with weights `w` (n,) float64 masses. For rows with several
     labels `y` is an indicator (n, V).
 
     Raises:

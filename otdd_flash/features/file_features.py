@@ -353,7 +353,7 @@ class FeatureFile:
         cuts = torch.searchsorted(wanted, torch.tensor(self._firsts)).tolist()
         # `_firsts` has one entry more, the number of rows.
         for place, (piece, first) in enumerate(zip(self.pieces, self._firsts, strict=False)):
-            # Of the sorted rows, cuts[k] to cuts[k + 1] are in piece k.
+            # The sorted rows cuts[k] to cuts[k + 1] are in piece k.
             here = slice(cuts[place], cuts[place + 1])
             if here.start < here.stop:
                 out[order[here]] = self._mapped(piece)[wanted[here] - first]

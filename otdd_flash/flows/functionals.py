@@ -292,7 +292,7 @@ class AffineNorm(Potential):
     Args:
         start: the particles before the first step, in d dimensions.
         matrix: A (k, d), as numbers or a file of them.
-        offset: b (k,), likewise; None is 0.
+        offset: b (k,), as numbers or a file of them; None is 0.
 
     Raises:
         InputError: the shapes do not fit, or a value is not finite.

@@ -9,14 +9,14 @@ attached    dx_i / dt = -(1 / a_i) (dS/dx_i + sum_kl dS/dW_kl dW_kl/dx_i),     W
 They are the feature-driven flow (fd) of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient
 Flows in Probability Space: a particle keeps its label, and a class is where its particles are. Mode
 `features` does not differentiate how W changes with x; `attached` does, and is the gradient flow of
-the dataset distance itself. Both compute W at the current positions; what depends on the target
-alone is computed once, with the same result to the last bit as a new computation, because a resumed
-flow computes it again and must take the same steps.
+the dataset distance itself. Both compute W at the current positions; values of the target alone are
+computed once, with the same result to the last bit as a new computation, because a resumed flow
+computes it again and must take the same steps.
 
 `flows.joint_modes` derives from `Mode` too, and uses `Evaluation`, `beside`, `per_mass` and
 `require_moments`. `flows.flow` names all modes; `flows.run` and `flows.objective` only use the
 interface. `flows.stepping` changes `variables` in place, so a mode must not replace these tensors.
-What the next evaluation needs besides them must be in `state`, which checkpoints store, so that a
+Anything else that the next evaluation needs must be in `state`, which checkpoints store, so that a
 resumed flow takes the same steps.
 """
 

@@ -145,7 +145,7 @@ class FlowSetting:
 
         Args:
             points: the particles at the start, before the cost sees them.
-            goal: the target, likewise.
+            goal: the target, before the cost sees it.
             table: W at the start.
         """
         metric, compute = self.metric, self.comparison.compute

@@ -164,7 +164,7 @@ class Recorder:
     """Stores a thinned trajectory: at most `most` sets of positions, evenly spaced.
 
     When only the place for the end is left, every second stored position is dropped and the spacing
-    doubles. What is stored after k steps depends on k alone, not on the number of steps to come.
+    doubles. Stored positions after k steps depend on k alone, not on the number of steps to come.
 
     Args:
         rows: (k,) which particles to follow.

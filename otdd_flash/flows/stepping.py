@@ -509,7 +509,7 @@ class OwnedGradient:
 
     def __init__(self, comparison: Comparison, ranks: Ranks) -> None:
         self._ranks, self._weight = ranks, comparison.ground.lambda_x
-        # Of terms whose points no rank has whole: the derivatives of all rows, on rank 0.
+        # The derivatives of all rows, on rank 0, for terms whose points no rank has whole.
         self._whole = DivergenceGradient(comparison, frozenset({"x"}))
         self._number: int | None = None
 

@@ -88,7 +88,7 @@ def _eccentricities(cloud: Cloud) -> tuple[Tensor, Tensor]:
     fourth = float(cloud.masses @ norms.square())
     plain = norms.square() + 2 * mean * norms + fourth
     squares = plain + 4 * ((x @ cloud.covariance) * x).sum(1) - 4 * x @ cubes
-    # What is summed, in absolute values: x^T S x is at most ||x||^2 m_2, and
+    # The sum of the absolute values of all terms: x^T S x is at most ||x||^2 m_2, and
     # ||x|| E ||x||^3 at most ||x|| (E ||x||^4)^3/4.
     terms = plain + 4 * mean * norms + 4 * norms.sqrt() * fourth**0.75
     error = 4 * ((sum(x.shape) + OPERATIONS) * DOUBLE_UNIT + cloud.turned) * terms

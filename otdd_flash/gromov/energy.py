@@ -76,7 +76,7 @@ class Cloud:
         points = centred(samples.features, weighted_sum(samples.features, masses), torch.float64)
         points -= masses @ points
         if bool((points == points[0]).all()):
-            # What is left is the rounding of the mean.
+            # Only the rounding of the mean is left.
             points.zero_()
         turned = 0.0
         if len(points) < points.shape[1]:

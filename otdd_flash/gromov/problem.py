@@ -112,7 +112,7 @@ class Problem:
 
     @cached_property
     def values(self) -> Tensor:
-        """What a plan is multiplied by: v, Y and for sums 1 and classes, (m, 1 + d_y + 1 + V)."""
+        """Columns that a plan multiplies: v, Y and for sums 1 and classes, (m, 1 + d_y + 1 + V)."""
         y, count = self.energy.y, self.table.shape[1]
         one = torch.ones_like(y.masses)[:, None]
         kinds = (
@@ -170,8 +170,8 @@ def plan_of(linear: Comparison, term: TransportTerm, *, double: bool = False) ->
 def round_plan(problem: Problem, matrix: Tensor, term: TransportTerm) -> RoundedPlan:
     """Evaluate the plan of the term at M (d_x, d_y) in float64, with its sums corrected.
 
-    Rows and columns that have too much are scaled down, and what is then missing is added as the
-    product of what is missing of rows and of columns.
+    Rows and columns that have too much are scaled down, and the missing mass is added as the
+    product of that of rows and that of columns.
     """
     a, b, values = problem.energy.x.masses, problem.energy.y.masses, problem.values
     linear = problem.linearised(matrix)
@@ -186,7 +186,7 @@ def round_plan(problem: Problem, matrix: Tensor, term: TransportTerm) -> Rounded
     classes = problem.class_sums(product)
     energy, rounding = max(problem.energy.value(*problem.moments(product)), 0.0), 0.0
     if not isinstance(term, ExactTerm):
-        # Of f + g - C, over epsilon.
+        # The rounding of f + g - C, over epsilon.
         lengths = (problem.lengths(side) for side in linear.transformed)
         reach = sum(float(each.abs().max()) for each in (*lengths, term.f, term.g))
         rounding = (linear.transformed[0].dim + OPERATIONS) * DOUBLE_UNIT * 2 * reach / term.epsilon
@@ -195,5 +195,5 @@ def round_plan(problem: Problem, matrix: Tensor, term: TransportTerm) -> Rounded
 
 
 def _share(wanted: Tensor, sums: Tensor) -> Tensor:
-    """Return what sums are scaled by so that they are at most those that are wanted."""
+    """Return factors of at most 1 that scale sums down to those that are wanted."""
     return torch.where(sums > wanted, wanted / sums, torch.ones_like(wanted))

@@ -42,7 +42,7 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GromovRecord:
-    """What a Gromov-Wasserstein distance is besides its value, bounds and plan.
+    """The parts of a Gromov-Wasserstein distance besides its value, bounds and plan.
 
     Attributes:
         energy: E of the plan found, with its sums corrected.

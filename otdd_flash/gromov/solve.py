@@ -60,7 +60,7 @@ FEWEST_LAST = 500
 
 # How far beyond the last plan's M a step linearises, over the distance from that before. Where
 # steps shrink by a constant factor q, their sum is q / (1 - q) times the last: 0.5 for q = 1/3; 8
-# for q = 0.9, above which what is known of the direction is too old.
+# for q = 0.9, above which the known direction is out of date.
 FIRST_STRETCH, MOST_STRETCH = 0.5, 8.0
 
 MOST_STEPS = 1000
@@ -77,7 +77,7 @@ class Step(NamedTuple):
         following: X^T P Y of its plan.
         solved: its solve.
         objective: F + epsilon KL of its plan: by the dual value of a converged solve, whose error
-            is of second order. Of any other F of its plan with corrected sums, and the most that
+            is of second order. For any other, F of its plan with corrected sums, and the most that
             epsilon KL may be.
         potential: (m,) of the inner products, from which the next one starts.
     """
@@ -90,7 +90,7 @@ class Step(NamedTuple):
 
 
 class Descent(NamedTuple):
-    """Where the steps from a start led.
+    """The result of the steps from one start.
 
     Attributes:
         last: the best step, whose solve counts the iterations and passes of all.
@@ -218,7 +218,8 @@ class Search:
         if isinstance(options, Converged) and last.solved.converged:
             tight = self._tightened(last, options)
             if tight is not None and tight.solved.converged:
-                # What starts are told apart by stays as it was, and so does what was asked for.
+                # The objective, which tells starts apart, stays as it was, and so does the
+                # tolerance that was asked for.
                 before = last.solved.xy
                 last = _with_work(tight._replace(objective=last.objective), before)
                 last = _changed(last, tolerance=before.tolerance, stopped_by=before.stopped_by)
@@ -325,7 +326,7 @@ def solve_gromov(
 def _result(
     problem: Problem, found: Mapping[str, Descent], best: str
 ) -> tuple[Comparison, Divergence, GromovRecord]:
-    """Return what `solve_gromov` does, of the best descent."""
+    """Return the result of `solve_gromov`, from the best descent."""
     compared, energy, ground = problem.compared, problem.energy, problem.compared.ground
     last, objectives, plan = found[best].last, found[best].objectives, found[best].plan
     assert plan is not None

@@ -227,7 +227,7 @@ def environment(settings: Mapping[str, str]) -> Iterator[None]:
 def _scheme(uri: str | None) -> str:
     """Return the scheme of an address; "" for a path, also for one with a drive's letter."""
     scheme, colon, rest = (uri or "").partition(":")
-    # Of a scheme such as mysql+pymysql only the part before the plus counts.
+    # Only the part before the plus counts in a scheme such as mysql+pymysql.
     scheme = scheme.partition("+")[0].lower()
     is_address = colon and len(scheme) > 1 and (rest.startswith("/") or scheme in DATABRICKS)
     return scheme if is_address else ""

@@ -263,7 +263,7 @@ CIRCUMSTANCES = frozenset(
     )
 )
 
-# What SQLite and the conversion of rows raise on a damaged database.
+# Errors that SQLite and the conversion of rows raise on a damaged database.
 FAILURES = (OSError, sqlite3.Error, ValueError, TypeError, OverflowError)
 
 
@@ -272,7 +272,7 @@ class DamagedRowError(ValueError):
 
 
 def _connection(path: Path) -> sqlite3.Connection:
-    """Return a connection without automatic transactions: what is not committed is rolled back."""
+    """Return a connection without automatic transactions: uncommitted writes are rolled back."""
     return sqlite3.connect(path, timeout=SILENT_SECONDS, isolation_level=None)
 
 

@@ -175,7 +175,7 @@ def mixture(
     with comparison.within_memory():
         found, oracle = searched(comparison, pool, allowed, bound_width, left, progress)
         in_time = left() != NO_TIME
-        # A debiased search lifts weights of 0 a little; what is told is of the weights themselves.
+        # A debiased search lifts weights of 0 a little; results are of the weights themselves.
         last = oracle.at(found.w, bound_width) if debias else found.answer
         there = oracle.solve(found.w, bound_width) if debias else last.divergence
         others = other_weights(comparison, pool, found, bound_width, left) if in_time else ()
@@ -364,7 +364,7 @@ def other_weights(
             divergence = solve(part, options, start=start)
         except EpsilonOutOfRange:
             return None
-        # As the value of a mixture.
+        # The value is chosen as that of a mixture is.
         value = divergence.value if comparison.debias else divergence.bounds[1]
         return OtherWeights(name, tuple(w.tolist()), value, *divergence.bounds)
 

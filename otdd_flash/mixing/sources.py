@@ -216,7 +216,7 @@ def compared(
                 f"{display(one.name)} has several labels a row, and a mixture takes one; choose "
                 "one column, or labels=none on rows without labels"
             )
-    # Of a class without rows there is nothing to measure.
+    # A class without rows has nothing to measure.
     sides = [drop_small_classes(one, None) for one in sides]
     if measured:
         notice_single_samples(sides, metric)
@@ -460,7 +460,7 @@ class MixtureOracle:
         """Solve the mixture of just these weights w (K,); see `solver.divergence` for `solved`."""
         comparison, start = at_weights(self.comparison, self.sources, w), dict(self._start)
         if "xx" in start:
-            # Of debiased solves, which give every source some weight.
+            # The start of a debiased solve, which gives every source some weight.
             start["xx"] = start["xx"][self.sources.used(w).to(start["xx"].device)]
 
         def by(options: Converged) -> Divergence:

@@ -111,7 +111,7 @@ class Allowed:
             logs += self.penalty * np.log(self.towards[free])
         logs *= 1 / (1 / step + self.penalty)
         most, found = self.most[free], np.zeros_like(w)
-        # Those at their limit, of which the others get what is left, and may be far less likely.
+        # The weights at their limit; the others share the rest, and may be far less likely.
         full = np.zeros(len(logs), dtype=bool)
         while True:
             grown = np.where(full, 0.0, np.exp(np.minimum(logs - logs[~full].max(), 0.0)))
@@ -160,7 +160,7 @@ class Allowed:
 def without_small(w: Vector, least: float, most: Vector) -> Vector:
     """Return weights (K,) that sum to 1, of which none is below `least` but 0."""
     w = np.where(w < least, 0.0, w)
-    # What is left goes to the largest ones, as far as they have room.
+    # The rest goes to the largest ones, as far as they have room.
     lost = 1.0 - w.sum()
     for k in np.argsort(-w):
         more = min(lost, most[k] - w[k])

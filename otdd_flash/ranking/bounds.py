@@ -86,7 +86,7 @@ MOST_GAPS = 1 << 24
 
 
 class Moments(NamedTuple):
-    """What is known of a dataset's rows, float64, after the transform of the ground cost.
+    """The moments of a dataset's rows, float64, after the transform of the ground cost.
 
     Attributes:
         mean: (d,); numbers of rows are coordinates as well.
@@ -155,7 +155,7 @@ def _with_numbers(
     if scale is None:
         return samples
     embedding = embedding_of_targets((samples, samples), cost, scale)
-    # Of all datasets alike.
+    # All datasets have the same centre, 0.
     return replace(embedding, centre=torch.zeros(len(scale))).appended(samples, 0)
 
 
@@ -177,8 +177,8 @@ def _class_moments(side: LabeledSamples, unbiased: bool) -> tuple[Tensor, Tensor
     squares = (points - means[labels]).square().sum(1)
     traces = masses.new_zeros(count).index_add_(0, labels, shares * squares)
     if unbiased:
-        # As `covariance_factor`: reliability weights, and 0 of a single sample. Of a share above a
-        # half, which one row of a class has at the most, 1 - share is the sum of all others.
+        # As `covariance_factor`: reliability weights, and 0 of a single sample. For a share above a
+        # half, which at most one row of a class has, 1 - share is the sum of all others.
         heavy = shares > 0.5
         light = masses.new_zeros(count).index_add_(0, labels, torch.where(heavy, 0, shares))
         rest = torch.where(heavy, light[labels], 1 - shares)
@@ -218,11 +218,11 @@ def lowest_by_moments(
     weight = cost.lambda_y if numbered and squared.lambda_x == 0 else squared.lambda_x
     found = weight * points
     if cost.lambda_y > 0 and not numbered:
-        # Several labels: what their cost subtracts of each side, and its rounding.
+        # Several labels: the part that their cost subtracts on each side, and its rounding.
         found -= cost.lambda_y * (1 + slack) * (query.within + within) / 2
         if isinstance(metric, Gaussian | Means | UpperBound | ExactMetric):
             spread = isinstance(metric, Gaussian)
-            # Of the differences between the class means of the query and a member.
+            # The entries of the differences between the class means of the query and a member.
             entries = query.class_means.numel() * max(len(one.class_means) for one in members)
             size = max(1, MOST_GAPS // entries)
             parts = [members[first : first + size] for first in range(0, len(members), size)]
@@ -306,7 +306,7 @@ class Problem(NamedTuple):
 
     Attributes:
         x: transformed samples.
-        y: likewise; x itself for a self term.
+        y: transformed samples of the other side; x itself for a self term.
         table: W (V_x + V_y, V_x + V_y), as `class_tables` measures it.
         before: the term as it was solved last, or None.
         level: how often it has been solved.
@@ -340,7 +340,7 @@ class Terms:
     Attributes:
         cost: the ground cost, of points that it has transformed.
         epsilon: in units of the cost; 0 is exact transport.
-        constraints: what marginals owe.
+        constraints: on the marginals.
         compute: options of the passes, without a group.
         target_scale: of numbers, see `labels.metrics.scale_of`.
     """
@@ -415,7 +415,7 @@ class Terms:
                 before.bounds,
                 Converged(tolerance=SMALLER * before.marginal_error),
             )
-            # Of self terms the width that a divergence is asked for is 0.
+            # The width that a divergence is asked for is 0 for self terms.
             if not problem.own and before.value != 0 and high > low:
                 options = Converged(bound_width=SMALLER * (high - low) / abs(before.value))
         elif not problem.own and problem.level < len(BUDGETS):
@@ -428,7 +428,7 @@ class Terms:
             return Raised(before, True)
         term = whole_term(found.widened(compared.cost_error).xy, compared)
         if before is not None:
-            # Both intervals hold, and so does what they share.
+            # Both intervals hold, and so does their intersection.
             (low, high), (lower, upper) = before.bounds, term.bounds
             low, high = max(low, lower), min(high, upper)
             passes = before.passes + term.passes
@@ -499,7 +499,7 @@ def _padded(sides: Sequence[LabeledSamples]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SelfTerm(NamedTuple):
-    """What values need of OT_epsilon of a dataset with itself."""
+    """The value and bounds of OT_epsilon of a dataset with itself."""
 
     value: float
     bounds: tuple[float, float]
@@ -508,7 +508,7 @@ class SelfTerm(NamedTuple):
 def self_terms(terms: Terms, problems: list[Problem]) -> list[SelfTerm]:
     """Solve self terms until their intervals are narrow, or no narrower by rounding."""
     if terms.epsilon == 0 and not has_sets([one.x for one in problems]):
-        # Costs are not negative, and nothing has to move. Those of several labels may be.
+        # Costs are not negative, and nothing has to move. Costs of several labels may be negative.
         return [SelfTerm(0.0, (0.0, 0.0))] * len(problems)
     # Sent to another rank, both sides are copies of their own.
     problems = [one._replace(y=one.x) for one in problems]

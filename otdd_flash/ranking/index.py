@@ -100,7 +100,7 @@ MEAN_OF = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """What all values of an index depend on.
+    """The settings on which all values of an index depend.
 
     Attributes:
         epsilon: in units of the cost; 0 is exact transport.
@@ -398,7 +398,7 @@ def index(
             "the library is empty: give datasets by name, {name: dataset}"
             + ("" if where is None else f", as there is no index in {where}")
         )
-    # Of members that are not given again the rows in the folder are enough.
+    # The rows in the folder are enough for members that are not given again.
     whole = {**_stored_members(stored, where), **library}
     passes = ComputeOptions.of(compute)
     asked = Settings(0.0, 0.0, cost, metric, unbalanced, dim, min_class_size, passes.precision)
@@ -437,7 +437,7 @@ def _refuse_dropped(
 
 def _refuse_other(built: Settings, asked: Settings) -> None:
     """Raise an `InputError` if an index was built with other settings than are asked for now."""
-    # What the index has settled: an epsilon of class distances, the scale of numbers.
+    # Values that the index has settled: an epsilon of class distances, the scale of numbers.
     epsilon = getattr(built.metric, "epsilon", None) or 1.0
     asked = replace(asked, metric=settled_metric(asked.metric, epsilon, ()))
     if isinstance(asked.metric, Continuous) and isinstance(built.metric, Continuous):
@@ -486,7 +486,7 @@ class _Reader:
         unbalanced: float | None,
         unbalanced_relative: float | None,
     ) -> Settings:
-        """Settle the number of features, and what is relative by the mean cost over some pairs."""
+        """Settle the number of features, and relative values by the mean cost over some pairs."""
         order = np.random.default_rng(0).permutation(len(self.library))[:MEAN_OF]
         names, cost = list(self.library), self.settings.cost
         drawn = [names[place] for place in sorted(order)]
@@ -496,7 +496,7 @@ class _Reader:
             read = [samples for _, samples in self.read(drawn)]
         if not read:
             raise InputError(": ".join([NO_MEMBER, *(str(one.message) for one in said[:1])]))
-        # Of what equally many have, that of the first.
+        # The most frequent number of features; of equally frequent ones the first.
         ((dim, _),) = Counter(one.dim for one in read).most_common(1)
         some = [self.settings.transformed(one, self.compute) for one in read if one.dim == dim]
         metric, some = with_numbers(self.settings.metric, some)
@@ -606,7 +606,7 @@ def _build(
                 elif key not in entries:
                     new.setdefault(key, samples)
             if where is not None:
-                # Before the entries: what is not whole of them is computed again.
+                # The index goes first: entries that are not whole are computed again.
                 _write_index(where, reader.settings, members)
             solved = _solved(reader, new, cache_dir)
             if len(solved) < len(new):

@@ -95,7 +95,7 @@ class Ranked(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a ranking took.
+    """The work and time of a ranking.
 
     Attributes:
         members: in the race.
@@ -448,7 +448,7 @@ class _Race:
             all_proven = not self.unread and bool(proven[: self.k].all())
             settled = proven | out | all_proven
             opened = [one for one, known in zip(placed, settled, strict=True) if not known]
-            # What lies within half a tie is known well enough.
+            # Intervals no wider than half a tie are narrow enough.
             able = [one for one in opened if not one.last and one.upper - one.lower > self.tie / 2]
             unsolved = [one for one in placed[: self.k] if not one.solved]
             chosen = self._chosen(able or unsolved)
@@ -549,7 +549,7 @@ class _Race:
             one.lower = max(one.lower, term.bounds[0] - sum(two.bounds[1] for two in others) / 2)
             one.upper = min(one.upper, term.bounds[1] - sum(two.bounds[0] for two in others) / 2)
             value = term.value - sum(two.value for two in others) / 2
-            # An interval that was proven earlier may end below what was found later.
+            # An interval that was proven earlier may end below a value found later.
             one.value = min(max(value, one.lower), one.upper)
 
     def ranked(self) -> tuple[tuple[Ranked, ...], tuple[Ranked, ...]]:
@@ -558,7 +558,7 @@ class _Race:
         known = dict(zip(placed, proven.tolist(), strict=True))
         rest, ties = placed, self._ties()
         if not self.ordered:
-            # Those that are proven come first among the k, however wide their intervals are.
+            # Proven candidates come first among the k, however wide their intervals are.
             rest = sorted(placed, key=lambda one: (one.unread, not known[one], one.guess))
         most = min(self.k, sum(not one.unread for one in rest))
         first, rest = rest[:most], rest[most:]

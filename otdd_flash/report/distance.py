@@ -87,10 +87,9 @@ def write_report(
     projection.png. Rows and columns of class_distances are all source classes and then all target
     classes, marked `source:` and `target:` in the csv file. Rows of class_coupling are source
     classes, its columns target classes. Where marginals are relaxed, unmatched (.csv and .png) says
-    what is left of every class. The files of class distances are left out if none were
-    computed (methods `none` and `continuous`), and those of the coupling if both sides are one
-    class. Of numbers there is target_histogram (.csv and .png), for each column if there are
-    several.
+    what is left of every class. The files of class distances are left out if none were computed
+    (methods `none` and `continuous`), and those of the coupling if both sides are one class. For
+    numbers there is target_histogram (.csv and .png), for each column if there are several.
 
     Args:
         result: the result of `dataset_distance`.
@@ -436,7 +435,7 @@ UNMATCHED_FILE = "unmatched.csv"
 
 
 def unmatched_table(unmatched: Unmatched) -> Table:
-    """Make a table of what is left of classes, those that stand out most first."""
+    """Make a table of the unmatched shares of classes, those that stand out most first."""
     every = by_excess(unmatched.classes)
     notes = [MEANING] if any(each.own is not None for each in every) else []
     rows = [each for side in _first_of_sides(unmatched, MOST_ROWS) for each in side]
@@ -457,7 +456,7 @@ BARS_WIDTH, BAR = 6.1, 0.26
 
 
 def draw_unmatched(unmatched: Unmatched, sides: tuple[str, str]) -> Figure:
-    """Draw what is left of every class as a bar, with a mark at what its self term leaves.
+    """Draw the unmatched share of every class as a bar, with a mark at that of its self term.
 
     Args:
         unmatched: of a distance with relaxed marginals.

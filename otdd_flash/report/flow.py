@@ -269,7 +269,7 @@ def draw_objective(history: Sequence[StepRecord], title: str) -> Figure:
         axes.tick_params(labelsize=TICK_POINTS)
     figure.align_ylabels()
     _draw_divergence(panels[0], history)
-    # Of two records of step 0 the later one stays, that of the step itself.
+    # The later of two records of step 0 stays, that of the step itself.
     stepwise = list({record.step: record for record in history}.values())
     steps, norms, iterations = _columns(stepwise, "step", "gradient_norm", "iterations")
     _draw_bounds(panels[1], history)

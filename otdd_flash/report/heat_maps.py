@@ -7,8 +7,8 @@ classes by hierarchical clustering.
 
 `report.distance`, `report.pairwise` and `report.study.writing` call it; `commands.settings` reads
 `ORDERS`, whose names are values of `report.order`. Cells have a size in inches, smaller where more
-than LONGEST_SIDE would be needed, and the page grows to all that stands around the matrix. What
-reorders rows or columns must reorder matrix and names alike, or cells stand under wrong names
+than LONGEST_SIDE would be needed, and the page grows to all that stands around the matrix. Code
+that reorders rows or columns must reorder matrix and names alike, or cells stand under wrong names
 without an error, and must reorder each dataset by itself, as a bracket stands over consecutive
 rows.
 """

@@ -155,7 +155,7 @@ def bounds_text(
         pairs: lower bound, upper bound and convergence of each pair.
         sampled: whether sampling intervals were computed; if not, the phrase says that sampling
             error is missing.
-        kind: what the bounds are called.
+        kind: the name of the bounds.
     """
     widest = max(upper - lower for lower, upper, _ in pairs)
     late = sum(not converged for *_, converged in pairs)

@@ -44,13 +44,14 @@ SUBSAMPLES, WIDTH, FEWEST = 39, 1e-3, 20
 
 @dataclass(frozen=True)
 class ShiftEffect:
-    """What transport between the sides costs more than within them, over the mean cost of all rows.
+    """The cost of transport between the sides less that within, over the mean cost of all rows.
 
     Attributes:
         value: about 0 without a shift.
         lower: lower end of the 95% interval, a one-sided limit of 97.5%; None near 0, or with less
             than 20 rows or groups on a side, where no interval covers.
-        upper: its upper end, likewise; too low, as the value is, for few rows in many dimensions.
+        upper: its upper end, a limit of 97.5% too; None where `lower` is. Too low, as the value is,
+            for few rows in many dimensions.
     """
 
     value: float

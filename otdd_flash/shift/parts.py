@@ -1,4 +1,4 @@
-"""Where a shift is: class proportions, the features of each class, and rows that stick out.
+"""The parts of a shift: class proportions, the features of each class, and rows that stick out.
 
 `shift.joint` calls `class_permutations`, which chooses the classes to test, before the joint test
 and `shift_parts` after it. Every class is tested by itself: its rows of both sides are pooled and
@@ -60,7 +60,7 @@ class ClassShift:
 
 @dataclass(frozen=True, eq=False)
 class ShiftParts:
-    """Where a shift is.
+    """The parts of a shift, by class and by row.
 
     Attributes:
         label_p_value: of class proportions alone; None unless rows have one label each.
@@ -69,7 +69,7 @@ class ShiftParts:
         permutations: of each class's test; 0 if none was tested.
         reference_rows: (n,) float64, what each row contributes to the distance to first order; NaN
             without weight.
-        sample_rows: (m,) likewise.
+        sample_rows: (m,) float64, the contributions of the sample's rows.
     """
 
     label_p_value: float | None
@@ -150,7 +150,7 @@ def shift_parts(
         rows: all rows.
         ground: the cost between features.
         family: the classes that are tested, as `class_permutations` returns them.
-        count: permutations of each of their tests, likewise.
+        count: permutations of each of their tests, from the same function.
         permutations: of class proportions.
         seed: of the draws.
         stop_after: as in the joint test.

@@ -70,7 +70,7 @@ POTENTIALS_WIDTH = 1e-6
 MOST_PROBLEMS, MOST_BYTES = 256, 1 << 28
 # Steps after which bounds are evaluated first, and the most steps.
 FIRST_LOOK, MOST_STEPS = 6, 1100
-# Logarithms of scalings, of both sides together, up to which what K loses to underflow is below
+# Logarithms of scalings, of both sides together, up to which the loss of K by underflow is below
 # exp(600 - 745) of the mass; and the least product that counts as positive.
 MOST_LOG, TINY = 600.0, 1e-300
 STABILISING_STEPS = 6
@@ -101,8 +101,8 @@ class Statistics(NamedTuple):
 
     Attributes:
         value: by dual values, whose error is of second order; within the bounds.
-        lower: what T is at least.
-        upper: what T is at most.
+        lower: a lower bound of T.
+        upper: an upper bound of T.
     """
 
     value: Tensor

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Classes that a sentence names.
 NAMED = 5
-# What result.json holds as it is.
+# Fields that result.json holds as they are.
 WRITTEN = (
     *("p_value", "shifted", "alpha", "statistic", "bounds", "hits", "permutations", "requested"),
     *("min_effect", "exceeds", "epsilon", "mean_cost", "labels", "sizes", "groups", "seconds"),
@@ -80,7 +80,7 @@ class ShiftReport:
     @property
     def shifted(self) -> bool:
         """Whether the p-value is at most `alpha`."""
-        # Of windows a p-value may be the level itself, up to rounding.
+        # With windows a p-value may be the level itself, up to rounding.
         return self.p_value <= self.alpha * (1 + 1e-12)
 
     @property

@@ -134,7 +134,7 @@ class PooledRows:
 
     @property
     def least_p(self) -> float:
-        """The share of all exchanges with the same distance: what p is at least, but for the draw.
+        """The share of all exchanges with the same distance: the least p, but for the draw.
 
         Sides of equal size can be exchanged as a whole.
         """

@@ -208,7 +208,7 @@ class Settings:
 
     @property
     def transport(self) -> dict[str, Any]:
-        """What a transport term depends on besides the datasets, as JSON types."""
+        """The settings on which a transport term depends, as JSON types."""
         return {
             "epsilon": self.epsilon,
             "epsilon_relative": self.epsilon_relative,
@@ -221,7 +221,7 @@ class Settings:
 
     @property
     def penalties(self) -> dict[str, float]:
-        """What marginals cost; empty where they are exact, as in keys of earlier folders."""
+        """The penalties of marginals; empty where they are exact, as in keys of earlier folders."""
         given = {"unbalanced": self.unbalanced, "unbalanced_relative": self.unbalanced_relative}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -236,7 +236,7 @@ class Settings:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What a sampling interval depends on, as JSON types."""
+        """The settings on which a sampling interval depends, as JSON types."""
         return {
             "subsample": self.subsample,
             "subsample_size": self.subsample_size,

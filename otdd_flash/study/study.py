@@ -97,7 +97,7 @@ DEFAULT_TRANSFER = Transfer()
 
 STUDY_FILE = "study.json"
 LOCK_FILE = ".study.lock"
-# What is in a folder before a study begins: Hydra's folder, the lock of a command's run
+# The content of a folder before a study begins: Hydra's folder, the lock of a command's run
 # (`commands.outcome`), and the lock of a study.
 NO_CONTENT = (".hydra", ".lock", LOCK_FILE)
 # The pause between two tries to lock a folder.
@@ -455,7 +455,7 @@ def _note(folder: Path, known: Mapping[str, Any] | None, setup: Setup) -> None:
     Raises:
         InputError: the folder's study has other settings.
     """
-    # The summary is in JSON's own types, with lists for tuples, so that it can equal what was read.
+    # The summary is in JSON's own types, with lists for tuples, so that it can equal a stored one.
     summary = json.loads(json.dumps(setup.to_dict()))
     if known is None:
         write_json(folder / STUDY_FILE, summary)

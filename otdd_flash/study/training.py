@@ -411,7 +411,7 @@ def halved_gains(transferred: Numbers, alone: Numbers) -> tuple[Numbers, Numbers
         turned = np.roll(transferred, -first, axis=-1)
         for half in (turned[..., : count // 2], turned[..., count // 2 :]):
             picking.append(100 * (base - half.mean(-1)) / base)
-    # Of the halves that stand side by side, each scores what the other picks.
+    # Each of two halves side by side scores the pick of the other.
     return np.stack(picking), np.stack([picking[place ^ 1] for place in range(2 * count)])
 
 

@@ -209,7 +209,7 @@ class Continuous(NoLabels):
     """||(t_i - s_j) / scale||^2 between the numbers of two rows, in place of class distances.
 
     Args:
-        scale: what each column of numbers is divided by. `pooled`: its standard deviation over all
+        scale: the divisor of each column of numbers. `pooled`: its standard deviation over all
             datasets that are compared. None keeps the units. Or one number per column; a single
             column may have it without a tuple.
 
@@ -399,7 +399,7 @@ class PairFunction(LabelMetric):
                 )
 
 
-# What `labels=` accepts.
+# The types that `labels=` accepts.
 Labels = str | LabelMetric | Callable[[Tensor, Tensor], Any]
 
 _OWN = (Gaussian, Sinkhorn, Exact, Means, UpperBound, NoLabels, Continuous, Tree, Given)

@@ -147,7 +147,7 @@ def term_unit(setup: Setup, i: int, j: int) -> Unit:
 def _make_term(setup: Setup, i: int, j: int) -> Unit:
     settings, names = setup.settings, setup.names
     needs = [class_unit(setup, *pair) for pair in dict.fromkeys(((i, i), (i, j), (j, j)))]
-    # What is relative to the mean cost is read from its unit.
+    # An epsilon or penalty relative to the mean cost is read from the unit of the latter.
     if settings.epsilon is None or settings.unbalanced_relative is not None:
         needs.append(epsilon_unit(setup))
     title = f"the self term of {names[i]}"
@@ -252,7 +252,7 @@ def _settle_epsilon(setup: Setup, store: Store) -> Content:
         if _several(setup):
             table = table_of(setup, store, i, j).full
         else:
-            # Of the cross term's cost, to which the other blocks do not belong.
+            # The mean of the cross term's cost, to which the other blocks do not belong.
             block = store.found(class_unit(setup, i, j)).tensors["values"]
             table = comparison.classes.around("xy", block)
         means.append(comparison.with_classes(table).mean_cost())
@@ -272,7 +272,7 @@ def epsilon_of(setup: Setup, store: Store) -> float:
 
 
 def constraints_of(setup: Setup, store: Store) -> Constraints:
-    """Return what marginals of all pairs owe."""
+    """Return the constraints on marginals of all pairs."""
     settings = setup.settings
 
     def mean_cost() -> float:

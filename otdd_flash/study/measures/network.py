@@ -70,8 +70,8 @@ class NetworkMeasure(PairwiseMeasure):
     def pair_unit(self, setup: Setup, i: int, j: int) -> Unit:
         """Return the unit of one source and one target: mean and deviation over repetitions."""
         transfer, target = transfer_of(setup), setup.tasks[j].train
-        # What the score depends on except the networks: these are among its needs, and their keys
-        # hold the versions of packages.
+        # The inputs of the score except the networks, which are among its needs; their keys hold
+        # the versions of packages.
         key = {
             "measure": self.name,
             "fingerprints": [target.fingerprint],
