@@ -84,7 +84,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def holds(needed: int, most: int | None, device: torch.device) -> bool:
-    """Whether `needed` bytes may be held: at most `most`, or half of free memory for None."""
+    """Whether so many bytes may be held: at most `most`, or half of free memory for None.
+
+    A few, `ASSUMED_FREE`, always may.
+    """
     return needed <= ASSUMED_FREE or needed <= (free_memory(device) // 2 if most is None else most)
 
 

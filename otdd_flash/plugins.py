@@ -12,11 +12,12 @@ do. `blamed_on` does the same for parts of other packages alone, in `data.regist
 Parts of packages are entry points of the groups `otdd_flash.KIND`. `Registry` holds this package's
 parts of one kind and finds those of others: `data.registry`, `extractors`, `labels.metrics` and
 `study.measures` each have one. `commands.arguments` reads `folders` to find configurations, and
-`parts` for its messages, as `study.measures` does. The groups are written in the metadata of other
-packages, so they must stay. Nothing of another package may be imported before one of its names is
-used, because an import runs its code: until then its metadata list its names, and its folder of
-configurations is found without an import. The working directory of a command is not searched; see
-`otdd_flash/__init__.py`.
+`parts` for its messages. A part's package, with name and version, is in the keys of study units
+(`study.measures`) and of cached features (`extractors`), and the groups are written in the metadata
+of other packages, so both must stay. Nothing of another package may be imported before one of its
+names is used, because an import runs its code: until then its metadata list its names, and its
+folder of configurations is found without an import. The working directory of a command is not
+searched; see `otdd_flash/__init__.py`.
 """
 
 from __future__ import annotations

@@ -707,7 +707,7 @@ def _may_be_shard() -> bool:
 
 
 def same_content(one: LabeledSamples, other: LabeledSamples) -> bool:
-    """Return whether features, labels, class names and weights agree row by row, in any type."""
+    """Return whether features, labels of any kind and weights agree row by row, in any type."""
     return one is other or (
         one.class_names == other.class_names
         and all(_equal(getattr(one, part), getattr(other, part)) for part in (*TENSORS, "members"))

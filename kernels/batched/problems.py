@@ -1,5 +1,11 @@
 """The records that balancing takes and fills, on a CPU and in kernels alike.
 
+Balancing scales the rows and columns of many small matrices until they sum to masses a and b:
+
+    R = diag(a o phi) exp(x / t) diag(b o gamma),    R 1 = a,    R^T 1 = b.
+
+All masses are 1 for doubly stochastic matrices. Plans of given costs have x = -C and t = epsilon.
+
 `otdd_flash.batched.plans` and `doubly_stochastic` make `Problems`. `batched.balance` takes their
 fields one by one, allocates `Balanced` and `Derivatives` by `empty`, and passes them to
 `batched.cpu` or to the kernels of this folder, which fill them. `batched.relaxed` reads `Problems`

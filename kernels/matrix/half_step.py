@@ -8,9 +8,9 @@ rounded like a cost. The logit of x is its product with log2(e) / epsilon, a sum
 less the highest logit, rounded up to a whole number. Both are fused multiply-adds, so a logit near
 the highest is small, and so is its rounding. An entry of +inf adds nothing.
 
-C is read once per pass, whole rows at a time in either direction. Lanes keep maxima and sums of
-their own: of a row until the end of its range of columns, of a column until the end of a group of
-rows. Additions must have one order, so that every run gives the same bits.
+C is read once per pass, in tiles of contiguous entries of rows: by ranges of columns in a pass
+along rows, by groups of rows in a pass along columns. Lanes keep maxima and sums of their own until
+the end of the range or group. Additions must have one order, so that every run gives the same bits.
 `operators.matrix_kernel` gets potentials from `matrix_half_step`, which merges the partial (h, s)
 in float64, and partial sums from `matrix_sums_of_lines`, which the engine merges by
 `segmented_softmin` and `segmented_evaluation`. `sweep` uses the device functions, `sums` the number

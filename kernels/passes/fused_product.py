@@ -15,6 +15,10 @@ beside its coordinates needs. `operators.triton_plans` calls `apply_plan_fused` 
 makes a `FusedProduct` for many. `operators.build` reads `HELD_COORDINATES`, above which products
 store blocks of the plan; `engine.conjugate_gradients_kernels` pads columns to `NARROW`.
 
+A change must keep that a column of ones gives the sums of the rounded numbers, which `FusedPlan` of
+`triton_plans` takes as the sums of its plan; that three parts are as exact as its `PRECISION` says;
+and that tiles fit the shared memory of every card (`tests/kernels/test_compilation.py`).
+
 Work: 2 n m (d + k) operations on tensor cores, times the parts, and n m exponentials; nothing of
 size n m is stored.
 """

@@ -33,7 +33,8 @@ bounds on every card (`tests/kernels/test_plan_marginals.py`).
 so that the products that the score of i and j leaves out are at most omitted_i + omitted_j.
 `operators.fixed_point` makes bounds on costs from both, and from what carrying digits loses.
 
-Shapes: points (N, d), losses (2, N) float64. No digits are stored.
+Shapes: points (N, d), packed digits (D, rows, width) int8, losses (2, N) float64. `digit_losses`
+stores no digits.
 """
 
 from __future__ import annotations

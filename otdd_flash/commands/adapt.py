@@ -1,11 +1,12 @@
 """The work of `python -m otdd_flash.flow`: one flow and its files.
 
 For the entry point `otdd_flash.flow`, `commands.start.run_work` imports this module by name and
-`commands.outcome.run_job` calls `adapt`. It checks all settings before any data are read, because
-reading and embedding take long. Then it chooses the space in which particles move, and runs the
-flow with its progress. result.json is written and the table printed before data and pictures: an
-error in drawing then loses no number. Ctrl-C ends the flow after a step, and the steps so far are
-written.
+`commands.outcome.run_job` calls `adapt`. It checks settings before any data are read, because
+reading and embedding take long: all but the keys of a dataset, which are checked when it is loaded,
+and whether gradients pass through the network of `flow.space=pixels`, which depends on the shape of
+the images. Then it chooses the space in which particles move, and runs the flow with its progress.
+result.json is written and the table printed before data and pictures: an error in drawing then
+loses no number. Ctrl-C ends the flow after a step, and the steps so far are written.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from otdd_flash.arguments import positive
+from otdd_flash.arguments import count, positive
+from otdd_flash.checks import optional
 from otdd_flash.commands.messages import Phases, Terminal, interrupts_noted
 from otdd_flash.commands.results import track_flow, write_run, write_tensors
 from otdd_flash.commands.settings import DatasetPairSettings, FlowNode, parse, recorded, taken
 from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, choose
 from otdd_flash.extractors import build_extractor
+from otdd_flash.extractors.embedding import BATCH_SIZE
 from otdd_flash.extractors.vision_models import differentiable
 from otdd_flash.files.tensor_file import SUMMARY_FILE
 from otdd_flash.flows.checkpoint import Checkpoints
@@ -198,10 +201,10 @@ def _sides(settings: FlowSettings, phases: Phases) -> tuple[Sides, Space]:
             "flow.space=pixels takes the features of a network as they are; leave out "
             "extractor.standardize and extractor.pca"
         )
+    extractor = build_extractor(**node)
+    chunk = optional(count)("extractor.batch_size", node.get("batch_size")) or BATCH_SIZE
     pixels = {"name": "pixels", "size": flow.image_size, "grayscale": False}
     sides = prepare_sides(replace(settings, extractor=pixels), phases, whole=False)
     assert sides.image_shape is not None
-    extractor = build_extractor(**node)
     network = differentiable(extractor, sides.image_shape)
-    chunk = int(node.get("batch_size", 256))
     return sides, ImageSpace(network, sides.image_shape, chunk, extractor.key)

@@ -1,10 +1,11 @@
 """The work of `python -m otdd_flash.distance`: one distance, its sampling error and its files.
 
 For the entry point `otdd_flash.distance`, `commands.start.run_work` imports this module by name and
-`commands.outcome.run_job` calls `compare`. It checks all settings before any data are read, and
-before the solve whether the datasets allow the sampling error that was asked for, because reading
-and solving take long. result.json is written and the tables are printed before anything is drawn:
-an error in drawing then loses no number.
+`commands.outcome.run_job` calls `compare`. Reading and solving take long, so it checks the settings
+of the comparison and of its sampling error before any data are read, and before the solve whether
+the datasets allow that error. Keys of a dataset are checked when it is loaded. result.json is
+written and the tables are printed before anything is drawn: an error in drawing then loses no
+number.
 """
 
 from __future__ import annotations

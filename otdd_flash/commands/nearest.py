@@ -154,10 +154,7 @@ def _built(
         metric = settings.labels.metric(Converged().asked_tolerance, settings.epsilon)
         options |= {"labels": metric, "compute": settings.compute_options(), "progress": progress}
         options["dim"] = dim if new else None
-        found = index(library, folder, **options)
-    if folder is not None:
-        write_json(folder / EXTRACTOR_FILE, settings.extractor)
-    return found
+        return index(library, folder, **options)
 
 
 def _check_extractor(folder: Path, node: dict[str, Any]) -> None:
@@ -167,7 +164,7 @@ def _check_extractor(folder: Path, node: dict[str, Any]) -> None:
     except (OSError, ValueError):
         # Built from Python, where the user embeds: the number of features is checked.
         return
-    for key in {*built, *node} - {"batch_size", "num_workers"}:
+    for key in {*built, *node} - {"batch_size", "num_workers", "download"}:
         if built.get(key) != node.get(key):
             raise InputError(
                 f"the index in {folder} was built with extractor.{key}={built.get(key)}, got "

@@ -127,6 +127,8 @@ def build(node: dict[str, Any], phases: Phases) -> tuple[Extractor, bool]:
     standardised = node.get("standardize", False)
     if not isinstance(standardised, bool):
         raise InputError(f"extractor.standardize must be true or false, got {standardised!r}")
+    # The data decide only how large it may be.
+    optional(count)("extractor.pca", node.get("pca"))
     name = named(node, "extractor")
     library = LIBRARIES.get(name)
     new = library is not None and library not in sys.modules

@@ -8,8 +8,8 @@ calls `sinkhorn_losses`, which in turn calls it for every pair that is not solve
 side by side.
 
 So a pair must have the same value and gradients on both ways (`tests/derivatives/test_losses.py`).
-All gradients must be computed in the forward pass, from the potentials of the solve, so that memory
-does not grow with the number of iterations.
+First derivatives must be computed in the forward pass, from the potentials of the solve, so that
+memory does not grow with the number of iterations; second ones are solved for when asked for.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Products of a plan with points and with directions along which points move, for `curvature`.
 
-`plan_points` builds the `PlanPoints` of a term, a plan with the points of its sides; `curvature`
-takes all products with points and directions from it. A plan multiplies matrices (m, k): points
-(m, d), one value a point and direction (s, m), and directions (s, m, d) are concatenated to one
-matrix, so that they share a pass.
+`plan_points` builds the `PlanPoints` of a term, a plan with the points of its sides; `curvature`,
+the second derivatives of OT_epsilon by the points, takes all products with points and directions
+from it. A plan multiplies matrices (m, k): points (m, d), one value a point and direction (s, m),
+and directions (s, m, d) are concatenated to one matrix, so that they share a pass.
 
 `PackedPlanPoints` is the same for points that an operator has packed. They take the memory of one
 copy in float32, and directions that of another, as they are multiplied one by one. Products with

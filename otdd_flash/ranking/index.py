@@ -6,8 +6,9 @@ and method of class distances as they were when the index was built.
 
 A folder holds `index.json`, which names members before they are solved, and two files for each
 member, named after its digest: its numbers, and its rows, which are read when a query needs them.
-Every file must appear whole or not at all, so that a killed build goes on where it was; one that is
-damaged is found by its checksum, and that member is computed again.
+Every file must appear whole or not at all, so that a killed build goes on where it was. Checksums
+find what is damaged: a member's numbers are computed again from its rows, damaged rows are reported
+until the dataset is given again, and a damaged index.json is refused.
 
 Keys of `Settings.to_dict` and of members' files are the format: indices of earlier versions stay
 readable, or `INDEX_FORMAT` rises.

@@ -2,10 +2,10 @@
 
 Distances, losses, derivatives, flows, mixtures, rankings, studies and given matrices all call
 `solve` with a `Comparison` or a `MatrixComparison` at an epsilon, and get a `Divergence`. The terms
-of small problems are solved all at once (`solver.small`), equal clouds are one term, and other
-problems solve their terms in turn (`solver.divergence`); epsilon 0 goes to `solver.exact`. All
-routes at a positive epsilon must end with the same certificates, so that the choice decides how
-long a solve takes and its last digits, never whether its bounds hold
+of small problems are solved all at once (`solver.small`), sides of equal content and class
+distances are one term, and other problems solve their terms in turn (`solver.divergence`); epsilon
+0 goes to `solver.exact`. All routes at a positive epsilon must end with the same certificates, so
+that the choice decides how long a solve takes and its last digits, never whether its bounds hold
 (`tests/solver/test_bounds.py`).
 
 `otdd_flash` exports `sinkhorn` and `sinkhorn_divergence`; users alone call them.
@@ -56,7 +56,8 @@ def solve(
 ) -> Divergence:
     """Solve the divergence of a comparison, or without debiasing the cross term alone.
 
-    Clouds of equal fingerprint are one cloud: a single self term.
+    Datasets of equal content and class distances (`Comparison.identical`) are one cloud: a single
+    self term. Matrices are never taken as equal.
 
     Args:
         comparison: two datasets with class distances, or a matrix with its masses; with epsilon.
@@ -67,6 +68,8 @@ def solve(
         progress: called in every iteration.
         solved: called after each term, as solved(name, operator, term).
         gradient_callbacks: called instead, if the solve computes the gradients by points itself.
+
+    Exact distances have no use for `start`, `known`, `solved` and `gradient_callbacks`.
 
     Raises:
         InputError: the block of W of a self term is not symmetric, an allocation fails, or rounding
@@ -218,8 +221,9 @@ def sinkhorn_divergence(
 
     Arguments and errors as for `sinkhorn`; without `debias`, the cross term alone. The blocks [x,
     x] and [y, y] of `class_table` are read as well and must be symmetric but for rounding. `start`
-    holds potentials by term to start from, {"xy": g, "xx": f, "yy": g}. Clouds of equal fingerprint
-    count as one: a single self term is solved, the value is 0 and the bounds are [0, 0].
+    holds potentials by term to start from, {"xy": g, "xx": f, "yy": g}. Sides of equal content
+    whose blocks of `class_table` are equal count as one cloud: a single self term is solved, the
+    value is 0 and the bounds are [0, 0].
 
     With `unbalanced` (Sejourne et al. 2019, Sinkhorn divergences for unbalanced optimal transport)
     all three terms are relaxed, by one rho for both sides. A further term, epsilon / 2 times the

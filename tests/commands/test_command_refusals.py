@@ -98,10 +98,13 @@ TABLE = """
     noise_floor=true max_samples=10 -> min_class_size=4
     NOWHERE backend=nothing -> backend
     NOWHERE min_class_size=0 -> min_class_size
+    NOWHERE extractor.pca=0 -> extractor.pca must be
     NOWHERE report.order=best -> unknown report.order 'best'; choose one of: given, hierarchical
     flow NOWHERE backend=nothing -> backend
     flow NOWHERE min_class_size=0 -> min_class_size
     flow NOWHERE flow.functionals=[3] -> a mapping such as {name: norm, weight: 0.1}, got 3
+    flow NOWHERE flow.space=pixels extractor=pixels extractor.batch_size=0 -> extractor.batch_size
+    flow NOWHERE flow.space=pixels extractor=pixels extractor.size=0 -> extractor.size must be
     flow flow.mode=sideways -> 'sideways' | features, attached, joint, augmented
     flow flow.mode=attached labels=sinkhorn -> attached | gaussian | means | sinkhorn
     flow 'flow.optimizer_options={speed: 3}' -> speed | momentum

@@ -93,6 +93,18 @@ def test_an_index_in_a_folder_is_asked_again(nearest):
     assert read()["epsilon"] == 3
 
 
+def test_what_does_not_change_features_does_not_count_and_queries_write_no_extractor(nearest):
+    assert nearest(f"library=[{LIBRARY}]", "index=lib").code == 0
+    built = Path("lib/extractor.json")
+    built.write_text(json.dumps({**json.loads(built.read_text()), "download": True}))
+    said = nearest("library=lib")
+    assert said.code == 0, said.err
+    # As if it were built from Python, where users embed: a query must not claim its own extractor.
+    built.unlink()
+    assert nearest("library=lib").code == 0
+    assert not built.exists()
+
+
 @pytest.fixture
 def archives() -> list[str]:
     """Members of two classes by path: an archive, arrays beside labels, a table."""

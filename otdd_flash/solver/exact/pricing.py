@@ -228,7 +228,7 @@ def block_height(n: int, m: int, device: torch.device) -> int:
 
 
 class Arcs(NamedTuple):
-    """Pairs (i, j) with their costs, on the host, without duplicates and sorted by row.
+    """Pairs (i, j) with their costs, on the host: each once, sorted by row, then by column.
 
     Attributes:
         rows: (k,) i.

@@ -135,7 +135,8 @@ def solve_program(
     Args:
         supply: (n,) integers.
         demand: (m,) integers of the same sum.
-        arcs: a cost of +inf is taken only where nothing else has a plan.
+        arcs: sorted by row, then by column; a cost of +inf is taken only where nothing else has a
+            plan.
         f: (n,) row potentials to reduce costs by.
         g: (m,) column potentials to reduce costs by.
         slack: whether up to n + m units may be left out where no plan has them, as masses that

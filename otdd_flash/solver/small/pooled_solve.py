@@ -11,9 +11,9 @@ by one. So CUDA graphs hold all of it: one graph prepares scores and potentials,
 iterations of all terms, the cross term beside the self terms, one certifies, and one computes the
 gradient by the points of each side. They read sizes, weights, epsilon and the address of a given
 matrix from the device's memory (`Inputs`), so that a solve in the cache serves every problem that
-fits its `Room`. The host must wait for the device only in `read`, for the state of the iterations
-and the numbers of the certificate. On a processor nothing is recorded, and iterations end as soon
-as they are done.
+fits its `Room`. During a solve the host must wait for the device only in `read`, for the state of
+the iterations and the numbers of the certificate. On a processor nothing is recorded, and
+iterations end as soon as they are done.
 
 The engine iterates on segments, one for each term of each problem (`operators.score_pool`): B of
 the cross terms, and 2 B of the self terms, in which x and y of a problem follow each other.

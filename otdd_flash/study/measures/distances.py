@@ -11,7 +11,9 @@ Bures-Wasserstein distance between whole datasets, without labels. `study.measur
 K tasks have K self terms and K (K - 1) / 2 cross terms, each solved as `dataset_distance` does and
 each a unit of its own (`term_unit`), so that both directions share one. Class distances are
 computed in blocks of two tasks (`class_unit`), and the mean cost over all pairs is one unit
-(`epsilon_unit`). Units on two tasks i and j have i <= j, and each is made once per `Setup`.
+(`epsilon_unit`). Units on two tasks i and j have i <= j. Those that others need (`term_unit`,
+`class_unit` and `epsilon_unit`) are made once per `Setup`; each call makes the others again, the
+same by digest.
 
 Stored units are used as long as their keys are equal, so a change that gives other numbers must
 change the key. The datasets are checked and moved to the device once per process (`compared`).
