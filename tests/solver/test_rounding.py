@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from labelled_costs import cost_between
 
 from otdd_flash.cost.points import LabelledCost
 from otdd_flash.cost.rounding import float16_rounding
+from otdd_flash.formulas.decision import CROSS, SELF, Form
 from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.operators.point_scores import stored_operator, streamed_operator
 from otdd_flash.operators.torch_operator import TorchOperator
+from otdd_flash.solver import solve
+from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solve import solve_term
 
@@ -113,6 +117,48 @@ def test_the_original_points_go_on_where_rounding_is_not_little(
     errors = (plan.sum(0) - b).abs().sum(), (plan.sum(1) - a).abs().sum()
     assert float(max(errors)) <= term.marginal_error * (1 + 1e-6) <= 1e-3
     assert (not passes) == little
+
+
+@pytest.mark.parametrize(
+    ("form", "hidden", "polished"),
+    [
+        # One that hides little is not made more accurate: iterations leave room for what it hides.
+        (CROSS, 0.3, [False, False]),
+        (SELF, 0.3, [False, False]),
+        # Where it hides much, a cross term's updates come first, and if that is not enough it goes
+        # on; a self term's one more iteration is cheaper.
+        (CROSS, 0.6, [False, True, True]),
+        (SELF, 0.6, [False, True]),
+    ],
+)
+def test_after_a_certificate_that_misses(
+    form: Form, hidden: float, polished: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, tolerance = torch.Generator().manual_seed(0), 1e-3
+    x, y = torch.randn(60, 4, generator=draw), torch.randn(50, 4, generator=draw) + 0.5
+    sides = (x, x) if form.symmetric else (x, y)
+    a, b = (torch.full((len(side),), 1 / len(side), dtype=torch.float64) for side in sides)
+    operator = matrix_operator(reference.dense_cost(*sides), a, b)
+    asked: list[bool] = []
+    potentials: list[torch.Tensor] = []
+    certify = solve.certify_last
+
+    def misses(budget: Any, problem: Any, last: Any, **settings: Any) -> Certificate:
+        """As if rounding hid so much, except from the last one that is expected."""
+        found = certify(budget, problem, last, **settings)
+        asked.append(settings["polished"])
+        potentials.append(last.g.clone())
+        if len(asked) == len(polished):
+            return found
+        return found._replace(marginal_error=1.05 * tolerance, undetectable=hidden * tolerance)
+
+    monkeypatch.setattr(solve, "certify_last", misses)
+    term = solve_term(operator, 0.05 * operator.costs.mean, Converged(tolerance), form)
+    assert asked == polished
+    # Only a cross term's certificate is repeated at the same potentials.
+    repeated = [torch.equal(*pair) for pair in pairwise(potentials)]
+    assert repeated == [True, False][-len(repeated) :]
+    assert term.marginal_error <= (0.9 - (hidden if hidden < 0.5 else 0)) * tolerance
 
 
 @pytest.mark.parametrize("spread", [0.1, 10.0])
