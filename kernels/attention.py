@@ -12,13 +12,14 @@ because Triton's interpreter takes time for each tile.
 
     u_i = t_i - log sum_j exp(S_ij + v_j),      O_i = sum_j P_ij V_j,  P_ij ~ exp(S_ij + v_j),
 
-S = scale rows columns^T, of H heads side by side, with rows of P that sum to 1. It is the online
-normalisation of attention (Milakov & Gimelshein 2018; Dao et al. 2022) with a bias of columns: with
-v = 0 and t = 0, O is softmax attention. Columns are updated by the same kernel, rows and columns
-swapped. A column with v_j = -inf takes no part; if no column takes part, u is +inf and O is NaN.
+S = scale rows columns^T (n, m) of rows (n, d), columns (m, d) and values V (m, e), of H heads side
+by side, with rows of P that sum to 1. It is the online normalisation of attention (Milakov &
+Gimelshein 2018; Dao et al. 2022) with a bias of columns: with v = 0 and t = 0, O is softmax
+attention. Columns are updated by the same kernel, rows and columns swapped. A column with v_j =
+-inf takes no part; if no column takes part, u is +inf and O is NaN.
 
-A half-step without values, but for the first, has a `guess`, the potential of its rows from the
-half-step before: entries of exp(S + v + guess) are at most 1, or n / m, and sums need no maximum.
+A half-step without values, but for the first, has a `guess`, the potential of its rows one
+iteration earlier: entries of exp(S + v + guess) are at most 1, or n / m, and sums need no maximum.
 If a sum then leaves the range of float32, because potentials have moved far, the online pass
 follows. The output is made by the online pass alone: its weights are relative to the largest of
 their row, and keep their digits in float16.
@@ -52,14 +53,14 @@ keys where A is transposed.
 The exponentials of all iterations are P = exp(S + u_c + v_c) times numbers of rows and of columns,
 exp(u_t - u_c) and exp(v_t - v_c): one exponential a score, and a multiplication and an addition a
 term. If the potentials of a head have moved so far that P might be 0 where a term is not, `near` of
-the head is 0, and each term has an exponential of its own. The kernel is launched once for either
-kind of heads.
+the head is 0, and each term has an exponential of its own. The kernel is launched once for heads
+that are near and, where there are earlier terms, once for the others.
 
 Memory: nothing is (n, m); vectors of all iterations lie side by side. Work: 2 n m (2 d + e)
 operations on tensor cores, n m exponentials a head that is near, else (2 c + 1) n m.
 
-`tests/kernels/test_compilation.py` compiles every kernel for its blocks and limits the registers
-that it may spill.
+`tests/kernels/test_compilation.py` compiles every kernel at widths of 64 and 256. It limits the
+registers that kernels of half types may spill at width 64.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How kernels cut the scores into tiles, and how a tile of coordinates is loaded.
 
-Kernels of `passes` and `segments.step` take their tiles and loads from here, those of `passes` also
+Kernels of `passes` and `segments.step` take tiles and loads from here, but for the sizes of
+`plan_marginals` and the loads of `resident_half_step`; `half_step` and `fused_product` also take
 their ranges. `points`, `operators.build` and `operators.triton_operator` read `BLOCK_ROWS` or
 `BLOCK_COLUMNS`, to which clouds are padded. Hopper and later load tiles through tensor descriptors;
 Ampere, Ada and the interpreter through pointers. Sizes were the fastest of those measured on an
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Rows of a class-pure block, and rows of every tile.
+# Rows of a class-pure block, and of a tile of `passes`, but for some of `plan_marginals`.
 BLOCK_ROWS = 128
 # Every cloud is padded to a multiple of it, the widest tile.
 BLOCK_COLUMNS = 256

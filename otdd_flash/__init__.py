@@ -24,8 +24,9 @@ Conventions, the same everywhere:
 
 A name is imported at its first use (PEP 562), so importing the package imports no torch. Nothing
 reached from here imports Hydra; the commands, such as `python -m otdd_flash.distance`, do. A new
-public name needs an entry in `_HOMES` and among the imports for type checkers. Users, `experiments`
-and `notebooks` import these names; modules of the package import each other.
+public name needs an entry in `_HOMES` and among the imports for type checkers
+(`tests/test_public_names.py` guards all three). Users, `experiments` and `notebooks` import these
+names; modules of the package import each other.
 """
 
 from __future__ import annotations

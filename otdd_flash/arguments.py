@@ -14,10 +14,10 @@ Some eighty modules use this one. Public functions are decorated with `takes` (`
 data sources.
 
 Other forms of a value are accepted here and converted by the function that reads it: `(features,
-labels)` by `data.given`, a device's name by `cost.compute`, a method's name by `labels.metrics`.
-Numbers, paths and devices are converted by the check itself. This module must not import torch, so
-that `import otdd_flash` stays quick and free of it: classes are compared by their full names, which
-must follow a class that moves.
+labels)` by `data.given`, a device in place of `ComputeOptions` by `cost.compute`, a method's name
+by `labels.metrics`. Numbers, paths and `torch.device` are converted by the check itself. This
+module must not import torch (`tests/test_arguments.py`): classes are compared by their full names,
+which must follow a class that moves.
 """
 
 from __future__ import annotations

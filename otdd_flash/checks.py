@@ -3,7 +3,7 @@
 A check is called with the argument's name and value. It returns the value to use, or raises an
 `InputError` of one sentence: the name, what is accepted, the value given. Numbers of any library
 become Python's own; bool is not a number, 1.5 is not an integer, text is neither. `arguments`
-imports nearly all of it. Some forty other modules use parts: `shown` for values in messages
+imports nearly all of it. More than forty other modules use parts: `shown` for values in messages
 (`data.arrays`, `derivatives.hessian`, ...), `path` (`data.dataset`, `files.cache`, ...), and checks
 that they declare in `@takes(...)`, the decorator of public functions, such as `optional` and
 `tensor` (`derivatives.loss`, `batched.plans`, ...).
@@ -129,7 +129,8 @@ def choice(*known: str) -> Check:
 def path(name: str, value: Any) -> Any:
     """Return a path, as text or as an object, with a leading `~` expanded; refuse empty ones.
 
-    All paths that users give are prepared here and nowhere else.
+    Every path that a user gives must be prepared here, but for the folder of `log.uri`, an address,
+    which `integrations.tracking` prepares.
     """
     if not isinstance(value, str | os.PathLike):
         raise refused(name, "be a path", value)

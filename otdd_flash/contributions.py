@@ -2,22 +2,25 @@
 
     s_i = (g_i - sum_j a_j g_j) / (1 - a_i),    g = dS / da
 
-with a the masses of the source. Without row i the other masses grow by the factor 1 / (1 - a_i),
-and S changes by -a_i s_i to first order: a row with s_i > 0 keeps the datasets apart. For equal
-masses and without debiasing it is the calibrated gradient of Just et al. 2023, LAVA: data valuation
-without pre-specified learning algorithms.
+with S the distance and a the masses of the source. Without row i the other masses grow by the
+factor 1 / (1 - a_i), and S changes by -a_i s_i to first order: a row with s_i > 0 keeps the
+datasets apart. For equal masses and without debiasing it is the calibrated gradient of Just et al.
+2023, LAVA: data valuation without pre-specified learning algorithms. At epsilon 0, where S has
+kinks, the contribution of a row is its mean cost under the plan.
 
-Masses act in two ways. With fixed class distances, g is f_xy - f_xx, or f_xy without debiasing;
-with marginals relaxed by a fixed rho, phi(f) of `formulas.marginals` takes the place of each f. In
-addition the moments of a row's class move with its mass, and with them the class distances,
+Masses act in two ways. With fixed class distances W, g is f_xy - f_xx, of the source's potentials
+in the cross and in the self term, or f_xy without debiasing; with marginals relaxed by a fixed rho,
+phi(f) of `formulas.marginals` takes the place of each f. In addition, for W by `gaussian` and
+`means`, the moments of a row's class move with its mass, and W with them,
 
-    m = sum_i w_i x_i,    S = sum_i w_i (x_i - m)(x_i - m)^T / z,    w_i = a_i / sum of the class
+    m = sum_i w_i x_i,  cov = sum_i w_i (x_i - m)(x_i - m)^T / z,  w_i = a_i / sum of the class
 
 where z = 1, or z = 1 - sum w_i^2, which is differentiated too, for unbiased covariances.
 
 `DistanceResult.contributions` (`result`) computes them and `commands.compare` reports them; the
 gradient itself is `derivatives.gradient`. A metric of class distances whose values move with the
-masses must be treated here, or its contributions count W as fixed.
+masses must be treated in `_tables`, or its contributions count W as fixed, as they do for all other
+metrics.
 """
 
 from __future__ import annotations

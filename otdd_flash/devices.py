@@ -3,8 +3,9 @@
 `resolve_device` converts the names that users give: `flows.run`, `result`, `sliced`, `study.study`,
 `extractors.embedding`, `commands.sides` and others call it. `moved` and `sent` transfer tensors
 (`samples`, `labels.measuring`, `engine.quasi_newton_kernels`); `check_triton` and `is_amd` tell
-`cost.compute` and `labels.sinkhorn_pairs` whether Triton kernels may run. No computation is moved
-to another device silently, because its speed, memory and rounding differ.
+`cost.compute` and `labels.sinkhorn_pairs` whether Triton kernels may run. A device that is not
+there must be refused, not replaced by another, whose speed, memory and rounding differ
+(`tests/test_devices.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ALIGNMENT = 16
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """Return the torch device of a name; `auto` is the first CUDA device, or the CPU without one.
+    """Return the torch device of a name; `auto` is the current CUDA device, or without one the CPU.
 
     A CUDA device has its index, so that it equals the device of its tensors.
 

@@ -5,14 +5,15 @@ A solve reads its iterates to decide when to stop, so it cannot be traced or tra
 derivatives, `torch.jit.trace` and fake tensors are refused in one sentence. Autocast, the default
 dtype, the default device and inference mode do not reach into the call.
 
-`computes` decorates every entry point that computes (`otdd`, `pairwise`, `flows.run`,
-`labels.measuring`, `derivatives.loss`, `batched.plans`, methods of `result`, ...), so that
-surrounding modes change no number of its result; a new entry point needs it too. Backward passes
-(`derivatives.autograd`) use `own_settings` and `check_transforms`, as they may be called inside
-such a context although the forward pass was outside; `samples` uses them and `untraced`, because
-users make samples inside such contexts. `batched.doubly_stochastic`, `attention` and gradients of
-`batched.recorded`, which may be traced by `torch.compile`, use `check_transforms`, and passes of
-`attention` run with `own_settings`.
+`computes` decorates every entry point that computes and cannot be traced (`otdd`, `pairwise`,
+`flows.run`, `labels.measuring`, `derivatives.loss`, `batched.plans`, methods of `result`, ...), so
+that surrounding modes change no number of its result; a new entry point needs it too
+(`tests/test_eager.py`). Backward passes that compute from their inputs (`derivatives.autograd`) use
+`own_settings` and `check_transforms`, as they may be called inside such a context although the
+forward pass was outside; `samples` uses them and `untraced`, because users make samples inside such
+contexts. `batched.doubly_stochastic`, `attention` and gradients of `batched.recorded`, which may be
+traced by `torch.compile`, use `check_transforms`, and passes of `attention` run with
+`own_settings`.
 """
 
 from __future__ import annotations

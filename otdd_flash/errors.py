@@ -151,7 +151,7 @@ class _Notice(UserWarning):
 
 
 class NotConvergedWarning(_Notice):
-    """A solve stopped early, or potentials are undetermined; solver bounds of the value hold."""
+    """A tolerance was missed, or potentials are undetermined; bounds of the value hold."""
 
 
 class DataNotice(_Notice):

@@ -5,10 +5,10 @@ Rows with several labels are rows of one class each, the class of all rows with 
 classes, such as draws, layouts and files, follows sets. Numbers are float64 targets (n, q).
 
 `samples` and `data.dataset` read labels by `encode_rows`; `data.arrays` calls `split_text`,
-`labels.metrics` `named_numbers`, `flows.maps` `set_name`, and `shift.rows` makes `Encoded` labels.
-`result`, `flows.result` and `ranking.index` restore sets by `named_sets`. `samples`,
-`labels.pairs`, `operators.label_costs`, `shift.rows` and `report.planes` read the shares of labels
-in a set.
+`labels.metrics` and `data.dataset` `named_numbers`, `flows.maps` `set_name`, and `shift.rows` makes
+`Encoded` labels. `result`, `flows.result` and `ranking.index` restore sets by `named_sets`.
+`samples`, `labels.pairs`, `operators.label_costs`, `shift.rows`, `unmatched` and `report.planes`
+read the shares of labels in a set.
 
 A change must keep sets in an order that their members alone decide, because fingerprints of samples
 (`samples`) depend on that order.

@@ -3,7 +3,8 @@
 Users alone call it; it calls `attention.attention`. A change must keep what
 `torch.nn.MultiheadAttention` has: arguments, parameters and their names, so that state dicts load
 and PyTorch's encoder layers take it. Options of PyTorch that this layer lacks are refused, never
-ignored.
+ignored; only `average_attn_weights` has no effect, as no weights are returned
+(`tests/attention/test_layer.py`).
 """
 
 from __future__ import annotations

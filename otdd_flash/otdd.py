@@ -6,17 +6,18 @@ after Alvarez-Melis & Fusi 2020, Geometric dataset distances via optimal transpo
 Feydy et al. 2019, Interpolating between optimal transport and MMD using Sinkhorn divergences.
 
 `dataset_distance` is the whole path: check datasets and options, move both to the device, measure
-class distances, settle epsilon, solve the terms, return a `DistanceResult`. `commands.compare`,
-`sampling.comparison` and `integrations.torchmetrics` call it, and users. `pairwise` calls
-`ground_cost`, `prepared` and `refuse_starts`, `commands.compare` the last; `commands.settings`
-reads LAMBDA_Y. Errors of input must come before class distances are measured, which may take long.
+class distances, settle epsilon, solve the terms, return a `DistanceResult`. With `ground="gromov"`
+`gromov.distance` goes on after the first checks. `commands.compare`, `sampling.comparison` and
+`integrations.torchmetrics` call it, and users. `pairwise` calls `ground_cost`, `prepared` and
+`refuse_starts`, `commands.compare` the last; `commands.settings` reads LAMBDA_Y. What can be
+refused without class distances must be refused before these are measured, which may take long.
 
 `takes_shards`, which decorates it, stands before it: on several processes, each of which holds a
-shard of every dataset, it joins the shards in the order of the ranks (the numbers of the processes
-in their group), and rank 0 leads the computation, so that the result is that of one process with
-all rows. All ranks must run the same collectives, as a rank that misses one leaves the others
-waiting. Checks of a rank's own input therefore run inside `ranks.together`, which raises the error
-of one rank on all of them.
+shard of source and target, it joins the shards in the order of the ranks (the numbers of the
+processes in their group), and rank 0 leads the computation, so that the result is that of one
+process with all rows (`tests/ranks/test_shared_distance.py`). All ranks must run the same
+collectives, as a rank that misses one leaves the others waiting. Checks of a rank's own input
+therefore run inside `ranks.together`, which raises the error of one rank on all of them.
 """
 
 from __future__ import annotations
@@ -284,7 +285,7 @@ def ground_cost(lambda_x: float, lambda_y: float | None, ground: str) -> GroundC
 
 
 def refuse_starts(starts: int | None) -> None:
-    """Raise an `InputError` if starts are given with another ground than gromov."""
+    """Raise an `InputError` if starts are given; grounds other than gromov have none."""
     if starts is not None:
         raise InputError("starts are of ground=gromov alone; leave them out")
 

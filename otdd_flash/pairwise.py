@@ -5,9 +5,12 @@
 A self term depends on one dataset and its block of W alone. So K datasets take K self terms and K
 (K - 1) / 2 cross terms, and the table W over all their classes is measured once.
 `pairwise_distances` is public, and no module of this package calls it; it uses the same comparison
-and solver as `otdd.dataset_distance`. A change must keep every number equal to that of
-`dataset_distance` for the same two datasets and epsilon, also if several ranks solve the terms, so
-that results of both can be compared.
+and solver as `otdd.dataset_distance`. With `ground="gromov"`, which has no self terms,
+`gromov.distance` measures W and solves every pair. A change must keep every number equal to that of
+`dataset_distance` for the same two datasets, the same epsilon and the same settings of labels
+(`tests/test_pairwise.py`), also if several ranks solve the terms, so that results of both can be
+compared. Settings of labels that are left to the data, the scale of `continuous` and the epsilon of
+`sinkhorn`, follow from all K datasets here.
 
 `PairwiseResult` is what it returns; `report.pairwise` shows it; users save and load it. It is saved
 as result.json and class_distances.npz with one checksum over both; result.json is written last, so
@@ -117,7 +120,8 @@ def pairwise_distances(
     """Compute the distances between several labelled datasets, each with each.
 
     Every number is that of `dataset_distance` between the same two datasets, the earlier one as the
-    source, at the same epsilon.
+    source, at the same epsilon. If labels are `continuous` or `sinkhorn` without a scale or an
+    epsilon of their own, these are of all datasets together.
 
     Args:
         datasets: K >= 2 labelled datasets of one dimension, on one device, as samples, as arrays

@@ -9,8 +9,9 @@ and Hugging Face, nullable, categorical or nested; `label_sets`, `real_numbers`,
 
 NumPy's own conversion turns integers into floats as soon as one is missing, or beside floats, and
 rounds large ones, so that two classes may become one. So a change must convert the present entries
-alone, with a mask of the missing ones. Tables are recognised without an import of pandas or
-pyarrow: an object of theirs exists only where they are imported already.
+alone, with a mask of the missing ones (`tests/test_samples.py`, `tests/test_real_numbers.py`).
+Tables are recognised without an import of pandas or pyarrow: an object of theirs exists only where
+they are imported already.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def raw_values(labels: Any) -> NDArray[Any]:
     Masked entries of an array and missing entries of a table become None.
 
     Raises:
-        InputError: bytes are not text, or rows have different numbers of labels.
+        InputError: bytes are not text, text ends in NUL, rows have different numbers of labels, or
+            whole numbers in floats are so large that their type rounds integers.
     """
     missing = None
     if isinstance(labels, Tensor):

@@ -6,11 +6,12 @@ pass here. `samples`, `data` (`arrays`, `dataset`, `given`, `hugging_face`), `ex
 `fingerprint` takes its `in_one_row`.
 
 A change must keep the rule, because a rounded identifier or value would give another result
-unnoticed: a number from 2^53 on that float64 cannot hold is refused with its row, in whatever
-container: integers, Python's own, decimals and fractions. So is any number of a longer
-floating-point type that float64 rounds. Decimal digits below 2^53 are rounded to the nearest
-float64, as those of a text are. Memory is shared with the caller if possible, and never written to
-(`tests/test_real_numbers.py`).
+unnoticed: a number from 2^53 on that float64 cannot hold is refused, with its row where a user gave
+it, in whatever container: integers, Python's own, decimals and fractions. So is any number of a
+longer floating-point type that float64 rounds. Integers of an extractor's features are refused
+beyond 2^24, where float32 rounds some (`check_integers`). Decimal digits below 2^53 are rounded to
+the nearest float64, as those of a text are. Memory is shared with the caller if possible, and never
+written to (`tests/test_real_numbers.py`).
 """
 
 from __future__ import annotations

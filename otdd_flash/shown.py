@@ -5,9 +5,12 @@ calls `display`, or a form of it: `csv_cell`, `html_text`, or `shorten` for a na
 and warnings do so when they are made (`errors`), and `commands.messages.Terminal` again for all
 that a command prints. Files of results (JSON, safetensors) keep names unchanged.
 
-A change must respect that displaying text twice changes nothing, because messages pass several of
-these places; that secrets are hidden before text is cut, because half a secret is not recognised;
-and that printed bounds are rounded outwards, so that they still hold.
+Modules that make results and reports take `interval`, `bounded` and `epsilon_shown` for numbers.
+
+A change must respect that `display` of its own result changes nothing, because messages pass
+several of these places (`tests/test_shown.py`); that secrets are hidden before text is cut, because
+half a secret is not recognised; and that `interval` rounds finite bounds outwards, so that they
+still hold (`tests/report/test_distance_report.py`).
 """
 
 from __future__ import annotations
@@ -67,7 +70,8 @@ def epsilon_shown(epsilon: float, mean_cost: float | None) -> str:
 def interval(value: float, lower: float, upper: float) -> str:
     """Return `value [lower, upper]` with as many digits as the bounds support.
 
-    Bounds are rounded outwards, so the printed interval still holds the true distance.
+    Bounds are rounded outwards, so the printed interval still holds the true distance. If a number
+    is not finite, all three have six digits, rounded to the nearest.
     """
     if not all(math.isfinite(number) for number in (value, lower, upper)):
         return f"{value:.6g} [{lower:.6g}, {upper:.6g}]"
@@ -95,7 +99,10 @@ def bounded(value: float, lower: float, upper: float) -> str:
 
 
 def bounded_energy(value: float, lower: float, upper: float) -> str:
-    """Return a value that bounds say little of, as they are of the least of all plans."""
+    """Return a value with bounds of the least of all plans, which say little of the value.
+
+    All have six digits, rounded to the nearest.
+    """
     return f"{value:.6g} (the least: {lower:.6g} to {upper:.6g})"
 
 

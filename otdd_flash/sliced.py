@@ -4,14 +4,16 @@
 
 after Nguyen et al. 2025, "Lightspeed geometric dataset distance via sliced optimal transport". A
 draw maps every sample to a number; every dataset is projected and sorted once per draw
-(`Projected`), and a pair then costs a subtraction (`squared_wasserstein`).
+(`Projected`), and of a pair the sorted numbers are subtracted (`squared_wasserstein`), of unequal
+masses or sizes after a merge of both.
 
 `sliced_distances` is public; `study.measures.distances` calls `prepare`, `chunks_of`, `draws_in`,
 `draw_chunk` and `chunk_distances` to measure chunk by chunk; `gromov.bounds` calls `equal_steps`
 and `weighted_steps`. Everything is float64. A change must keep draw k of a seed the same however
 many draws there are, also if its chunk is computed alone: a study stores chunks and resumes from
-them. MOMENTS, DRAWS_PER_CHUNK and the order of the random calls in `draw_chunk` decide every draw;
-WORK_BYTES, BUFFERS and ROWS_AT_ONCE decide memory and speed, and of the result only its rounding.
+them (`tests/sliced/test_sliced_distances.py`). MOMENTS, DRAWS_PER_CHUNK and the order of the random
+calls in `draw_chunk` decide every draw; WORK_BYTES, BUFFERS and ROWS_AT_ONCE decide memory and
+speed, and of the result only its rounding.
 
 W_2^2 has a heavy tail over draws, the heavier the larger the features are: a moment of order l
 contributes the power 2 l of a projection. Means of L draws are skewed, and symmetric intervals that
@@ -33,9 +35,9 @@ tail of a distribution),
 
     gamma = mean of log x_(1..k) - log x_(k+1),    standard error gamma / sqrt(k),
 
-and one standard error is added, since small samples seldom show their tail. How the excess
-lengthens an interval was fitted by simulation (`experiments.interval_coverage`); a change of the
-estimate invalidates that fit.
+and one standard error is added, since small samples seldom show their tail. The excess is by how
+much the sum exceeds LIGHT. How it lengthens an interval was fitted by simulation
+(`experiments.interval_coverage`); a change of the estimate invalidates that fit.
 
 `report.pairwise` draws a `SlicedResult`, which `study.measures.distances` builds too;
 `sampling.subsampling` and `study.measures.distances` call `rows_excess`. The keys of `to_dict` are
@@ -112,7 +114,8 @@ def sliced_distances(
         progress: called as progress(draws done, their total).
 
     Raises:
-        InputError: a dataset has no labels, dimensions differ, or powers of features overflow.
+        InputError: a dataset has no labels or several a row, dimensions differ, or powers of
+            features overflow.
 
     Warns:
         DataNotice: there are too few draws for confidence intervals, or few draws carry most of a
@@ -135,7 +138,7 @@ def prepare(datasets: Sequence[LabeledSamples], device: str) -> list[Projected]:
     """Return the datasets on a device, ready for draws.
 
     Raises:
-        InputError: there is no such device, or a dataset has no labels.
+        InputError: there is no such device, or a dataset has no labels or several a row.
     """
     place = resolve_device(device)
     return [Projected(samples.to(place)) for samples in datasets]
@@ -193,7 +196,7 @@ class Projected:
         samples: labelled samples, on the device that computes.
 
     Raises:
-        InputError: there are no labels.
+        InputError: there are no labels, or several a row.
     """
 
     def __init__(self, samples: LabeledSamples) -> None:
@@ -327,7 +330,7 @@ LARGEST_ORDER = 40
 
 
 class Draws(NamedTuple):
-    """C draws for features of d dimensions, on the CPU; all datasets share them.
+    """C draws for features of d dimensions, made on the CPU; all datasets share them.
 
     Attributes:
         directions: theta (C, d) float64, rows of length 1.

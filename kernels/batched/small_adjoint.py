@@ -15,8 +15,9 @@ among any others. `otdd_flash.batched.adjoint` calls `small_adjoint` with its `L
 the same system in PyTorch without Triton. So a change of the system, or of when a matrix stops,
 must be made in both (`tests/kernels/test_small_adjoint.py`).
 
-Memory: P and G are read, and `out` is written, once. Padded matrices of 64 KB and more are read
-twice, and those in float64 at every step. Work: 4 n m operations a step, and 12 n m.
+Memory: P and G are read, and `out` is written, once. Of padded matrices of 64 KB and more G is read
+twice and P three times, or in float64 twice and at every step. Work: 4 n m operations a step, and
+12 n m.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ row or column of a o E o b is small throughout; further scalings are relative to
 iteration is two products with E. Exponentials are taken once. Where an entry of E is below 2^-60,
 and may have lost bits, that of R is computed in the log domain, with the same scalings. A matrix is
 done again in the log domain, from the first iteration, if it lost an entry of E to 0 and a scaling
-went above 2^30, or if any scaling went above 2^96. Its neighbours keep their results.
+went above 2^30, if any scaling went above 2^96, or if an entry or a sum overflowed. Its neighbours
+keep their results.
 
 One program holds BATCH matrices, padded to powers of two. Sums have an order that depends on sizes
 and type alone, so a matrix gets the same bits among any others. `otdd_flash.batched.balance` calls
@@ -33,9 +34,11 @@ LENGTH-th are kept on chip, and from each the scalings of the next LENGTH iterat
 again. So only memory on chip grows with the iterations, as their square root, and work grows in
 proportion to them.
 
-E takes the place of K; its rounding and the work in the log domain are as above.
+E takes the place of K. A matrix is done again in the log domain as above; single small entries are
+not.
 
-Memory: x and the cotangent are read, and the gradient written, once.
+Memory: x and the cotangent are read, and the gradient written, once; x is read again for the
+derivative by 1 / t.
 """
 
 from __future__ import annotations
@@ -216,7 +219,8 @@ def balance(
 ):  # fmt: skip
     """Iterations from the second on: scalings, their maxima, errors and iterations made.
 
-    With LOG, `kernel` and masses are logarithms to base 2, and scalings pairs whose sum is one.
+    With LOG, `kernel` and masses are logarithms to base 2, and a scaling is a pair whose sum is its
+    logarithm.
     """
     most_row, most_column = phi, gamma
     phi_rest, gamma_rest = tl.zeros_like(phi), tl.zeros_like(gamma)
@@ -455,7 +459,8 @@ def differentiate(
     """Return derivatives by logits (N, BATCH, M) and masses, and the largest scalings (BATCH,).
 
     `start` and `first` are the column scalings before and after the first iteration. With LOG,
-    `kernel`, `a` and `b` are logarithms to base 2, and scalings pairs whose sum is one.
+    `kernel`, `a` and `b` are logarithms to base 2, and a scaling is a pair whose sum is its
+    logarithm.
     """
     N: tl.constexpr = kernel.shape[0]
     BATCH: tl.constexpr = kernel.shape[1]

@@ -95,7 +95,7 @@ def load_logits(
 ):  # fmt: skip
     """(x - h 1^T) / t times log2(e), -inf beyond the matrix; h (N, BATCH), the row maxima; 1 / t.
 
-    Less the largest of its row, no entry is rounded by more than the range of the matrix.
+    The largest of a row is subtracted, so that roundings are relative to the range of the matrix.
     """
     m_entry = m_row[:, :, None] & m_column[None, :, :]
     o_batch = batch_of(m_entry.shape[1])
@@ -172,8 +172,8 @@ class Packing(NamedTuple):
     Attributes:
         matrices: of it.
         warps: of it.
-        registers: of a thread at the most where matrices alone are asked for; a repeat in the log
-            domain, which is rare, would take more, and spills them instead.
+        registers: of a thread at the most, but for potentials; a repeat in the log domain, which is
+            rare, would take more, and spills them instead.
     """
 
     matrices: int
@@ -251,7 +251,7 @@ def launch(
 # The largest scalings allowed where an entry of E was lost to 0, and where none was.
 MOST_SCALING = tl.constexpr(2.0**30)
 MOST_WITHOUT_LOSS = tl.constexpr(2.0**96)
-# Entries of E below it have their scalings in the log domain.
+# Where an entry of E is below it, that of R is computed in the log domain.
 LOG2_SMALL = tl.constexpr(-60.0)
 SMALL = tl.constexpr(2.0**-60)
 

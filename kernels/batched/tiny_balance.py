@@ -8,13 +8,13 @@ in the log domain, the others by scalings of a fixed matrix E with entries in [0
 
 Every entry is a vector along matrices, and a thread loads the rows of its own matrices: sums along
 rows and along columns take no exchange between threads. N sums have one reciprocal, 1 / s_0 = (s_1
-s_2 s_3) / (s_0 s_1 s_2 s_3), which overflows or is lost only if scalings are beyond 2^30; it is
-then NaN, and the matrix is done again in the log domain.
+s_2 s_3) / (s_0 s_1 s_2 s_3), which overflows or is lost only if scalings are beyond 2^30; scalings
+are then infinite or NaN, and the matrix is done again in the log domain.
 
-`otdd_flash.batched.balance` calls `tiny_balance` for the problems that `takes` accepts.
-`tiny_balance_backward` uses its device functions and differentiates its iterations, so a change of
-these must be made there too. `tests/kernels/test_compilation.py` limits the registers that may
-spill.
+`otdd_flash.batched.balance` calls `tiny_balance` for the problems that `takes` accepts, where no
+potentials are asked for. `tiny_balance_backward` uses its device functions and differentiates its
+iterations, so a change of these must be made there too. `tests/kernels/test_compilation.py` limits
+the registers that may spill.
 
 Memory: x is read, and R written, once. Work: for 4 x 4 54 operations an iteration, two of them on
 the special-function unit, and 32 exponentials in all.
@@ -327,7 +327,7 @@ def moved(most, phi, gamma, N: tl.constexpr):
 
 
 def takes(problems: Problems) -> bool:
-    """Whether these are square matrices of up to 4 rows, with nothing else to know of them."""
+    """Whether these have up to 4 rows, as many columns and one t, no masses and no tolerance."""
     n, m = problems.matrices.shape[1:]
     plain = problems.tolerance is None and problems.a is None and problems.scale.ndim == 0
     return plain and n == m <= MOST

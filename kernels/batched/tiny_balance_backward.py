@@ -21,16 +21,17 @@ gamma_k, and D gathers the share of the entries of E,
 The first iteration is done as the last.
 
 Column scalings of every LENGTH-th iteration are kept in registers, and from each the scalings of
-the next LENGTH iterations are computed again. Where `tiny_balance` works in the log domain, so does
-this file; phi, gamma and E are then logarithms to base 2.
+the next LENGTH iterations are computed again. A matrix that `tiny_balance` does again in the log
+domain is done again so here; phi, gamma and E are then logarithms to base 2.
 
 `otdd_flash.batched.balance` calls `tiny_balance_backward` for the problems that `takes` accepts. It
 differentiates the iterations of `tiny_balance`, whose device functions it uses, so a change of
 these must be made here too. `tests/kernels/test_compilation.py` limits the registers that may
 spill.
 
-Memory: x and the cotangent are read, and the gradient written, once. Work: for 4 x 4 some 210
-operations an iteration, four of them on the special-function unit.
+Memory: x and the cotangent are read, and the gradient written, once; x is read again for the
+derivative by 1 / t. Work: for 4 x 4 some 210 operations an iteration, four of them on the
+special-function unit.
 """
 
 from __future__ import annotations

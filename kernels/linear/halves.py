@@ -2,13 +2,14 @@
 
     packed = 2^e (values weights) in packed order,      hi = half(packed),  lo = half(packed - hi)
 
-The power of two of a column brings its largest number below 2^14, so that none overflows. Padding
-is 0. `from_halves` brings results of products with hi and lo, or with their sum, back to float64 in
-the points' own order. `operators.triton_plans` and `passes.block_products` call `to_halves` before
-a product of a plan and `from_halves` after it; `engine.conjugate_gradients_kernels` calls
-`to_halves` to take the image of values that are no directions. The kernels of `cg_step` and
-`cg_start` read products and write halves themselves, by the device functions here, so a change of
-the format changes them too (`tests/kernels/test_linear.py`).
+The power of two of a column brings its largest size to at most 2^14, so that none overflows.
+Padding is 0. `from_halves` brings results of products with hi and lo, or with their sum, back to
+float64 in the points' own order. `operators.triton_plans` and `passes.block_products` call
+`to_halves` before a product of a plan and `from_halves` after it;
+`engine.conjugate_gradients_kernels` calls `to_halves` to take the image of values that are no
+directions. The kernels of `cg_step` and `cg_start` read products and write halves themselves, by
+the device functions here, so a change of the format changes them too
+(`tests/kernels/test_linear.py`).
 
 Shapes: values (N, s), packed (n, 2, s), or more columns.
 
@@ -55,7 +56,7 @@ MANY_COLUMNS, ADJACENT = 256, 8
 
 @triton.jit
 def scale_below(largest):
-    """The power of two that brings the largest size of a column below 2^14, float64."""
+    """The power of two that brings the largest size of a column into (2^13, 2^14], float64."""
     exponent = tl.ceil(tl.log2(tl.maximum(largest, TINY)))
     return tl.exp2(-exponent) * LARGEST
 

@@ -3,7 +3,7 @@
 A `Place` is the address of a matrix, the stride between its rows and its sizes, in device memory.
 Arguments by value are fixed when a CUDA graph records a launch; numbers that its kernel loads are
 not. So one recording serves every matrix of a type and an alignment with no more rows and columns,
-and kernels must read address and sizes by `load_place`. `operators.matrix_kernel` and
+and kernels must read address and sizes from it (`load_place`). `operators.matrix_kernel` and
 `operators.kernel_pool` make a `Place`; all kernels of this folder but those of `half_step` read it.
 
 Facts are, of the finite entries of a row: the lowest and the highest in columns with mass, the

@@ -131,7 +131,7 @@ WHOLE = tl.constexpr(1.5 * 2.0**52)
 
 @triton.jit
 def exact_power_of_two(exponents):
-    """2^t of float64 from -1,022 on, and inf from 1,024 on."""
+    """2^t of float64 for t from -1,022 on, and inf from 1,023.5 on."""
     exponents = tl.minimum(exponents, 1024.0)
     shifted = exponents + WHOLE
     rest = exponents - (shifted - WHOLE)

@@ -31,8 +31,7 @@ some 400 us to make.
 `fill_absent`; the engine makes T'(f) from `Swept.columns`. Whatever shape `sweep_shape` gives must
 fit registers and shared memory (`tests/kernels/test_sweep.py`).
 
-Memory: 4 bytes per column and program, 20 per row and 12 per column; as much of a column again
-where columns are summed once more.
+Memory: 4 bytes per column, padded to a power of two, and program, 12 per row and 12 per column.
 """
 
 from __future__ import annotations

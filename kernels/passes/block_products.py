@@ -36,10 +36,11 @@ matrix products are fastest); blocks share one buffer, so memory does not grow w
 Shapes: V (m, k), A (n, r), B (m, r). Rows of Q sum to (P 1)_i / a_i, about 1, and are scaled by
 2^10 so that entries down to 2^-24 of the row keep all their bits. A row whose unscaled sum is
 outside of `ROW_RANGE`, [2^-5, 2^5], may overflow float16 or lose bits; the caller checks the sums.
-In `high` precision a block, V, A and B are sums hi + lo of two float16, of which hi hi + hi lo + lo
-hi is accumulated in float32.
+V is a sum hi + lo of two float16. In `high` precision a block, A and B are too, and hi hi + hi lo +
+lo hi is accumulated in float32; `WeightedProduct` adds lo lo of a block and V as well.
 
-Work: 2 n m (d + k + r) operations on tensor cores, times three in `high`, and n m exponentials.
+Work: 2 n m (d + 2 k + r) operations on tensor cores, in `high` 6 n m (d + k + r), and n m
+exponentials.
 """
 
 from __future__ import annotations

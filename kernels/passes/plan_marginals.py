@@ -8,9 +8,9 @@ and masses in the terms u and v. Shapes: x (n, d) and y (m, d); all sums in floa
 what `digits` says, a sum of entries to `SUM_ERROR`.
 
 Pairs of digits add up by levels s + t, each in accumulators of its own, so that a tile of digits is
-loaded once for all its pairs. Levels then join to one int32 N, B S for digits of base B; |v| is so
-limited on both sides that |B S| stays below 2^31. With one digit N = S. Four digits of few
-coordinates keep a second int32 M of levels 2 and 3, B S = N + M / B^2.
+loaded once for all its pairs. Levels then join to one int32 N, B S for digits of base B; scaled
+points are so short on both sides (`DigitSide.scale`) that |B S| stays below 2^31. With one digit N
+= S. Four digits of few coordinates keep a second int32 M of levels 2 and 3, B S = N + M / B^2.
 
 One program owns a block of rows and a range of column blocks. Its loop runs over (column block, K
 block) as one flat sequence, so that loads are in flight across column blocks. Entries are computed
@@ -32,9 +32,9 @@ Entries from integer scores and their sums over a part of a tile, `sum_piece`, h
 `operators.fixed_point` makes bounds on sums from the errors below, so a change must keep them upper
 bounds (`tests/kernels/test_plan_marginals.py`). N and M are int32 sums of products of digits in
 base B (`points.digits`), so that (N + M / B^2) / B is the score of two points, or N with one digit;
-M is there for four digits of few coordinates only (`FRACTIONS`). `scale` brings them to exponents
-of 2. u and v are float64: potentials, norms and logarithms of masses. W are class distances, l the
-classes of the points.
+M is there for four digits of few coordinates only (`FRACTIONS`). Here `scale` is that of N, the one
+of S over B, or that of S with one digit. u and v are float64: potentials, norms and logarithms of
+masses. W are class distances, l the classes of the points.
 
 Errors hold in the worst case and on every card; a unit is 2^-24:
 
@@ -497,10 +497,10 @@ def join_columns(left, right, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def sum_piece(
-    scores,  # (128, WIDTH) int32, N
-    fractions,  # (128, WIDTH) int32, M, if FRACTIONS
-    row_term,  # (128,) float64, u
-    o_costs,  # (128,) int32, the rows' offsets in W, if GATHER
+    scores,  # (BLOCK_M, WIDTH) int32, N
+    fractions,  # (BLOCK_M, WIDTH) int32, M, if FRACTIONS
+    row_term,  # (BLOCK_M,) float64, u
+    o_costs,  # (BLOCK_M,) int32, the rows' offsets in W, if GATHER
     column,
     column_term_ptr,  # float64, v
     labels_y_ptr,  # int32
@@ -513,7 +513,7 @@ def sum_piece(
     FRACTIONS: tl.constexpr,
     BASE: tl.constexpr,
 ):
-    """Sum entries from `column` on over columns, (128, 4), and over each 16 rows, (8, WIDTH).
+    """Sum entries from `column` on: rows (BLOCK_M, 4), columns (BLOCK_M / 16, WIDTH) by 16 rows.
 
     Pairs are added, those of one thread first. 16 rows are those of a warp; of a row four threads
     hold two columns of every eight, and keep their sums apart.
@@ -526,11 +526,11 @@ def sum_piece(
     if GATHER:
         labels_y = tl.load(labels_y_ptr + o_column)
         exponents -= tl.load(costs_ptr + (o_costs[:, None] + labels_y[None, :]))
-    plan = power_of_two(exponents)  # (128, WIDTH)
+    plan = power_of_two(exponents)  # (BLOCK_M, WIDTH)
     of_columns = tl.sum(tl.reshape(plan, (BLOCK_M // 16, 2, 8, WIDTH)), 1)
     of_columns = tl.sum(tl.reshape(of_columns, (BLOCK_M // 16, 2, 4, WIDTH)), 1)
     of_columns = tl.sum(tl.reshape(of_columns, (BLOCK_M // 16, 2, 2, WIDTH)), 1)
-    of_columns = tl.sum(of_columns, 1)  # (8, WIDTH)
+    of_columns = tl.sum(of_columns, 1)  # (BLOCK_M / 16, WIDTH)
     of_rows = tl.sum(tl.reshape(plan, (BLOCK_M, WIDTH // 8, 4, 2)), 3)
     for _ in tl.static_range(LOG_WIDTH - 3):
         of_rows = tl.sum(tl.reshape(of_rows, (BLOCK_M, 2, of_rows.shape[1] // 2, 4)), 1)

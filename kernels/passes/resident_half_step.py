@@ -12,8 +12,9 @@ energy into time. Plain Triton cannot keep a tile there, its dialect Gluon can.
 One program has nine warps. One loads: the rows once, then blocks of y through a ring of stages. Two
 groups of four multiply and sum 64 rows each, at their own pace, so that one's exponentials run
 beside the other's products. A stage is free again once both have used it. `half_step` calls
-`resident_half_step` for a tile that is `resident` (`tiling.tile_for`), and merges the sums. A
-change of the sums must be made in both (`tests/kernels/test_half_step.py`).
+`resident_half_step` for a tile that is `resident` (`tiling.tile_for`), but not for blocks that it
+does again, and merges the sums. A change of the sums must be made in both
+(`tests/kernels/test_half_step.py`).
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def resident_half_step_kernel(
     bias_ptr,  # (m,) float32
     costs_ptr,  # (V_x, costs_width) float32
     row_classes_ptr,  # (n / BLOCK_ROWS,) int32
-    column_classes_ptr,  # int32, of `class_terms.add_bias`
+    column_classes_ptr,  # int32, of `score_terms.add_bias`
     shift_ptr,  # (n,) float32, read if SHIFTED
     ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, slot
     highest_ptr,  # (slots, n) float32

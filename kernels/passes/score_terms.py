@@ -11,8 +11,9 @@ No table of all columns is made for it. The numbers looked up depend on how poin
     columns   blocks of rows have one class        a number for every column of a tile
     scores    a block of rows has several          a number for every score
 
-`half_step`, `symmetric_step` and `plan_terms` make it; the kernels beside this module call
-`row_offsets` and `add_bias`.
+`half_step`, `symmetric_step` and `plan_terms` make it; the kernels of `half_step`,
+`symmetric_step`, `plan_blocks` and `fused_product` call `row_offsets` and `add_bias`.
+`resident_half_step` has the same lookups of its own.
 
 `column_bias` is the term of a column in the scores of all rows, in base-2 logarithms:
 
@@ -65,7 +66,7 @@ class ClassTerms(NamedTuple):
         rows: int32, the class of each block of rows (n / BLOCK_ROWS,), or of each row (n,) for
             `scores`.
         columns: int32, the class of each block of columns (m / BLOCK_ROWS,) for `blocks`, or of
-            each column (m,).
+            each column (m,) for `columns` and `scores`; not read for `in_bias`.
         costs: (V_x, V_y) float32, lambda_y W.
     """
 

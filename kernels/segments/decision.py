@@ -1,9 +1,9 @@
 """Decisions of an iteration of `engine.quasi_newton` for every segment, and the moves that follow.
 
-`engine.quasi_newton_kernels` calls `segmented_decision`, then `segmented_move`. From the numbers of
-an evaluation: the dual value and its certified bounds, whether the potentials are kept, whether
-their differences are remembered, whether the segment goes to the next level of epsilon or is done,
-and the move
+`engine.quasi_newton_kernels` calls `segmented_decision`, then `segmented_move`. A decision makes
+from the numbers of an evaluation the dual value and its certified bounds, whether the potentials
+are kept, whether their differences are remembered, whether the segment goes to the next level of
+epsilon or is done, and the move
 
     g + scale r + shift + sum_k weights_k remembered_k
 
@@ -326,16 +326,17 @@ def segmented_decision(
     symmetric: bool,
     softness: Tensor | None = None,
 ) -> Tensor:
-    """Decide for all segments; returns their moves (S, 9 + 2 memory) float64.
+    """Decide for all segments; return their moves, float64, as `segmented_move` takes them.
 
     Args:
-        evaluation: its numbers, (S, 2) of rows and (S, 14 + 4 memory) of columns.
+        evaluation: its numbers, (S, 2) of rows and (S, 14 + 4 memory) of columns; with relaxed
+            marginals 3 and 17 + 4 memory, but of rows still 2 where rows are columns.
         costs: (S, `COSTS`) float64, mean, spread, offset and errors of
             `engine.problems.Costs`.
         settings: (7,) float64, `formulas.decision.Goal` and the unit roundoffs of
             potentials and of sums.
-        before: the evaluation.
-        after: it, overwritten.
+        before: the state before the evaluation.
+        after: the state after it, overwritten.
         memory: remembered differences, a power of two.
         damping: the plain update is g + damping r.
         symmetric: whether rows are columns.

@@ -1,8 +1,9 @@
 """The numbers of an evaluation in all segments, from the sums of a segmented half-step.
 
 `engine.quasi_newton_kernels.KernelVectors` calls the three functions, one after the other, in every
-evaluation. One program per block of rows or columns of a segment; blocks are fixed within a
-segment, so that the order of additions depends on nothing but the segment.
+evaluation; `segmented_softmin` only where columns are not rows. One program per block of rows or
+columns of a segment; blocks are fixed within a segment, so that the order of additions depends on
+nothing but the segment.
 
 `segmented_softmin` makes potentials of rows and their sums, or takes a finished softmin:
 

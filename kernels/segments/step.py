@@ -23,17 +23,17 @@ rest x - h, rounded to float16, and r the rest of that. Then
 
     x . y = [h . h'] + [h . l' + l . h' + l . l' + h . r' + r . h'] + dropped:
 
-the first bracket is a whole number below 2^24 and exact in float32, whatever adds it up (`adder`);
-the second is some hundred times smaller, and so are its errors. It is summed in chains of
-`CHAIN_PRODUCTS`. A logit is kept as a whole number and a rest. Its parts are the bias, made in
+the first bracket is a whole number of size at most 2^24 and exact in float32, whatever adds it up
+(`adder`); the second is some hundred times smaller, and so are its errors. It is summed in chains
+of `CHAIN_PRODUCTS`. A logit is kept as a whole number and a rest. Its parts are the bias, made in
 float64, and h . h' scale, whose factors are cut into pieces of 12 bits so that the products are
 exact. Maxima are rounded up to whole numbers, so that shifts are exact; the remainder after the
 shift is the exponent itself, and its rounding is relative to it. Exponentials are added in eights
-in float32, everything else in float64.
+in float32, and the eights in float64.
 
 `operators.kernel_segments` calls `segmented_step` and bounds the errors that remain, so a change of
-this arithmetic must change those bounds (`tests/operators/test_segment_errors.py`). The kernels of
-`matrix` make `Sums` too.
+this arithmetic must change those bounds (`tests/operators/test_segment_errors.py`). `matrix` and
+`stored` make `Sums` too.
 """
 
 from __future__ import annotations
@@ -246,7 +246,8 @@ class Sums(NamedTuple):
     """Sums over ranges of columns, (partial entries,) each.
 
     Attributes:
-        highest: float32, the highest logit of a row in a range, rounded up to a whole number.
+        highest: float32, the highest logit of a row in a range, rounded up to a whole number; of
+            `matrix.sweep` a logit near it.
         sums: float64, of the exponentials of base 2, so shifted.
     """
 

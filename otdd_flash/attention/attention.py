@@ -21,7 +21,7 @@ of the limit is P o (D - a 1^T - 1 b^T), with a = delta - P b and (diag(P^T 1) -
 
 `attend` runs `attend_now` and, backward, `gradients_now`, from Python or recorded by
 `torch.compile`. If arguments, results or their shapes change, both operations need other names
-(`batched.recorded`). Nothing may wait for a GPU, and no tensor may have the size of the scores
+(`batched.recorded`). Nothing may wait for a GPU, and no tensor may grow with the number of scores
 (`tests/attention`).
 """
 
@@ -70,8 +70,8 @@ def sinkhorn_attention(
     With S = scale q k^T and LSE the logsumexp, first u = -LSE_j(S); an iteration is v = log(n / m)
     - LSE_i(S + u), then u = -LSE_j(S + v) (Sinkhorn & Knopp 1967; as attention Sander et al. 2022,
     Sinkformers). The output is exp(u + S + v) values: rows sum to 1 up to rounding, columns nearly
-    to n / m. With `iterations=0` this is softmax attention. Nothing of size n x m is stored, and
-    nothing waits for a GPU.
+    to n / m. With `iterations=0` this is softmax attention. No tensor grows with n m, and nothing
+    waits for a GPU.
 
     Memory is linear in n + m: q, k, v, the output, and for an `unrolled` gradient
     (iterations + 1) (n + m) float32 numbers a head, of which a backward pass takes up to seven
@@ -243,7 +243,8 @@ def attend_now(
         scale: of the scores.
         iterations: T, how many are made, with a tolerance at the most.
         tolerance: the largest relative error of a column sum at which a head stops. Then u of
-            iterations that a head does not make is not initialised.
+            iterations that a head does not make is not initialised; on a CPU nor is v of those
+            after all heads have stopped.
         unrolled: whether the gradient is that of the iterations made, or of the limit.
         kept: whether u and v of all iterations are, as an unrolled gradient by q or k needs; else
             they are the last ones alone, (1, H, ...).

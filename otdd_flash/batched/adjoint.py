@@ -126,7 +126,7 @@ def adjoint(
 
 
 def plan_gradient(plans: Tensor, cotangents: Tensor, *, in_triton: bool = False) -> Tensor:
-    """P o (G - u 1^T - 1 v^T) (B, n, m) alone: arguments and errors as `adjoint`."""
+    """P o (G - u 1^T - 1 v^T) (B, n, m) alone; arguments as for `adjoint`."""
     return adjoint(plans, cotangents, in_triton=in_triton, sides=False).weighted
 
 
@@ -142,8 +142,8 @@ def gradient_with_masses(
     """Derivatives of plans and potentials by x / t (B, n, m), a (B, n) and b (B, m).
 
     By x / t it is P o (G - u 1^T - 1 v^T), by a it is the sum of (P / a) o (G - 1 v^T) along rows,
-    and by b that of (P / b) o (G - u 1^T) along columns. A row without mass has a potential that is
-    the softmin of its costs, and that of its derivative; so has a column.
+    and by b that of (P / b) o (G - u 1^T) along columns. The potential of a row or column without
+    mass is a softmin, and its cotangent adds the derivative of that softmin to all three.
 
     Args:
         problems: with masses; iterations and tolerance are not read.

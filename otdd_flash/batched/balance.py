@@ -4,9 +4,9 @@
 `torch.compile`. `batched.doubly_stochastic` and `batched.plans` call it by
 `differentiable_balance`, which returns R with potentials, errors and iterations (`Balanced`).
 
-Arguments are the fields of `Problems`, one by one, because an operation takes tensors and numbers.
-If arguments, results or their shapes change, both operations need other names: PyTorch finds
-compiled graphs on disk by these (`batched.recorded`). Kernels must never wait for a GPU; only
+The first arguments are the fields of `Problems`, one by one, because an operation takes tensors and
+numbers. If arguments, results or their shapes change, both operations need other names: PyTorch
+finds compiled graphs on disk by these (`batched.recorded`). Kernels must never wait for a GPU; only
 PyTorch's own path (`batched.cpu`) does.
 """
 
@@ -47,7 +47,7 @@ def balance_now(
     """R (B, n, m), t log phi (B, n), t log gamma (B, m), errors (B,) and iterations (B,) int32.
 
     The middle three are empty without `potentials`, the last without a tolerance. Without masses on
-    a CPU, contents are checked here, where `torch.compile` does not look.
+    a CPU, temperatures are checked here, where `torch.compile` does not look.
     """
     if a is None and not in_triton and matrices.device.type == "cpu" and matrices.numel() > 0:
         check_temperature(scale)
@@ -154,7 +154,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     if gradient == "unrolled":
         balanced = None
     elif a is None and not scale.requires_grad:
-        # Matrices themselves for what else than they has a gradient.
+        # Only gradients by masses and by the temperature read the matrices.
         matrices = None
     ctx.save_for_backward(matrices, scale, a, b, sizes, counts, balanced, rows, columns)
 

@@ -1,10 +1,11 @@
-"""Checks of batches of small matrices, and the device and the type that they are computed in.
+"""Checks of batches of small matrices, and the device and the type that they are brought to.
 
-A batch is of logits (..., n, n), to be made doubly stochastic, or of costs (..., n, m) of transport
+A batch is of logits (..., n, n), to be made doubly stochastic, or of costs (B, n, m) of transport
 problems, each matrix a problem of its own. `doubly_stochastic` and `plans` check shapes and types
-here and ask for the `placement`, as `attention` does; `nn` reads `TYPES`. Contents of logits are
-checked on a CPU alone, because a check would wait for a GPU: `balance` checks the temperature,
-`cpu` the logits. `plans` checks costs and masses itself.
+here and ask for the `placement`. `attention` asks for the `placement` too; it and `nn` read
+`TYPES`. Contents of logits are checked on a CPU alone, because a check would wait for a GPU:
+`balance` checks the temperature by `check_temperature`, `cpu` the logits by `check_logits`. `plans`
+checks the contents of costs and masses itself.
 
 The error bounds that `chunks` and `doubly_stochastic` state hold for up to `MOST` rows and columns,
 so a larger `MOST` needs other bounds.
@@ -24,8 +25,8 @@ from otdd_flash.errors import InputError
 
 # The largest number of rows or columns.
 MOST = 128
-# Iterations that can be differentiated one by one. A backward pass keeps the scalings of every
-# 128th, at most 128 of them, and computes those between again.
+# Iterations that can be differentiated one by one. The backward pass of a kernel keeps the scalings
+# of every k-th, with k up to 128, at most 128 of them, and computes those between again.
 MOST_UNROLLED = 128**2
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -50,7 +51,10 @@ def check_matrices(name: str, matrices: Tensor) -> None:
 
 
 def placement(matrices: Tensor, compute: Compute | None) -> tuple[torch.device, torch.dtype, bool]:
-    """Return the device and the type that matrices are computed in, and whether by kernels."""
+    """Return the device and the type to bring matrices to, and whether kernels compute.
+
+    float16 and bfloat16 are then computed in float32 (`problems.computed_in`).
+    """
     if compute is None:
         device = matrices.device
         no_kernels = device.type in ("cpu", "meta")
@@ -76,7 +80,7 @@ _runs_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_type(name: str, value: float | Tensor) -> None:
-    """Raise an `InputError` for a tensor of integers."""
+    """Raise an `InputError` for a tensor that is not of a floating type."""
     if isinstance(value, Tensor) and not value.dtype.is_floating_point:
         raise InputError(f"{name} must be of a floating type, got {value.dtype}")
 

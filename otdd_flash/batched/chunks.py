@@ -1,12 +1,13 @@
-"""Chunks of a batch on a CPU, and sums along the rows and columns of their matrices.
+"""Chunks of a batch in PyTorch, and sums along the rows and columns of their matrices.
 
-`cpu` balances chunk by chunk and `adjoint` solves by these sums; `plans` and `relaxed` divide
-batches by `parts`. Matrices are (n, m, s), numbers of rows (n, s) and numbers of columns (m, s),
-whatever their order in memory: s is innermost where there are many small matrices, else columns
-are, so that operations run along many numbers.
+Where kernels do not run, `cpu` balances chunk by chunk and `adjoint` solves by these sums. `plans`
+and `relaxed` divide batches by `parts`. Matrices, s of them side by side, are (n, m, s), numbers of
+rows (n, s) and numbers of columns (m, s), whatever their order in memory: s is innermost where
+there are many small matrices, else columns are, so that operations run along many numbers.
 
-A matrix gets the same bits among any others: the order of a sum depends on its length alone, so
-sums here are made of operations on single entries, which round alike wherever an entry stands.
+A matrix must get the same bits among any others (`tests/batched`): the order of a sum depends on
+its length alone, so sums here are made of operations on single entries, which round alike wherever
+an entry stands.
 """
 
 from __future__ import annotations

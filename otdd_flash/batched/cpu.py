@@ -3,19 +3,20 @@
     R = diag(a o phi) K diag(b o gamma),        K = exp(x / t)
     phi = 1 / (K (b o gamma)),  gamma = 1 / (K^T (a o phi))
 
+with logits x (negated costs, in transport problems), temperature t, and masses a and b, 1 without.
 Scalings are relative to a fixed matrix E = exp(x / t + u 1^T + 1 v^T) whose rows and columns, with
 masses, have a largest entry of about 1. Exponentials are taken once, and half an iteration is a
 product with E and a division.
 
 Entries of E may underflow. Those of R are then computed by logarithms; in sums they are too small
 to matter as long as scalings are at most 2^30. A matrix is done again by logarithms throughout if
-it lost an entry and a scaling goes beyond 2^30, if any scaling goes beyond 2^48, or if a sum
-overflows.
+it lost an entry and a scaling goes beyond 2^30, if any scaling goes beyond 2^48, or, except in the
+derivative, if an entry of E or a sum overflows.
 
 `batched.balance` calls `balance` and `balance_backward` if kernels do not run, and allocates what
-they fill. `kernels.batched.small_balance` and `tiny_balance` make the same iterations, so a change
-of these must be made there too (`tests/batched` runs both). A matrix must get the same bits among
-any others.
+they fill. `kernels.batched.small_balance` and `tiny_balance`, with their backward passes, make the
+same iterations, so a change of these must be made there too. A matrix must get the same bits among
+any others (`tests/batched` checks both, of PyTorch and of kernels).
 """
 
 from __future__ import annotations
@@ -261,7 +262,10 @@ def iterate(
 
 
 def row_errors(chunk: Chunk, phi: Tensor, following: Tensor, *, log: bool) -> Tensor:
-    """|R 1 - a| (s,): the row sums are a o phi over the scalings that follow."""
+    """Return how far row sums are from a (s,): the largest deviation, or with masses their sum.
+
+    The row sums are a o phi over the scalings that follow.
+    """
     ratio = (phi - following).sum(0).exp() if log else phi / following
     deviation = present((ratio - 1).abs(), chunk.rows)
     if chunk.a is None:

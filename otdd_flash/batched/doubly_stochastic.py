@@ -1,8 +1,9 @@
 """Doubly stochastic matrices from logits, for layers that mix or permute.
 
 `otdd_flash` exports `doubly_stochastic`; users alone call it, in training loops. So a change must
-keep that nothing waits for a GPU, that the call can be compiled and recorded, and that the bits of
-a matrix do not depend on the others of its batch. `batched.balance` computes and differentiates.
+keep that nothing waits for a GPU on which kernels run, that the call can be compiled and recorded,
+and that the bits of a matrix do not depend on the others of its batch (`tests/batched`).
+`batched.balance` computes and differentiates.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def doubly_stochastic(
     iterations), u = 2^-24 in float32: sums of up to 128 terms, products and quotients round both
     scalings by 11 u at the most in each iteration, and iterations do not enlarge the roundings of
     earlier ones. Differentiable once by logits and by a tensor `temperature`. The bits of a result
-    do not depend on the other matrices. On a GPU the forward and the backward pass are one launch
-    each for all matrices, and nothing waits for the device.
+    do not depend on the other matrices. By kernels, on a GPU, the forward and the backward pass are
+    one launch each for all matrices, and nothing waits for the device.
 
     Args:
         logits: (..., n, n), n up to 128, float16 or bfloat16 or float32, computed in float32, or
@@ -70,8 +71,8 @@ def doubly_stochastic(
 
     Raises:
         InputError: matrices are not square or too large, types are not floating, both iterations
-            and a tolerance are given, or an argument is out of the range above; a second derivative
-            is asked for.
+            and a tolerance are given, more than 16384 are to be differentiated one by one, or an
+            argument is out of the range above; a second derivative is asked for.
     """
     if not torch.compiler.is_compiling():
         check_transforms("doubly_stochastic", (logits, temperature))

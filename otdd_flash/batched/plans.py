@@ -2,21 +2,22 @@
 
 `otdd_flash` exports the entry point `sinkhorn_plans`, which users alone call, and its result
 `SmallPlans`. `batched.balance` solves problems with exact marginals, `batched.relaxed` those with
-relaxed ones. With exact marginals nothing may wait for a GPU before a result is read. `bounds_of`
-computes intervals for values, from any potentials, in float64; they must contain the exact value,
-rounding included (`tests/batched/test_plans.py`):
+relaxed ones. With exact marginals and kernels nothing may wait for a GPU before a result is read.
+`bounds_of` computes intervals for values, from any potentials, in float64; they must contain the
+exact value, rounding included (`tests/batched/test_plans.py`):
 
-    <a, f> + <b, g> - epsilon log sum P <= OT_epsilon <= <C, Q> + epsilon KL(Q | a b^T)
+    <a, f> + <b, g> - epsilon log sum P <= OT_epsilon <= <C, Q> + epsilon KL(Q | a b^T),
+    P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon)
 
-with P of f and g, and Q the plan with marginals a and b that P / sum P is rounded to (Altschuler,
-Weed & Rigollet 2017, Near-linear time approximation algorithms for optimal transport via Sinkhorn
-iteration): no row or column keeps more than its mass, and the missing mass is filled with a
-product.
+with costs C, masses a and b, potentials f and g, and Q the plan with marginals a and b that
+P / sum P is rounded to (Altschuler, Weed & Rigollet 2017, Near-linear time approximation algorithms
+for optimal transport via Sinkhorn iteration): no row or column keeps more than its mass, and the
+missing mass is filled with a product.
 
 If a plan falls apart into groups of points, the offsets between potentials of different groups are
-undetermined, and `report_open` warns. `SmallPlans` calls it when potentials are read, or before the
-first result if masses require a gradient. It makes three tests, each only for problems that the one
-before leaves open:
+undetermined, and `report_open` warns. With exact marginals `SmallPlans` calls it when potentials
+are read, or before the first result if masses require an implicit gradient. It makes three tests,
+each only for problems that the one before leaves open:
 
 1. No entry of the plan P is less than twice a share of the largest a_i b_j: one read of all plans.
 2. A group that starts at the heaviest column takes in all rows and columns with which it exchanges
@@ -92,8 +93,8 @@ def sinkhorn_plans(
     P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon). f and g are updated in turn, from g = 0, until
     ||P 1 - a||_1 is within the tolerance. Each problem stops by itself; its bits do not depend on
     the others. Differentiable once by costs, masses and epsilon, from plans, potentials and values.
-    On a GPU all problems with exact marginals are one launch, and nothing waits for the device: the
-    errors below are raised when a result is first read.
+    By kernels, on a GPU, all problems with exact marginals are one launch, and nothing waits for
+    the device. On any GPU errors of contents are raised when a result is first read.
 
     Args:
         costs: C (B, n, m), n and m up to 128, of a floating type; float16 and bfloat16 are computed

@@ -11,9 +11,10 @@ Gradients are those of the solution, of
     f / rho_x + log sum_j b_j e_ij = 0,    g / rho_y + log sum_i a_i e_ij = 0,
     e_ij = exp((f_i + g_j - C_ij) / epsilon),
 
-by a step of Newton's method, which leaves the potentials as they are and carries the derivatives by
-costs, masses and epsilon. The equations for f are eliminated; a system of m rows is left, which is
-factorized.
+with costs C, masses a and b, and the penalties rho_x and rho_y of the marginals, infinite for an
+exact one. A step of Newton's method leaves the potentials as they are and carries the derivatives
+by costs, masses and epsilon. The equations for f are eliminated; a system of m rows is left, which
+is factorized.
 
 `batched.plans` calls `relaxed_plans` for the plans and `bounds_of_relaxed` for bounds of their
 values. A change must keep that the host waits for a GPU only once in CHECKED iterations.

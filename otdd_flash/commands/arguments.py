@@ -1,16 +1,17 @@
 """The arguments of a command: checks before Hydra reads them, trust, the help, and Hydra's errors.
 
-The first part refuses arguments that Hydra would misread and lists the choices of groups. The
-second, `trusted_configurations`, checks every composed configuration. A folder of configurations
-(`--config-dir`, `hydra.searchpath`) may come from others, together with data: its values are
-settings, but Hydra builds callbacks, launchers and loggers from it, and some settings name
-functions. Those must be given on the command line. Installed packages that add parts are trusted as
-far as Python's imports are; choices are also looked for in their folders `conf`, after this
-package's own, and checked like all others. The third part, `show_help`, prints the help of a
-command with the settings as its arguments compose them. Hydra's own `--help` fills the same
-template, but first lists every group of every plugin, which takes as long as everything else. The
-fourth, `sentence`, says in one sentence what Hydra or the system refuses, with advice that holds
-for these commands.
+The first part refuses arguments that Hydra would misread, expands `~` in folders of runs, and lists
+the choices of groups. The second, `trusted_configurations`, checks every configuration that a run
+composes. A folder of configurations (`--config-dir`, `hydra.searchpath`) may come from others,
+together with data: its values are settings, but Hydra builds callbacks, launchers and loggers from
+it, and some settings name functions. These, and classes other than known ones (`BUILT`, `LOGGERS`),
+must be given on the command line (`tests/commands/test_command_trust.py`). Installed packages that
+add parts are trusted as far as Python's imports are; choices are also looked for in their folders
+`conf`, after this package's own, and checked like all others. The third part, `show_help`, prints
+the help of a command with the settings as its arguments compose them, and builds nothing from them.
+Hydra's own `--help` fills the same template, but first lists every group of every plugin, which
+takes as long as everything else. The fourth, `sentence`, says in one sentence what Hydra or the
+system refuses, with advice that holds for these commands.
 
 `commands.start` calls all four, `sentence` for every error that ends a command outside its jobs;
 `commands.outcome` and `commands.settings` call `check_references`, and `commands.settings` also
@@ -204,7 +205,8 @@ def trusted_configurations() -> Iterator[None]:
     """Check every configuration that Hydra composes before it builds anything from it.
 
     Raises:
-        ConfigCompositionException: a setting that runs code is not from the command line.
+        ConfigCompositionException: a setting that runs code, or sends results somewhere, is not
+            from the command line.
     """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.errors import ConfigCompositionException

@@ -9,9 +9,9 @@ come from data or arguments, so nothing printed here may act on the terminal: no
 `Phases` shows progress: bars on a terminal; elsewhere a line when a stage begins, and then at most
 one per minute. The work of the six commands, `commands.sides` and `commands.results` use it;
 `commands.start.run_work` enters `importing` for all six entry points. All seconds, in these lines,
-in tables and in result.json, come from one clock, which starts with the command or, in a multirun,
-with the job. The phases `import`, `load`, `extract` and `sampling` are keys of result.json, and
-must have the same names here and at the callers.
+in tables and in result.json, come from one clock, which starts with the command or, for later jobs
+of a multirun, with the job. The phases `import`, `load`, `extract` and `sampling` are keys of
+result.json, and must have the same names here and at the callers.
 
 `commands.adapt` and `commands.study` enter `interrupts_noted` and hand the function that it yields
 to the run. The run calls it between two steps and ends early if it returns True, so that what was

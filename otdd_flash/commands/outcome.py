@@ -7,8 +7,11 @@ into it, and after a multirun collects the jobs into summary.csv and summary.png
 reads `CHECKPOINT`.
 
 A claim on a directory is a lock that the process holds (flock), so a killed process leaves none
-behind. It is taken before Hydra writes its configuration there. A directory with a result is only
-claimed if the user allows it to be replaced. `OF_A_RUN` repeats the names that the files of results
+behind. The directory of a run, or of a whole sweep, is claimed before Hydra writes its
+configuration there; a job of a sweep, or one whose directory's name only a running job knows,
+claims its own as it starts; runs that share the directory of a study (`may_share`) claim none. A
+directory with a result is only claimed if the user allows it to be replaced
+(`tests/commands/test_command_folders.py`). `OF_A_RUN` repeats the names that the files of results
 have in `files.tensor_file`, `flows.checkpoint`, `study.study`, `commands.nearest` and
 `commands.mix`, so it must change with these. `commands.start` releases what is still claimed when
 the command ends.
@@ -79,8 +82,9 @@ Work = Callable[[DictConfig, Path], None]
 def run_job(work: Work, config: DictConfig) -> int:
     """Run one job in its run directory, and record its exit code for the process.
 
-    Bad input is printed without a traceback, a defect with one. Every failure is written to
-    error.json, and in a multirun the next job still runs.
+    Bad input is printed without a traceback, a defect with one. Failures of the work are written to
+    error.json, the refusal of a directory that another job holds is not. In a multirun the next job
+    still runs.
 
     Returns:
         The job's exit code.

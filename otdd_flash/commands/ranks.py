@@ -16,8 +16,8 @@ them.
 
 The limit is long because the thread needs Python's interpreter lock: a computing rank releases it,
 but one call of a library may hold it for many seconds. A watcher measures the limit in its own
-beats, so that a computer that slept loses no rank. Help and refused arguments import this module
-too, so torch is imported inside the functions that need it.
+beats, so that a computer that slept loses no rank (`tests/ranks/test_heartbeat.py`). Help and
+refused arguments import this module too, so torch is imported inside the functions that need it.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 All commands but `commands.study`, whose report is written piece by piece, call `write_run`. It
 writes the numbers and prints the tables before anything is drawn, so an error in drawing loses
-none. All commands then call `track_distance`, `track_flow`, `track_study`, `track_ranking`,
-`track_mixture` or `track_shift`. These functions and `write_run` return a `Report`, which names the
-files written and the files missing. A tracker that fails gives a notice and a missing file in the
-report, never an error, because the result is already on the disk. `_placed` decides where a tracker
-stores a run. Users select numbers and series in their tracker by name, so the names must stay.
+none. As parts of their drawing `commands.compare` and `commands.adapt` call `write_tensors`. All
+commands then call `track_distance`, `track_flow`, `track_study`, `track_ranking`, `track_mixture`
+or `track_shift`. These functions and `write_run` return a `Report`, which names the files written
+and the files missing. A tracker that fails gives a notice and a missing file in the report instead
+of an error, because the result is already on the disk (`tests/integrations/test_trackers.py`).
+`_placed` decides where a tracker stores a run. Users select numbers and series in their tracker by
+name, so the names must stay.
 """
 
 from __future__ import annotations

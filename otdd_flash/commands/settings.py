@@ -6,9 +6,10 @@ dataclass, `DatasetPairSettings.arguments` makes the arguments of a solve, and `
 the settings as results store them. The work of the six commands (`commands.compare`, `adapt`,
 `study`, `nearest`, `mix` and `shift`), `commands.sides` and `commands.results` use this module.
 
-A key of `conf` needs a field of the same name here, because `parse` refuses unknown keys. Values
-from environment variables may be secret: `recorded` must replace them by their names before
-anything is written.
+A key of `conf` needs a field of the same name, here or in the command's dataclass, because `parse`
+refuses unknown keys, but for those in mappings such as a dataset. Values from environment variables
+may be secret: `recorded` must replace them by the text that refers to them before anything is
+written (`tests/commands/test_command_secrets.py`).
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class SolverSettings:
 
 @dataclass
 class ComparisonSettings:
-    """Settings of the comparison and its solve, the same for all commands."""
+    """Settings of the comparison and its solve, the same for distances, flows and studies."""
 
     labels: LabelSettings
     lambda_x: float

@@ -69,7 +69,10 @@ class ShiftSettings(EmbeddingSettings):
     report: ReportSettings
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keywords of `shift_test` and `shift_windows`, after checks without data."""
+        """Return the keywords of `shift_test` and `shift_windows`.
+
+        Settings that need no data are checked first, and the files of `groups` are read.
+        """
         check_fields(self)
         check_permutations(self.permutations, None if self.window else self.level)
         refuse_both(self.epsilon, self.epsilon_relative)
@@ -99,7 +102,7 @@ class ShiftSettings(EmbeddingSettings):
 
     @property
     def level(self) -> float:
-        """The least level: `alpha`, or `fail_on_shift` if that is smaller."""
+        """The least level, that of all windows: `alpha`, or `fail_on_shift` if that is smaller."""
         return min(self.alpha, self.fail_on_shift or self.alpha)
 
 
@@ -107,7 +110,8 @@ def shift(config: DictConfig, directory: Path) -> None:
     """Test for a shift and write the files into `directory`.
 
     Raises:
-        ShiftFound: `fail_on_shift` is given and a p-value is as small; all files are written.
+        ShiftFound: `fail_on_shift` is given, and the p-value is not above it or a window has
+            shifted at its share of `level`; all files are written.
     """
     settings = parse(config, ShiftSettings)
     kept = recorded(settings, config)

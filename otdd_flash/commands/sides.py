@@ -5,9 +5,9 @@
 `commands.nearest` call its steps. The functions after `KEYS` read the keys with which a side asks
 for clusters as labels (`pseudo_labels`, `k`).
 
-Features of both sides go through one map, fitted to all rows of both: after two different maps
-their distance would mean nothing. So neither side can be prepared alone. Errors name the side whose
-data are at fault.
+`standardize` and `pca` of the extractor are one map, fitted to all embedded rows of both sides:
+after two different maps their distance would mean nothing. So a change must not fit a side by
+itself. Errors name the side whose data are at fault.
 """
 
 from __future__ import annotations

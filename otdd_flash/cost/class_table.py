@@ -45,7 +45,8 @@ class ClassTable:
         given: the table, float64, on the device; None if none was given.
 
     Raises:
-        InputError: the table has another size or is not finite.
+        InputError: the table has another size or is not finite; from `block`, the block of a self
+            term is not symmetric.
     """
 
     def __init__(self, table: Tensor | None, sizes: tuple[int, int], device: torch.device) -> None:

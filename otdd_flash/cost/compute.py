@@ -1,4 +1,4 @@
-"""Options of a pass over the cost: device, precision, backend and memory, as a user asks for them.
+"""Options of passes over the cost: device, backend, precision, memory and processes.
 
 Entry points take a `ComputeOptions`, or only a device, and call `ComputeOptions.of`. `uses_triton`
 decides whether passes run in Triton, `scores_fit` whether scores may be stored. `operators.build`
@@ -104,7 +104,8 @@ def uses_triton(compute: ComputeOptions, device: torch.device) -> bool:
     """Decide whether passes run in Triton.
 
     Raises:
-        InputError: `backend=triton` was asked for, which cannot run here.
+        InputError: `backend=triton` was asked for, which cannot run here; or `auto` takes Triton on
+            an NVIDIA card that has none or is too old for it.
     """
     cuda, double = device.type == "cuda", compute.precision == "double"
     fitting = cuda and not is_amd(device) and not double

@@ -1,13 +1,14 @@
 """Range, mean and error of a cost, and the names of the terms of a divergence.
 
 `Operator.costs` returns `CostFacts`, from which `solver.solve`, `solver.evidence`,
-`solver.certificate` and `solver.penalties` compute bounds and tolerances; `cost.points`,
-`operators.given_costs` and `operators.matrix_kernel` compute a `CostRange`. So `lowest`, `highest`
-and `error` must be true bounds.
+`solver.certificate`, `solver.penalties` and `solver.small` compute bounds and tolerances;
+`cost.points`, `operators.given_costs` and `operators.matrix_kernel` compute a `CostRange`. So
+`lowest`, `highest` and `error` must be true bounds.
 
 `TERMS` are the terms of a divergence, as comparisons, `solver`, `derivatives` and results name
-them, and `SIDES` the two datasets that each compares, a `Pair`. The functions must give the same
-for a float, of one problem, and for a tensor, of many (`tests/cost/test_facts.py`).
+them, and `SIDES` the two datasets that each compares, a `Pair`. `below_zero`, `lesser` and `larger`
+must give the same for a float, of one problem, and for a tensor, of many
+(`tests/cost/test_facts.py` compares the latter two).
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ Entry points (`otdd`, `flows.run`, `derivatives.loss`, ...) make a `GroundCost`.
 `operators.comparison` calls `transform` for the datasets that it compares, `labels.measuring`,
 `ranking.index`, `shift.rows`, `sampling.comparison` and `study.study` for those that they measure
 themselves. Operators and solvers know squared distances only, weighted by `GroundCost.squared`, so
-no points may be transformed twice. `derivatives.gradient` undoes the transformation by `pull_back`.
+no points may be transformed twice. `derivatives.gradient` and `flows.space` take gradients by
+transformed points back to the given ones by `pull_back`.
 
 Separable terms do not change the plan, add <a, p> + <b, q> to OT_epsilon and cancel in the debiased
 divergence. A further ground cost needs its name in the choices of `arguments`, a share in `SHARES`
@@ -158,7 +159,7 @@ class GroundCost:
         return self.lambda_x * first * second
 
     def standardized(self, dim: int) -> float:
-        """Estimate the mean cost between standardized features; inf if scales have no effect."""
+        """Estimate the mean cost between standardized features; inf but for `sqeuclidean`."""
         if self.ground != "sqeuclidean":
             return math.inf
         return 2 * dim * (self.lambda_x + self.lambda_y)

@@ -1,11 +1,12 @@
 """Points in host memory or in a file that are streamed to the device, one block at a time.
 
-While passes use one block, a thread reads the next into page-locked memory and copies it on a CUDA
-stream of its own: a pass over enough rows hides both. `operators.comparison` makes a `Streaming` if
-points are to stream; `cost.points` then makes `HostPoints` and reads them as it reads tensors.
-`operators.packed_blocks` streams them, or the packed form of their blocks, `derivatives.centred`
-and `cost.rounding` the points alone. `operators.build` and `operators.sharing` ask whether points
-are `HostPoints`.
+While passes use one block, a thread reads the next; for a GPU into page-locked memory, from which
+it copies on a CUDA stream of its own: a pass over enough rows hides both. `operators.comparison`
+makes a `Streaming` if points are to stream; `cost.points` then makes `HostPoints` and reads them as
+it reads tensors. `operators.packed_blocks` streams them, or the packed form of their blocks,
+`derivatives.centred` and `cost.rounding` the points alone. `operators.build` and
+`operators.sharing` ask whether points are `HostPoints`. `operators.blocked` cuts blocks by
+`by_class`; other operators, `solver.exact` and `solver.small` cut any ranges by `spans`.
 
 A change must keep that the copy of block k + 1 waits until passes are done with block k - 1,
 because the host enqueues passes faster than a GPU runs them, and blocks would fill the device
@@ -91,7 +92,8 @@ class Tally:
     Attributes:
         moved: bytes read so far.
         reading: seconds that reading took, in parallel to passes.
-        waited: seconds that passes waited for points; on a GPU without the last block of each pass.
+        waited: seconds that passes waited for points; on a GPU without the last two blocks of each
+            pass.
         held: most bytes of packed blocks that host memory held at once.
         copied: bytes of packed blocks that were copied to the device.
     """
@@ -155,7 +157,7 @@ class HostPoints:
     """A cloud (n, d) that is streamed; it has some members of a tensor on the device.
 
     Args:
-        features: (N, d), in host memory or in a file.
+        features: (N, d), in host memory or in a file; or on the device already (`on_device`).
         streaming: the device and the statistics of streaming.
         chosen: (n,) int64 on the host, the rows of `features` that are the cloud; None for all.
     """

@@ -3,7 +3,8 @@
     C_ij = lambda_x ||x_i - y_j||^2 + lambda_y W[l_i, l_j]
 
 Points stay as they were given, on the device or streamed to it. Statistics are computed in float64
-from a few rows at a time: there is never a float64 copy of all points.
+from a few rows at a time (`in_float64`), without a float64 copy of all points. Those that bound the
+cost (`cost_range`, `magnitudes`, `lost_errors`) enter certificates, so they must be true bounds.
 
 A `Cloud` is part of several costs, those with other clouds and that with itself. Its statistics are
 computed once for all of them, and for all steps of a flow towards it.

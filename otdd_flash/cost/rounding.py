@@ -2,9 +2,10 @@
 
 On a lattice all coordinates are multiples of one step, as grey values of 8 bits are. float16 holds
 every integer up to 2048. In units of the step, and relative to a centre on the lattice, float16
-holds such points exactly, and one product of their coordinates is as exact as three of split ones.
+holds such points exactly, and one product of their coordinates is as exact as three products of
+coordinates that are split into two float16 numbers.
 
-`product_errors` bounds the costs of points x' near x that replace them in products, not in norms:
+`product_errors` bounds the cost errors of points x' near x that replace them in products alone:
 
     C'_ij = p_i + q_j - 2 lambda_x <x'_i, y'_j> + lambda_y W[l_i, l_j]
 

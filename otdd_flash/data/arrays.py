@@ -67,7 +67,8 @@ def read_arrays(
     Args:
         request: the shared options; `weights` is an npz key (default `w`), a column or a file.
         path: a .npz, .npy, .csv or .parquet file.
-        labels_path: a .npy file of labels (n,), with any of these formats.
+        labels_path: a .npy file of labels, one entry or row for each input, for an input file of
+            any of these formats.
         features: the npz key of the inputs (default `x`), or the columns of a table that are inputs
             (default: all columns but label and weights).
         label: the npz key (default `y`) or column of the labels; a table's label column is found by

@@ -1,10 +1,12 @@
 """`Request`, the options of all data sources, and `LabeledDataset`, their rows before extraction.
 
-`LabeledDataset` holds raw inputs, class indices and optional weights: `load` returns it and `embed`
-takes it; all readers of `data`, `extractors.embedding`, `commands.sides` and `commands.study` use
-it; its `with_features` makes samples, for `extractors.embedding` and `data.given`. `LazyItems` is a
-sequence of inputs that are read on access. `as_inputs` decides by shape whether arrays are vectors
-or images; `data.arrays`, `data.given`, `data.hugging_face` and `data.image_datasets` call it.
+`LabeledDataset` holds raw inputs with class indices, sets of labels or numbers, and optional
+weights: `load` returns it and `embed` takes it; all readers of `data`, `data.subset`,
+`extractors.embedding`, `commands.sides` and `commands.study` use it; its `with_features` makes
+samples, for `extractors.embedding` and `data.given`. `LazyItems` is a sequence of inputs that are
+read on access; `extractors.network` reads it by `item_loader`. `as_inputs` decides by shape whether
+arrays are vectors or images; `data.arrays`, `data.given`, `data.hugging_face` and
+`data.image_datasets` call it.
 
 `Request` has the options that all sources share. `data.registry` builds one for every source, and
 `data.given` one for a Hugging Face dataset in memory; it is the first argument of the readers in
@@ -321,7 +323,7 @@ class LazyItems(Sequence[Any]):
     """Items read one at a time; a slice gives a list.
 
     Args:
-        fetch: reads the item of one key. It is pickled for other processes.
+        fetch: reads the item of one key. It must pickle, for processes that are not forked.
         keys: (n,) the keys of the items, in order: row numbers, or names of files as objects.
     """
 

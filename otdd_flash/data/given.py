@@ -1,14 +1,17 @@
 """Objects that users hold (datasets, loaders, arrays), converted to `LabeledDataset` or samples.
 
     object                                    inputs                  rows that `max_samples` takes
-    LabeledDataset, arrays                    as they are             drawn in proportion to classes
-    TensorDataset, torchvision's datasets,
-      Subset and ConcatDataset of these       read on access          drawn in proportion to classes
-    datasets.Dataset                          read on access          drawn in proportion to classes
+    LabeledDataset, arrays, TensorDataset     as they are             drawn in proportion to classes
+    torchvision's datasets                    stored or on access     drawn in proportion to classes
+    Subset, ConcatDataset of both             as those of the parts   drawn in proportion to classes
+    datasets.Dataset                          numbers read at once,   drawn in proportion to classes
+                                              others on access
     any other with items and a length         read once, in order     drawn whatever their class
     DataLoader, IterableDataset               read once, in order     the first ones
     datasets.IterableDataset                  read once, in order     the first ones
 
+A torchvision dataset whose labels are not stored beside its items, or are changed by a transform,
+counts as any other. Rows with several labels, or with numbers, are drawn whatever these are.
 Items are pairs (input, label). An input is a vector (an array, a tensor or a list of numbers), a
 text, or an image: of PIL, an array (h, w) or (h, w, c), or a tensor (h, w) or (c, h, w). A tensor
 is kept as one, as networks take it. Arrays of other shapes are for extractors that know their
@@ -18,9 +21,9 @@ meaning.
 samples (`otdd`, `solver.solving`, `flows.run`, `ranking.index`, `shift.joint` and others) call
 `as_samples`.
 
-A change must keep the order of rows and draw rows from `seed` alone, so that the same call compares
-the same rows, and must refuse a stream before it fills the memory. User code runs inside
-`user_code`, so that its errors name the row.
+A change must keep the order of rows and draw them by labels, number and `seed` alone, so that the
+same call compares the same rows, and must refuse a stream before it fills the memory. User code
+runs inside `user_code`, so that its errors name the row or batch.
 """
 
 from __future__ import annotations

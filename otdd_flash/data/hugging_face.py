@@ -6,9 +6,9 @@
 A change must keep the following rules. Without `download` no address is opened, be it in `path`, in
 a folder's README or in a row, because a dataset may come from others. For the same reason a local
 folder may name data files inside it only. Values are read in Arrow format, in which the library
-decodes and fetches nothing by itself. Numbers of local csv and json files that their reader has
-rounded are refused. The library takes long to import, so it is imported in the functions that use
-it.
+decodes and fetches nothing by itself. Numbers that a reader has rounded are refused, where `path`
+is a csv or json file, its address, or a local folder of such files. The library takes long to
+import, so it is imported in the functions that use it.
 """
 
 from __future__ import annotations

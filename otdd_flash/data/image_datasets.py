@@ -7,10 +7,10 @@
 long to import, so it is imported in the functions that use it.
 
 A change must respect that reading runs no code found in files (UNPICKLING) and opens no network
-connection without `download`, because files may come from others. Images of torchvision and of
-folders stay unread until they are needed, since they may exceed the memory. An IDX file whose
-length differs from its header is refused, because it is damaged; its array is returned in native
-byte order, which torch requires.
+connection without `download`, because files may come from others. Images of folders, and those that
+a torchvision class does not itself hold in memory, are not kept, since they may exceed it: items
+are read on access. An IDX file whose length differs from its header is refused, because it is
+damaged; its array is returned in native byte order, which torch requires.
 
 The order of rows of a folder (classes, folders and files by name) must stay, because draws and the
 hash of a subset depend on it. Each file counts once in its class. Links are followed deliberately,

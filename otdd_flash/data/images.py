@@ -13,10 +13,10 @@ L, RGB, I;16 and F; `unit_images` scales by the range of the type to float32 in 
     F, with values in [0, 1]                                  F         1
 
 Other 32-bit integers are refused, as none of their values is white by agreement; so are several
-frames, of which one would have to be chosen. PIL reads several channels of 16 bits in 8 bits, which
-a notice reports. Colour profiles are not applied. An array has the shape (h, w) or (h, w, c):
-uint8, uint16, bool or float in [0, 1], with alpha as the last of 2 or 4 channels. A tensor has the
-shape (h, w) or (c, h, w), as torchvision makes them.
+frames, of which one would have to be chosen, but in the formats of `FIRST_IS_PICTURE`. PIL reads
+several channels of 16 bits in 8 bits, which a notice reports. Colour profiles are not applied. An
+array has the shape (h, w) or (h, w, c): uint8, uint16, bool or float in [0, 1], with alpha as the
+last of 2 or 4 channels. A tensor has the shape (h, w) or (c, h, w), as torchvision makes them.
 
 `data.given`, `data.hugging_face`, `data.image_datasets`, `extractors.embedding`,
 `extractors.network`, `extractors.plain` and `extractors.vision_models` call it. A change of what an

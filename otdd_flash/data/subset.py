@@ -6,9 +6,10 @@
 rows in their original order: results record the rows by a hash, and a later run with the same
 settings must compare the same rows.
 
-Unlabelled samples get k-means clusters of their features for labels: `otdd_flash.data` exports
-`with_pseudo_labels`, and `commands.sides` calls `label_parts` for a training and a test part.
-scikit-learn is imported in the function that uses it, because few runs need it.
+Clusters of features, by k-means, become the labels of samples, in place of any that they have:
+`otdd_flash.data` exports `with_pseudo_labels`, and `commands.sides` calls `label_parts`, which for
+`commands.study` labels a training and a test part alike. scikit-learn is imported in the function
+that uses it, because few runs need it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def subset(
     """Keep the chosen classes, drop classes without samples, draw at most `max_samples` rows.
 
     The draw keeps class proportions with at least one row per class, is the same for the same
-    labels, count and seed, and keeps the rows in their original order. Rows without labels are
-    drawn uniformly.
+    labels, count and seed, and keeps the rows in their original order. Rows without classes, or
+    with several labels, are drawn uniformly.
 
     Args:
         dataset: all rows of a split.

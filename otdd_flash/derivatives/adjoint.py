@@ -205,11 +205,11 @@ class Density:
 def check_sums(sums: Tensor, epsilon: float) -> None:
     """Check the row sums q of e (n,), by which conditional plans are divided.
 
-    They are 1 up to rounding where the potential is a softmin, or the solve has converged.
+    They are 1 up to rounding where the potential is a softmin, or exact marginals are met. That of
+    a relaxed point is exp(-f / rho).
 
     Raises:
-        InputError: a sum underflows or overflows, as the rounding of that point's costs is far
-            above epsilon.
+        InputError: a sum underflows or overflows.
     """
     if not bool(((sums > 0) & sums.isfinite()).all()):
         raise InputError(

@@ -5,10 +5,11 @@ and `flows.functionals`. `Solved` are results whose gradients come from a linear
 backward pass solves, for `derivatives.potentials`, `solver.matrix.gradients` and `batched.relaxed`.
 `LastDerivative` is a gradient that may not be differentiated again, here and in `labels.gaussian`.
 
-Backward passes must run outside of the caller's contexts (`eager.own_settings`), raise an
-`InputError` for derivatives that they cannot give, refuse inputs that were changed in place since
-(`Inputs`; `tests/derivatives/test_changed_inputs.py`), and keep nothing of how a result was
-computed.
+The first backward pass of `KnownGradient` scales the gradients that it keeps and reads no input.
+The others compute from the inputs: they must run outside of the caller's contexts
+(`eager.own_settings`) and refuse inputs that were changed in place since (`Inputs`, and
+`hessian.check_unchanged` for second derivatives; `tests/derivatives/test_changed_inputs.py`). Every
+pass must raise an `InputError` for derivatives that it cannot give (`tests/test_eager.py`).
 """
 
 from __future__ import annotations

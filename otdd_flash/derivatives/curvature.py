@@ -1,8 +1,9 @@
 """Second derivatives of OT_epsilon by the points, along directions, in closed form.
 
-`hessian.DivergenceCurvature` makes a `CrossCurvature` and, with debiasing, a `SelfCurvature` for a
-self term, and sums their derivatives. Second derivatives must stay symmetric, damped ones too, and
-the curvature without debiasing must stay a lower bound (`tests/derivatives/test_hessian.py`).
+`hessian.DivergenceCurvature` makes a `CrossCurvature` and, with debiasing, a `SelfCurvature` for
+each self term whose points move, and sums their derivatives. Second derivatives must stay
+symmetric, damped ones too, and the curvature without debiasing must stay a lower bound
+(`tests/derivatives/test_hessian.py`).
 
 The gradient 2 L (r x - P y), L = lambda_x, changes with the points and with the plan. Along
 directions A (n, d) of x and B (m, d) of y the cost changes by C'_ij = 2 L <x_i - y_j, A_i - B_j>,

@@ -22,8 +22,9 @@ In plans that are not small, slow modes within a group stay as the solve left th
 one potential, and so offsets only between groups that send all of their mass to each other.
 
 `settle` does this for results (`result`, `solver.matrix.result`) and for functions of potentials
-(`potentials`, `solver.matrix.gradients`), `settle_images` for maps (`result`, `potentials`), and
-`settled_columns` for maps of new points (`flows.maps`). For gradients by masses `gradient` and
+(`potentials`, `solver.matrix.gradients`), `settle_images` for maps (`result`, `potentials`). For
+maps of new points `flows.maps` calls `settled_columns`, and `report_groups` where
+`new_rows_straddle` says that their images depend on offsets. For gradients by masses `gradient` and
 `solver.matrix.gradients` call `settled` during the solve and `report_groups` after it;
 `contributions` reads the `Groups` that `gradient` found. `batched.plans` reports groups of small
 plans, as `groups_of_matrix` finds them, and balances none. Code that depends on offsets must call

@@ -156,10 +156,10 @@ class SinkhornHessian:
     """A divergence with its gradient and Hessian T by the points x.
 
     T is the derivative of the gradient at fixed marginals r and c of the plan; with relaxed
-    marginals, the differences between these and r and c are fixed instead. It is the Hessian of the
-    converged problem up to the marginal error, and always symmetric. y is fixed, also where it
-    equals x. The first product computes and keeps what later ones need, plans included if memory
-    suffices.
+    marginals r exp(f / rho_x) and c exp(g / rho_y), which are a and b at the optimum, are fixed
+    instead. It is the Hessian of the converged problem up to the marginal error, and always
+    symmetric. y is fixed, also where it equals x. The first product computes and keeps what later
+    ones need, plans included if memory suffices.
 
     Attributes:
         divergence: the solved terms.

@@ -8,9 +8,9 @@
   first; it shows most plans to be one group, and nothing else is done.
 - `contracted` sums the flows between groups, for `group_flows`.
 
-Costs must be read in blocks of rows and columns (`Entries`), so that no plan is stored. If a change
-joins groups that it should not join, their offsets stay undetermined and nothing reports it
-(`tests/derivatives/test_groups.py`).
+Costs must be read in blocks of rows and columns (`Entries`), so that no plan is stored but a small
+one, in `polished`. If a change joins groups that it should not join, their offsets stay
+undetermined and nothing reports it (`tests/derivatives/test_groups.py`).
 """
 
 from __future__ import annotations

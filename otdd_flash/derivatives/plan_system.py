@@ -22,11 +22,12 @@ undetermined offset each; `groups` finds and reports them. Right-hand sides of H
 plans have no part along these offsets but for rounding. Those of potentials may have one; their
 system is then not solved.
 
-A small plan is stored (`dense_plan`), and its matrix factorized. Others are solved by
-`engine.conjugate_gradients`, preconditioned by the masses and, where that is slow, by a `LowRank`
-part. Products may be those of a plan rounded to lower precision, with its own marginals; the
-residual of the plan itself then corrects the solution (iterative refinement, Higham 2002, Accuracy
-and stability of numerical algorithms).
+A small plan is stored (`dense_plan`), and its matrix factorized, on a CPU only of fewer points
+(`is_factorized`). Other systems are solved by `engine.conjugate_gradients`, preconditioned by the
+masses and, where that is slow and the plan is no self term's, by a `LowRank` part. Products may be
+those of a plan rounded to lower precision, with its own marginals; the residual of the plan itself
+then corrects the solution (iterative refinement, Higham 2002, Accuracy and stability of numerical
+algorithms).
 
 A solution counts as converged only by a residual that was recomputed with the plan itself;
 `report_unsolved` warns or raises for any other (`tests/derivatives/test_plan_system.py`).
@@ -100,9 +101,9 @@ MATRICES = 6
 class CGOptions:
     """Settings of the linear systems behind implicit and second derivatives.
 
-    A system of at most 3,000 points on the smaller side (512 on a CPU) is factorized. Conjugate
-    gradients solve larger systems, and those whose factorization leaves a residual above the
-    tolerance.
+    A system of at most 3,000 points on the smaller side (512 on a CPU) and 2^24 pairs is factorized
+    if its plan fits in memory, whole and on one device. Conjugate gradients solve other systems,
+    and those whose factorization leaves a residual above the tolerance.
 
     Attributes:
         tolerance: relative residual, in the norm scaled by the masses.

@@ -124,8 +124,8 @@ def sinkhorn_potentials(
     Args:
         x: (n, d) points. Arguments are as in `sinkhorn_loss`.
         y: (m, d) points.
-        a: (n,) masses, uniform by default. The potential of a point without mass is the softmin
-            over the other side.
+        a: (n,) masses, uniform by default. The potential of a point without mass is the update by
+            the other side: the softmin, or with `unbalanced` what the price makes of it.
         b: (m,) masses of y, uniform by default.
         epsilon: regularisation, in units of the cost.
         labels_x: (n,) class indices.
@@ -146,9 +146,9 @@ def sinkhorn_potentials(
         f and g in units of the cost, float64, on the points' device.
 
     Raises:
-        InputError: as `sinkhorn_loss`; in the backward pass an input that was changed in place, or
-            an epsilon that is far below the rounding of costs of points without mass; a second
-            derivative.
+        InputError: as `sinkhorn_loss`; in the backward pass an input that was changed in place, an
+            epsilon that is far below the rounding of costs of points without mass, or a price so
+            far below the costs of a point that it moves no mass; a second derivative.
         ConvergenceError: `options.require_convergence` is set and the solve stopped early, or
             leaves potentials undetermined, or, in the backward pass, the linear system was not
             solved.
@@ -347,7 +347,8 @@ def transport_map(
     Raises:
         InputError: as `sinkhorn_loss`; values of another length, type or device than y, or not
             finite; an epsilon that is far below the rounding of costs of points of little or no
-            mass; in the backward pass an input that was changed in place; a second derivative.
+            mass; in the backward pass an input that was changed in place, or a price so far below
+            the costs of a point that it moves no mass; a second derivative.
         ConvergenceError: `options.require_convergence` is set and the solve stopped early, or
             leaves gradients by masses or images of points without mass undetermined, or, in the
             backward pass, the linear system was not solved.

@@ -11,11 +11,13 @@ A broadcast of a number takes as long as one of many potentials. So the small te
 that are on one device are sent as one message of bytes, and every large one by itself. Both sides
 call `messages` with the same descriptions, so that they agree on which tensors a message holds.
 
-`flows.run` and `flows.stepping` make a `Copied` of each tensor that changes and of which the other
-ranks hold copies. An order that changes such a tensor must change its copies alike, and rank 0 must
-then call `mark_equal`. PyTorch's count of changes shows whether a tensor was changed otherwise; it
-is then sent anew. Changes through `.data`, or by libraries that share its memory, are not counted;
-for the memory of a user (`given`) a checksum of the content shows them on a CPU.
+The other ranks hold copies of a flow's points, which change (`flows.stepping`), and of the labels
+and weights of its source, which a user may change (`flows.run`). A `Copied` of each tells whether
+they are still equal. An order that changes such a tensor must change its copies alike, and rank 0
+must then call `mark_equal` (`tests/ranks/test_what_ranks_hold.py`). PyTorch's count of changes
+shows whether a tensor was changed otherwise; it is then sent anew. Changes through `.data`, or by
+libraries that share its memory, are not counted; for the memory of a user (`given`) a checksum of
+the content shows them on a CPU.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Ranks(Exchange):
         numbers: the leader's, of objects that ranks hold as long as it does, each with the mark of
             its content when it was sent.
         ring_numbers: the leader's, of objects of which every rank holds a part, with such marks.
-        copied: the leader's, tensors that change with their copies (`Copied`), by `id`.
+        copied: the leader's, tensors of which the others hold copies (`Copied`), by `id`.
         room: the leader's, by device: its bytes free for points when ranks said last how many they
             have, and the least of these.
         apart: whether rank 0 has left an order in which the others still are.

@@ -2,7 +2,7 @@
 
 All vectors and numbers of a step lie in the device's memory, at places that stay the same. A step
 is its products and one launch more, or a few with a preconditioner; it asks the device nothing and
-can be recorded. A recording serves all later solves.
+can be recorded. A recording serves all later solves of a system with as many right-hand sides.
 
 `derivatives.plan_system` makes `KernelIterates` for products of packed points. A change must keep
 that a step leaves the host alone (`tests/derivatives/test_recorded_systems.py`), and that the

@@ -1,11 +1,11 @@
 """The iterations of a few problems side by side, whose numbers and decisions are Python floats.
 
 They are those of `quasi_newton.QuasiNewton`, by the same formulas, so a change must be made in both
-and in `quasi_newton_kernels` (`tests/engine/test_few_problems.py`). `operators.one_problem` and
-`operators.torch_pool` make a `FewQuasiNewton` where passes run in PyTorch: the decisions of an
-iteration are some three hundred operations on numbers, which as tensors take longer than the passes
-of a thousand points. `operators.kernel_pool` and `operators.one_kernel_problem` remember as many
-differences (`MEMORY`).
+and in `quasi_newton_kernels` (`tests/engine/test_few_problems.py`). `operators.one_problem`, and
+`operators.torch_pool` for a few problems, make a `FewQuasiNewton` where passes run in PyTorch: the
+decisions of an iteration are some three hundred operations on numbers, which as tensors take longer
+than the passes of a thousand points. `operators.kernel_pool` and `operators.one_kernel_problem`
+remember as many differences (`MEMORY`).
 
 Sums over points are products of matrices, many at once: on a processor it takes as long to ask
 PyTorch for something as to add up thousands of numbers.

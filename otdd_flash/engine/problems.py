@@ -1,7 +1,7 @@
 """The interface between the engine and transport problems, one or many side by side.
 
-A segment is one problem: a cost C (n, m) with masses a (n,) and b (m,). The engine holds its
-vectors, all of its columns (m,), and only they:
+A segment is one problem: a cost C (n, m) with masses a (n,) and b (m,). The engine holds the
+potentials f (n,) of the last evaluation, and these vectors of the columns (m,):
 
     candidate            the potential g to evaluate next;
     kept, residual       the g that was kept last, and r = T'(T(g)) - g there;

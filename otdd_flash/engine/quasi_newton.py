@@ -4,8 +4,10 @@ Every segment has its own differences, trust and level of epsilon, which depend 
 itself: `formulas.decision` and `formulas.differences` have the rules. This file decides in tensors,
 with vectors that are padded to one length, in float64 and plain PyTorch; entries of padding have no
 mass, and their residuals are 0. `quasi_newton_kernels` decides by the same formulas in Triton, and
-`few_problems` in Python floats, so a change must be made in all three. `operators.stored_segments`
-and `operators.torch_pool` make a `QuasiNewton`, and `engine.problems` advances it.
+`few_problems` in Python floats, so a change must be made in all three
+(`tests/engine/test_quasi_newton_kernels.py`, `tests/engine/test_few_problems.py`).
+`operators.stored_segments` and `operators.torch_pool` make a `QuasiNewton`; `engine.problems.run`
+advances the first, `solver.small.pooled_solve` steps the second.
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ class QuasiNewton:
 
 
 class ManyVectors:
-    """The vectors of S problems of m columns, (S, m) each; 8 (5 + 2 memory) S m bytes.
+    """The vectors of S problems of m columns, (S, m) each; 8 (6 + 2 memory) S m bytes, or less.
 
     Args:
         problems: whose softmins are evaluated.

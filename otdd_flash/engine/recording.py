@@ -12,7 +12,8 @@ recording. `operators.score_pool` and `solver.small.pooled_solve` give `run_bran
 side by side.
 
 A graph repeats launches on the same addresses, and no Python. So a recorded function must not wait
-for the device, read a number from it, or replace a tensor by another.
+for the device, read a number from it, or replace a tensor by another
+(`tests/engine/test_recording.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Weights for networks without classifier: from a checkpoint file, or random ones from a seed.
 
 `extractors.vision_models` calls it; `study.training` uses `seeded_weights`. A checkpoint must fit
-the network exactly; only the classifier that it may hold is ignored. If it does not fit, the error
-names the models of timm that it fits. Files are loaded without running code in them.
+the network exactly; it may only hold a classifier, which is ignored, and lack batch counters. If it
+does not fit, the error names the models of timm that it fits, if any. Files are loaded without
+running code in them (`tests/extractors/test_image_models.py`).
 
 `timm_shapes.json` holds, for every model of timm 1.0.31 without its classifier, a digest of its
 tensors' shapes, whatever their names and order; `experiments.timm_shapes` writes it. So a model is
@@ -53,7 +54,7 @@ def load_checkpoint(module: nn.Module, file: str, heads: tuple[str, ...]) -> Non
         heads: names of the classifier modules, whose weights in the file are ignored.
 
     Raises:
-        InputError: the file cannot be read, or its weights are not exactly those of the network.
+        InputError: the file cannot be read, or its weights are not those of the network.
     """
     path = Path(file)
     state = read_weights(path)

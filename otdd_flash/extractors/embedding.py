@@ -1,14 +1,16 @@
 """`embed`: the features of every input of a dataset, in this process or on several ranks.
 
 `embed` is the public function; `commands.sides` calls it through `otdd_flash.extractors`. It reads
-a dataset batch by batch, applies an extractor and gathers one matrix; features of networks are
-cached (`files.cache`) or written to a resumable file (`extractors.feature_store`).
+a dataset batch by batch, applies an extractor and gathers one matrix. Features of cacheable
+extractors, such as networks, can be cached (`files.cache`), and those of any extractor written to
+a resumable file (`extractors.feature_store`).
 
-A change must keep the following rules. The order of rows is that of the dataset. The cache key
-holds `inputs_hash`, the extractor's key, the device type and the precision: equal keys must mean
-equal features, so a change of what is computed needs another key. Ranks extract the batches that
-one process would, so features do not depend on the number of ranks on devices of one kind. A stream
-is never read twice.
+A change must keep the following rules (`tests/extractors/test_embedding.py`,
+`tests/ranks/test_extraction.py`). The order of rows is that of the dataset. The cache key holds
+`inputs_hash`, the extractor's key, the device type and the precision: equal keys must mean equal
+features, so a change of what is computed needs another key. Ranks extract the batches that one
+process would, so features do not depend on the number of ranks on devices of one kind. A stream is
+never read twice.
 """
 
 from __future__ import annotations
@@ -149,9 +151,10 @@ def embed(
             in the file are computed again and compared. `cache_dir` is then not used.
         num_workers: processes that read items of a dataset, and prepare the inputs of a network.
         progress: called with (inputs done, n).
-        group: the ranks that `otdd.led` hands to its function. They share the batches of a network,
-            of a function that all of them can import, or of pixels of image files. Other extractors
-            run in this process alone. This process writes `features_path`.
+        group: the ranks that `otdd.led` hands to its function. They share the batches of a network
+            (of your own module, if it can be pickled), of a function that all of them can import,
+            or of pixels of image files. Other extractors run in this process alone. This process
+            writes `features_path`.
 
     Returns:
         Samples with features (n, d).

@@ -6,9 +6,10 @@ how many rows have reached the disk, and the sum of their digests. The last step
 file.
 
 A change must keep the rule that existing rows are read again and compared with that sum before they
-are used: damaged or foreign rows are never continued. Rows reach the disk before the record says
-so, because the machine may stop in between. The record carries the version of its format
-(`files.tensor_file`). A change that an earlier version would misread must increase that number.
+are used: damaged or foreign rows are never continued (`tests/extractors/test_feature_store.py`).
+Rows reach the disk before the record says so, because the machine may stop in between. The record
+carries the version of its format (`files.tensor_file`). A change that an earlier version would
+misread must increase that number.
 """
 
 from __future__ import annotations

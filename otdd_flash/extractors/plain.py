@@ -7,13 +7,15 @@ flows by `resized` and `on_tensors`) and `commands.sides` recognise their classe
 
 Their features are never cached: pixels and vectors are cheap to compute, and a function has no
 content that identifies what it computes. Errors of a user's function are reported with its name.
-Resizing must stay differentiable, because flows move pixels through it. Numbers are never rounded
-silently, because vectors are the user's data.
+Resizing must stay differentiable, because flows move pixels through it. Vectors are the user's
+data: float64 must stay, and integers that float32 rounds must be refused
+(`tests/extractors/test_plain_extractors.py`).
 
 `standardize` and `reduce_pca` are maps that are fitted on both sides of a comparison;
 `otdd_flash.extractors` exports them, and `commands.sides` and `commands.study` call them after
 `embed`. Both sides must get the same map, fitted on all n + m rows alike, or their distance would
-have no meaning. Sums are taken in float64, because float32 loses digits over many rows.
+have no meaning (`tests/extractors/test_joint_treatment.py`). `standardize` sums in float64, because
+float32 loses digits over many rows.
 """
 
 from __future__ import annotations
@@ -82,7 +84,10 @@ class PixelValues:
         return torch.cat(images)
 
     def resized(self, images: Tensor) -> Tensor:
-        """Return images (b, c, h, w) in [0, 1] as (b, 1, 3 or c, size, size), differentiable."""
+        """Return images (b, c, h, w) in [0, 1] with this extractor's size and channels.
+
+        It is differentiable.
+        """
         if self.three_channels:
             images = images.expand(-1, 3, -1, -1)
         elif self.grayscale and images.shape[1] == 3:

@@ -19,7 +19,8 @@ and differentiable. PIL works in 8 bits, so the results differ:
     overshoot    bicubic resizing leaves [0, 1] beside edges. PIL clips after the rows and again
                  after the columns, here values are clipped once, after both.
 
-Features of untrained networks agree with `embed`'s to 0.5% of their norm, which a test checks.
+Features of untrained networks agree with `embed`'s to 0.5% of their norm
+(`tests/extractors/test_differentiable.py`).
 """
 
 from __future__ import annotations

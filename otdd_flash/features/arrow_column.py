@@ -4,7 +4,8 @@ Record batches store the numbers of lists of one length contiguously and uncompr
 a `Piece` of the matrix: this module finds its byte offset, and `features.file_features`, the only
 caller, reads it. pyarrow takes long to import, so `file_features` imports this module only when it
 is needed. The files are read by position. So a dataset must be refused unless it has all rows of
-its files, in their order, and the column under the files' name (`tests/features`).
+its files, in their order, and the column under the files' name
+(`tests/features/test_arrow_column.py`).
 """
 
 from __future__ import annotations

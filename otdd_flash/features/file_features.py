@@ -5,20 +5,21 @@ Arrow files. `file_of` locates it (Arrow files by `features.arrow_column`) as a 
 `Piece`s: rows that are contiguous in a file. Passes over all rows read blocks of rows (`read`), a
 few rows in any order come from memory-mapped files (`take`). A matrix in one piece is
 memory-mapped, so that any operation reads what it touches (`FileFeatures`). A column in record
-batches is not contiguous, so it cannot be one mapped tensor (`ScatteredFeatures`): an operation
-that takes rows reads only those rows, the largest entry is found block by block, and any other
-operation reads the whole matrix.
+batches is not contiguous, so it cannot be one mapped tensor (`ScatteredFeatures`): a slice of
+consecutive rows and rows by a tensor of int64 numbers read only those rows, the largest entry is
+found block by block, and any other operation reads the whole matrix.
 
 `extractors.feature_store` opens such tensors; `checks`, `samples`, `fingerprint`, `cost.points`,
 `cost.host_points`, `operators.comparison`, `solver.tensors` and `flows.run` recognise them;
 `operators.sharing` sends their files to other ranks (processes).
 
-A change must keep three things. No row of another file is returned: a file that is truncated, or
-changes while it is open, raises an `InputError`. The stamps of all files are therefore checked
-after every `read`, and before and after every `take`; callers of `mapped` check by themselves.
-Changes in place are refused, because they would not reach the files, and passes over all rows read
-the files again. A change of a mapped matrix is found by the next `check`; an operation that changes
-a scattered one raises itself. Pickling sends the names of files, not their content.
+A change must keep three things (`tests/features/test_feature_file.py`). No row of another file is
+returned: a file that is truncated, or changes while it is open, raises an `InputError`. The stamps
+of all files are therefore checked after every `read`, and before and after every `take`; callers of
+`mapped` check by themselves. Changes in place are refused, because they would not reach the files,
+and passes over all rows read the files again. A change of a mapped matrix is found by the next
+`check`; an operation that changes a scattered one raises itself. Pickling sends the names of files,
+not their content.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class ScatteredFeatures(FileFeatures):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Take rows without reading the others, and the largest entry by blocks; else read it all.
+        """Read only the rows asked for, or blocks for the largest entry; for all else the whole.
 
         Raises:
             InputError: the operation writes to the matrix; the files would not change.

@@ -10,7 +10,8 @@ flock, so that a killed process leaves no lock behind.
 A change must leave, at any interruption, the old content or the new one, never a mixture. The only
 exception: a process killed between the two renames of a folder leaves the old one under a name that
 ends in `.old`. A change must not write through links that lead elsewhere, because others may have
-placed them. JSON holds no NaN or infinity, which other readers of JSON refuse.
+placed them (`tests/files/test_files.py`). JSON holds no NaN or infinity, which other readers of
+JSON refuse.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from otdd_flash.errors import InputError
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it becomes `path`, else it is removed.
 
-    An interruption at any moment leaves the old file, or none. Missing folders are made.
+    An interruption at any moment leaves the old file, if there was one, or the new one. Missing
+    folders are made.
 
     Raises:
         InputError: the folder or the file cannot be written.

@@ -4,7 +4,8 @@
 `make_folder` and `share_as_folder` for its database. An entry is one safetensors file, named after
 the hash of its key. It is written under a temporary name and renamed, so that no reader sees half
 an entry and two writers cannot mix theirs. An entry whose checksum or key does not match is deleted
-and counts as missing. A cache that fails warns once and is not used again; it never stops a run.
+and counts as missing. A cache that fails warns once and is not used again; it must never stop a run
+(`tests/files/test_files.py`).
 
 Checksums detect accidents, not attacks: whoever can write a folder can write valid entries. So a
 folder is made for its owner alone, and one that everybody may write is not used. A folder that the

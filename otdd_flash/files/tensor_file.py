@@ -1,12 +1,13 @@
 """Files of tensors and arrays that detect damage, and the two files of a saved result.
 
 `write_tensors` and `read_tensors` handle named tensors and texts in one safetensors file, with a
-checksum over all of them, so that a flipped bit is found instead of computed with. `files.cache`,
-`flows.checkpoint`, `flows.residual_map`, `ranking.index` and `study.units` use them; `pairwise` and
-`ranking.index` use the checksum for JSON files of their own. `load_torch_file` reads files of
-`torch.save` without running code, for `extractors.checkpoint`. `write_arrays` writes npz files:
-tables of class distances (`labels.table`), which `read_arrays` reads, samples (`data.writing`) and
-trajectories (`report.flow`).
+checksum over all of them, so that a flipped bit is found instead of computed with.
+`flows.residual_map`, `ranking.index` and `study.units` use them; `files.cache` and
+`flows.checkpoint` write by `save_tensors` instead. `pairwise` and `ranking.index` use the checksum
+for JSON files of their own. `load_torch_file` reads files of `torch.save` without running code, for
+`extractors.checkpoint`. `write_arrays` writes npz files: tables of class distances
+(`labels.table`), which `read_arrays` reads, samples (`data.writing`) and trajectories
+(`report.flow`).
 
 A saved result is result.json to read, and result.safetensors with everything. `result`,
 `flows.result` and `solver.matrix.result` write and read both by `write_result` and `read_result`.
@@ -25,7 +26,8 @@ must rise with a change that an earlier version would misread, so that a later f
 instead. Renamed keys and classes, which a reader can translate, do not need it. Caches have numbers
 of their own, in the names of their files.
 
-A change must also keep that files appear whole or not at all (`files.atomic`). `content_hash` is
+A change must also keep that files appear whole or not at all (`files.atomic`), but for
+`save_tensors`, whose callers put a finished file in place or name it afterwards. `content_hash` is
 part of cache keys (`extractors.module_features`, `extractors.network`, `labels.pairs`), of the
 settings in checkpoints (`flows.objective`, `flows.flow`, `labels.metrics.tree`) and of digests in
 an index (`ranking.index`). So its value for given tensors may not change: cached numbers would be
@@ -52,7 +54,7 @@ from otdd_flash.files.atomic import replacing, write_json
 FORMAT = 1
 
 VERSION_KEY, FORMAT_KEY = "otdd_flash", "format"
-# Written into every file, beside its content.
+# Written beside the content of tensor files, class distances and notes on written features.
 STAMP = {VERSION_KEY: __version__, FORMAT_KEY: str(FORMAT)}
 
 
@@ -123,7 +125,7 @@ def write_tensors(
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> str:
-    """Write tensors and texts into a new file; return their checksum.
+    """Write tensors and texts into a new file, in place; return their checksum.
 
     Raises:
         OSError: the file cannot be written.

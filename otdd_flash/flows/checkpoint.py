@@ -7,9 +7,10 @@ the disk, so a process killed at any moment leaves the previous checkpoint usabl
 checkpoints are kept.
 
 The state is stored as tensors by name and an outline in JSON (`taken_apart`, `put_together`).
-Reading runs no code: of classes, only those of `TYPES` are made. The names in `TYPES`, the names of
-their fields and the form of file names are a file format; a change breaks earlier checkpoints,
-which `tests/files/test_files_of_today.py` reads.
+Reading runs no code: of classes, only those of `TYPES` are made. The names in `TYPES`, their
+fields, the fields of `Shard`, the keys of a manifest and of the state, and the names of tensors are
+a file format; a change breaks earlier checkpoints, which `tests/files/test_files_of_today.py`
+reads. Files must be named as `NAMES` says, because older ones are found and removed by it.
 
 `Flow` (`flows.flow`) has `Checkpoints` among its options; users and `commands.adapt` make them.
 `flows.run` loads and saves a checkpoint, and `flows.stepping` writes the rows of each rank.

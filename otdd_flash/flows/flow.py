@@ -12,8 +12,9 @@ leave the target of such a mode on the CPU or in its file, and moves that of any
 device.
 
 `Flow.settings` is stored in checkpoints and compared when a flow is resumed. It must contain each
-option that changes the path or the result, because a resumed flow must take the same steps, and no
-option that a resumed run may change, such as the number of steps under most schedules.
+option that changes a step or what is stored of it, because a resumed flow must take the same steps,
+and no option that a resumed run may change: where the flow stops (`tolerance`, and `steps` under
+most schedules) and the checkpoints. Results hold it too, and `flows.result` reads it by its keys.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ class Flow:
         space: the map from points of both sides to the features that transport compares; by default
             the points are the features.
         refresh: steps between two updates of class distances (mode `features`).
-        tolerance: stop once a step changes the objective by less than this share of its first
+        tolerance: stop once a step changes the objective by at most this share of its first
             value, in (0, 1); None takes all steps.
         keep_moments: store the state of each step, so that the result can carry the flow over to
-            new points by its entropic map; n (d + 2) + m numbers per step.
+            new points by its entropic map; n (d + 1) + m numbers and class distances per step.
         seed: of every random draw.
         checkpoints: where to store the state, and whether to resume from it; None stores none.
 

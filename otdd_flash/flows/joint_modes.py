@@ -17,10 +17,10 @@ In mode `joint`, with fixed labels (jd-fl), the particles of a class share their
 `augmented`, with variable labels (jd-vl), each particle has its own Gaussian.
 
 `flows.flow` names both; `flows.run` and `flows.objective` use them as a `Mode`. `flows.stepping`
-changes the tensors of `variables` in place: a mode may not replace them, nor keep what depends on
-them. Mode `augmented` computes its labels each time that they are asked for. Gaussians are float64,
-because small distances are differences of large traces, and their tables must stay differentiable
-by means and spreads, which are moved along their gradients.
+changes the tensors of `variables` in place: a mode may not replace them, and each evaluation must
+compute anew what depends on them. Mode `augmented` computes its labels each time that they are
+asked for. Gaussians are float64, because small distances are differences of large traces, and their
+tables must stay differentiable by means and spreads, which are moved along their gradients.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class EuclideanAugmentedMode(AugmentedMode):
     """Mode `augmented` with diagonal or no covariances: transport of vectors of up to 3 d features.
 
     The cost is the squared Euclidean distance of the vectors
-    (sqrt(lambda_x) x, sqrt(lambda_y) m, sqrt(lambda_y) s), for any n.
+    (sqrt(lambda_x) x, sqrt(lambda_y) m, sqrt(lambda_y) |s|), so no table between particles is made.
     """
 
     def _start(self, classes: Gaussians) -> None:
@@ -242,7 +242,7 @@ class FullAugmentedMode(AugmentedMode):
         return self._evaluated(particles, table, moving, self._masses(batch), batch)
 
     def expected_seconds(self, features: Tensor, batch: Batch | None = None) -> float:
-        """Time a chunk of pairs of Gaussians, and scale the time to all pairs."""
+        """Time a chunk of pairs of Gaussians, and scale the time to the pairs that are compared."""
         spreads, theirs = self.variables["spreads"], self._target.spreads
         assert theirs is not None
         # One pair stands for all, as the factors of a side have one shape.
@@ -335,7 +335,7 @@ class Gaussians:
         """Compute the Gaussians of the classes of `samples`, for the metric `Gaussian` or `Means`.
 
         Raises:
-            InputError: a class is empty, or has one sample where covariances divide by n - 1.
+            InputError: there are no labels, or a class has no sample of positive weight.
         """
         clouds, _ = pool([samples])
         means = class_means(clouds)

@@ -225,8 +225,8 @@ class VelocityField:
     """The velocity of one step at any point of any class of the particles.
 
     Attributes:
-        particles: n labelled particles before the step.
-        target: m labelled points.
+        particles: n particles before the step.
+        target: m points.
         table: class distances W (V_x + V_y, V_x + V_y) between the V_x classes of the particles and
             the V_y of the target, float64.
         g: (m,) column potential of the cross term, in units of the cost.
@@ -246,10 +246,10 @@ class VelocityField:
     compute: ComputeOptions
 
     def velocity(self, samples: LabeledSamples, *, mass: float = 0.0) -> Tensor:
-        """Compute the velocities (k, d) of k labelled points, in the points' type.
+        """Compute the velocities (k, d) of k points, in the points' type.
 
-        Labels are matched to the particles' by class name; unlabelled points have the class of
-        their nearest particle. Weights are ignored.
+        Labels are matched to the particles' by class name, and ignored if those have none;
+        unlabelled points have the class of their nearest particle. Weights are ignored.
 
         Args:
             samples: each of them moves as if the others were not there.

@@ -11,7 +11,7 @@ Flows in Probability Space: a particle keeps its label, and a class is where its
 `features` does not differentiate how W changes with x; `attached` does, and is the gradient flow of
 the dataset distance itself. Both compute W at the current positions; values of the target alone are
 computed once, with the same result to the last bit as a new computation, because a resumed flow
-computes it again and must take the same steps.
+computes them again and must take the same steps.
 
 `flows.joint_modes` derives from `Mode` too, and uses `Evaluation`, `beside`, `per_mass` and
 `require_moments`. `flows.flow` names all modes; `flows.run` and `flows.objective` only use the
@@ -73,7 +73,7 @@ class Mode(ABC):
 
     Attributes:
         variables: what moves besides the features, by name; the stepper changes them in place.
-        class_distances: W of the last evaluation.
+        class_distances: W of the last evaluation; in mode `augmented`, that of the start.
     """
 
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
@@ -86,7 +86,7 @@ class Mode(ABC):
         """Recompute class distances at features (n, d), if they are neither fixed nor variables.
 
         Raises:
-            InputError: a class is too small or too large for the method.
+            InputError: as `LabelMetric.measure`.
         """
 
     @abstractmethod
@@ -184,8 +184,8 @@ class FeatureDrivenMode(Mode):
     """The common part of both modes: W between moving and fixed classes.
 
     Distances within the target are constant. With full covariances, the target's factors are stored
-    from the first computation on: d min(n_c, d) float64 numbers for a class of n_c points in d
-    dimensions. The table is the same to the last bit as without stored factors.
+    from the first computation on: about d min(n_c, d) float64 numbers for a class of n_c points in
+    d dimensions. The table is the same to the last bit as without stored factors.
     """
 
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
@@ -232,7 +232,7 @@ class FeaturesMode(FeatureDrivenMode):
         """Recompute class distances at features (n, d), except those within the target.
 
         Raises:
-            InputError: a class of the particles is too small or too large for the method.
+            InputError: as `LabelMetric.measure`.
         """
         setting, before = self._setting, self.class_distances
         metric = setting.metric.measured

@@ -13,8 +13,8 @@ end of a flow are evaluated on all points. Points that run away raise `Overshot`
 
 `flows.run` makes the setting and evaluates; `flows.modes` and `flows.joint_modes` solve through
 `TargetDivergence`. `FlowSetting.settings` is stored in checkpoints and compared when a flow is
-resumed, so its keys are part of their format. Random draws depend only on the seed, the step and
-their purpose, so that a resumed flow repeats them.
+resumed, and in results, where `flows.result` reads it, so its keys are part of both formats. Random
+draws depend only on the seed, the step and their purpose, so that a resumed flow repeats them.
 """
 
 from __future__ import annotations
@@ -433,7 +433,8 @@ class Evaluator:
         """Refuse a box that excludes the particles (n, p) of the start.
 
         Raises:
-            InputError: clamping to the box alone moves them as far as steps that overshoot.
+            InputError: no coordinate of a particle lies in the box, or clamping to it alone moves
+                them as far as steps that overshoot.
         """
         box = self._stepping.box
         if box is None or self._setting.functionals:

@@ -6,8 +6,9 @@ least squares with early stopping. `FlowResult.map` (`flows.result`) makes the m
 
 Training is deterministic on one device: weights are drawn and batches shuffled by a generator on
 the CPU, and the global generator is neither read nor changed. The last layer starts at 0, so an
-untrained network is the identity map. The names of tensors in the file are its format, so they must
-stay.
+untrained network is the identity map. The names of tensors in the file, which are those of the
+layers of `build_network`, and the keys of its text are its format, so they must stay
+(`tests/files/test_files_of_today.py`).
 """
 
 from __future__ import annotations

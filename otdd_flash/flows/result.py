@@ -11,8 +11,8 @@ metrics.csv, so their names must stay.
 `gradient_flow` (`flows.run`) returns a `FlowResult`; `commands.adapt`, `commands.results`,
 `report.flow` and `integrations.sklearn` read it. It saves and loads itself, and makes maps of new
 points (`flows.maps`, `flows.residual_map`). result.json comes from `to_dict`, and
-result.safetensors from the tensors that `PARTS` lists: keys and names are the format, and files of
-earlier versions must stay readable (`tests/files/test_files_of_today.py`).
+result.safetensors from the tensors that `PARTS` lists and the fields of moments: keys and names are
+the format, and files of earlier versions must stay readable (`tests/files/test_files_of_today.py`).
 """
 
 from __future__ import annotations
@@ -232,8 +232,8 @@ class FlowResult:
         ran_on: the device and backend of the passes.
         stopped_by: `steps`, `tolerance` or `interrupted`.
         seconds: wall time of the preparation and of the flow.
-        unchanged: fingerprints of source and target; methods raise once one of them was modified in
-            place. None if nothing else shares their memory.
+        unchanged: marks of source and target; methods that read them raise once one was modified in
+            place. None for a loaded result, as nothing else shares its memory.
         mean_cost: the mean cost at the start, of which `epsilon_relative` is a multiple.
     """
 
@@ -304,7 +304,8 @@ class FlowResult:
             options: of `EntropicMap`, `NearestParticleMap` or `ResidualMap.fit`.
 
         Raises:
-            InputError: an unknown map, or a flow that an entropic map cannot follow.
+            InputError: an unknown map, a flow that an entropic map cannot follow, or a dataset was
+                modified in place.
         """
         choose("map", kind, MAPS)
         self._check_unchanged()
@@ -362,17 +363,18 @@ class FlowResult:
     def to_frame(self) -> DataFrame:
         """Return a pandas table with one row per step and one of the end, as in metrics.csv.
 
-        A row describes the particles before its step, and the step. If the first step used fewer
-        than all points, a row for the start precedes it. Values that a step does not have are
+        A row describes the particles before its step, and the step. If the first step did not use
+        all points in place, a row for the start precedes it. Values that a step does not have are
         missing. Columns:
 
         - `step`; `step_size`, the time it moves forward; `seconds` of wall time.
         - `objective`, `divergence`, `lower` and `upper`, in units of the cost: the distance plus
           functionals, the distance to the target, and the bounds of its solve. They are missing
-          if a step used part of the points: then `estimate` is the distance of that part, in
-          the same units, and `estimated_on` its number of particles.
+          if a step used part of the points or displaced ones: then `estimate` is the distance of
+          these, in the same units, and `estimated_on` their number of particles.
         - `functional.NAME`: weight times value of each functional, in units of the cost.
-        - `gradient_norm`: of the velocities of all particles, in features per unit of time.
+        - `gradient_norm`: of the velocities of the particles that the step used, in features per
+          unit of time.
         - `iterations`, `marginal_error`, `tolerance`, `converged`, `stopped_by` and `bound_width`,
           of the solve: the last is relative to the value.
         """

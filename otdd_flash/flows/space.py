@@ -3,8 +3,10 @@
 Transport compares features phi(x_i) (n, d) of particles x_i (n, p). By the chain rule the gradient
 of a loss by particle x_i is J_i^T g_i, with J_i = d phi / d x (d, p) at x_i, and g_i (d,) the
 gradient by its features. `pull_back` computes it. `flows.flow` holds a space among its options,
-`flows.run` and `flows.objective` map points by it, and `commands.adapt` builds `ImageSpace`. `key`
-is stored in checkpoints and compared when a flow is resumed, so it must differ if features differ.
+`flows.run` and `flows.objective` map points by it, `flows.run` builds `DirectionSpace` for the
+cosine cost, and `commands.adapt` builds `ImageSpace`. `key` is stored in checkpoints and compared
+when a flow is resumed, so it must differ if features differ. Results hold it too, and
+`flows.result` makes entropic maps only where it is "features".
 """
 
 from __future__ import annotations

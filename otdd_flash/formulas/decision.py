@@ -23,16 +23,17 @@ A level is left when its marginal error falls to `LEVEL_TOLERANCE`, or to what r
 **Trust.** A plain Sinkhorn update raises the dual by at least a known amount, the gain. A
 quasi-Newton step is accepted (`kept`) if it raises the dual by that much, and otherwise rejected.
 After a rejected step come plain updates: one, then two after the next rejected step, then four;
-steps whose gain exceeds rounding halve the number again. Near convergence the gain is smaller than
-the rounding error of the dual, so the dual cannot tell whether a step gained it. Such a step is
-accepted while the marginal error is at most `GROWTH` times its lowest, and the lowest is not older
-than `PATIENCE` iterations.
+accepted steps whose gain exceeds rounding, or with a new lowest marginal error, halve the number
+again. Near convergence the gain is smaller than the rounding error of the dual, so the dual cannot
+tell whether a step gained it. Such a step is accepted while the marginal error is at most `GROWTH`
+times its lowest, and the lowest is not older than `PATIENCE` iterations.
 
 **Termination.** A problem is done after an evaluation at the final epsilon whose marginal error is
-within tolerance. The floor is a worst-case bound of what rounding adds to the marginal error. Even
-where it is below the tolerance, rounding may keep iterations from getting further. So a problem
-ends after `STALLED` iterations in which neither its marginal error fell to `FALLEN` times its
-lowest, nor its dual rose by more than its rounding error, if the marginal error is at most
+within tolerance, which rounding may raise up to `Goal.loosest`; where rounding alone exceeds that;
+or in its last iteration. The floor is a worst-case bound of what rounding adds to the marginal
+error. Even where it is below the tolerance, rounding may keep iterations from getting further. So a
+problem ends after `STALLED` iterations in which neither its marginal error fell to `FALLEN` times
+its lowest, nor its dual rose by more than its rounding error, if the marginal error is at most
 `STALLED_FLOORS` floors. All of that error is then reported as rounding. `FALLEN` asks for a tenth.
 To ask that the error halve would also end slow solves which still converge. To ask for a tenth ends
 solves that rounding has stopped all the same: their error fluctuates at random between one floor

@@ -36,9 +36,10 @@ transport: translation invariant Sinkhorn and 1-D Frank-Wolfe):
 Vectors and their masses have shape (..., k); potentials and penalties are in units of the cost. A
 change must keep `expm1`: for a large rho e^(-f / rho) - 1 has no correct digits otherwise.
 
-`solver.penalties` makes `Constraints` of the user's penalties. Comparisons hold them; `engine`,
-`operators`, `solver`, `derivatives`, `batched`, `ranking.bounds`, `result`, `unmatched` and
-`study.measures.distances` read them. `tests/solver/test_unbalanced.py` tests the formulas.
+`solver.penalties` makes `Constraints` of the user's penalties. Comparisons and `decision.Form` hold
+them; `engine`, `operators`, `solver`, `derivatives`, `batched`, `ranking.bounds`, `result`,
+`unmatched` and `study.measures.distances` read them. `tests/solver/test_unbalanced.py` tests the
+formulas.
 """
 
 from __future__ import annotations

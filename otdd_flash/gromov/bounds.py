@@ -10,9 +10,9 @@ plan, its own rounding included: `tests/gromov/test_gromov.py` has problems that
   matching): for given (i, j) the sum over P_kl is the squared distance of two functions in L2(P),
   which is at least the squared difference of their norms s_i and t_j. So E is at least the squared
   2-Wasserstein distance of the numbers s and t, which sorting gives.
-- Spectra: <P, u v^T> is at most the sum of the sorted products of u and v, and
-  ||M||^2 = tr(S_x K S_y K^T) with ||K|| <= 1 at most the sum of products of sorted eigenvalues
-  (von Neumann). It is 0 on a rotated copy.
+- Spectra: <P, u v^T> is at most the one that pairs u and v in their orders, and, with
+  M = S_x^1/2 K S_y^1/2 and ||K|| <= 1, ||M||^2 = tr(S_x K S_y K^T) at most the sum of products of
+  sorted eigenvalues (von Neumann). This bound is 0 on a rotated copy.
 
 `class_bound` is the third, of <W, P>: transport between classes instead of points.
 """

@@ -3,7 +3,7 @@
 `otdd` and `pairwise` call it after they have read their arguments. `gromov_distance` returns the
 `DistanceResult` of two datasets; `GromovPairs` yields the solves of `pairwise`. `commands.compare`
 calls `gromov_options`. Errors of input must be raised before anything is solved, because a solve
-may take long.
+may take long (`tests/gromov/test_gromov.py`).
 
 `gromov_table` is the table W of classes whose points have different dimensions, of two datasets or
 of those of `pairwise`. With the method `gaussian`, W has the units of E, length^4: it is the
@@ -185,7 +185,7 @@ class GromovPairs:
 def checked(
     datasets: Sequence[LabeledSamples], metric: LabelMetric | None, min_class_size: int | None
 ) -> tuple[LabeledSamples, ...]:
-    """Check datasets of any dimensions, as `prepared`; return them without small classes.
+    """Check datasets of any dimensions before they are prepared; return them less small classes.
 
     Raises:
         InputError: they are on different devices, hold numbers whose squares overflow, or too many

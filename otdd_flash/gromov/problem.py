@@ -5,8 +5,9 @@
 `gromov.energy` has E and its linearisation. `gromov.distance` makes the `Problem` of two datasets,
 and `gromov.solve` that of a loaded result. `gromov.solve` descends on F + epsilon KL(P | a b^T): it
 solves the comparison that `linearised` returns, continues from the moments of its plan, and reports
-F of the plan with corrected sums (`round_plan`) as value and upper bound. So `round_plan` must
-evaluate a plan with the marginals a and b, in float64 whatever the precision of the solve.
+F of the plan with corrected sums (`round_plan`) as value, and with its rounding as upper bound. So
+`round_plan` must evaluate a plan with the marginals a and b, in float64 whatever the precision of
+the solve.
 """
 
 from __future__ import annotations

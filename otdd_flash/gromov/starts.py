@@ -2,10 +2,10 @@
 
 `axes` is that of the best coupling of two Gaussians: principal axes in the order of their
 eigenvalues. A Gaussian has no direction along an axis; here each takes the one in which the third
-moments of both sides have one sign. So it is exact for a rotated copy whose eigenvalues differ.
-`classes` couples class means: those of least W, or of one name. `independent` is a b^T, whose first
-step compares distances from the mean alone, as other packages start. `random` is a random rotation
-between principal axes.
+moments of both sides have one sign. So it is exact for a rotated copy whose eigenvalues differ and
+whose third moments along axes are not 0. `classes` couples class means: those of least W, or of one
+name. `independent` is a b^T, whose first step compares distances from the mean alone, as other
+packages start. `random` is a random rotation between principal axes.
 
 `gromov.solve` descends from each; `otdd` and `pairwise` take `STARTS` of them where no number is
 given. Names are stored in results (`gromov.record`). Names, order and `SEED` must stay, so that the

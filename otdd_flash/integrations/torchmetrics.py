@@ -1,10 +1,10 @@
 """The dataset distance as a metric of torchmetrics.
 
 `DatasetDistance` is public; nothing in this package imports it, as torchmetrics is an extra.
-`compute` calls `otdd.dataset_distance`. The state is the rows of all updates, which torchmetrics
-gathers from all processes before `compute`, and the epsilon, which the first `compute` fixes so
-that later values can be compared with its own. State must consist of tensors or lists of tensors,
-which is all that torchmetrics gathers.
+`compute` calls `otdd.dataset_distance`. The state is the rows and labels kept of all updates, up to
+`max_rows` of a side, which torchmetrics gathers from all processes before `compute`, and the
+epsilon, which the first `compute` fixes so that later values can be compared with its own. State
+must consist of tensors or lists of tensors, which is all that torchmetrics gathers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DatasetDistance(Metric):  # type: ignore[misc]
 
     `compute()` returns {"value", "lower", "upper"}, each a 0-dim float64 tensor. With several
     processes the rows are those of all of them, in their order. The value then equals, within the
-    bounds of both, that of one process which saw all rows.
+    bounds of both, that of one process which kept all these rows.
 
     Args:
         max_rows: limit of rows kept of each side, in each process; later rows are left out, with a

@@ -1,14 +1,15 @@
 """Distances between classes: W, the table that the ground cost reads at every pair of labels.
 
-W holds squared 2-Wasserstein distances for the cost ||.||^2, whatever lambda_x is. The modules,
-from data to table: `pairs` cuts datasets into class clouds, lists pairs of classes and cuts such
-lists; `gaussian`, `exact` and `sinkhorn_pairs` measure a list of pairs; `metrics` holds the methods
-that `labels=` names, and numbers in place of classes; `measuring` measures the tables of whole
-datasets, as far as `pair_cache` does not know them, `by_ranks` on several ranks; `table` holds such
-tables.
+W holds squared distances for the cost ||.||^2, whatever lambda_x is: 2-Wasserstein distances,
+bounds of them, or what a user's table or function says. The modules, from data to table: `pairs`
+cuts datasets into class clouds, lists pairs of classes and cuts such lists; `gaussian`, `exact` and
+`sinkhorn_pairs` measure a list of pairs; `metrics` holds the methods that `labels=` names, and
+numbers in place of classes; `measuring` measures the tables of whole datasets, as far as
+`pair_cache` does not know them, `by_ranks` on several ranks; `table` holds such tables.
 
-`otdd`, `pairwise`, `result`, `commands.compare`, `commands.settings`, and modules of `flows`,
-`gromov`, `mixing`, `ranking`, `sampling`, `shift` and `study` import their names from here.
+`otdd`, `pairwise`, `result`, and modules of `commands`, `flows`, `gromov`, `mixing`, `ranking`,
+`sampling`, `shift` and `study` import their names from here, and users as `otdd.labels`. These
+names must stay.
 """
 
 from otdd_flash.labels.measuring import (

@@ -32,7 +32,8 @@ def measured_by_ranks(metric: LabelMetric, ranks: object) -> LabelMetric:
     """Return the metric, measured by all ranks if there are any and it has a recipe.
 
     Those without a recipe measure in this process: `none` and `given` measure nothing, means,
-    bounds and diagonal covariances are cheap, and of a user's function nothing is known.
+    bounds and diagonal covariances are cheap, and of a user's function nothing is known. `tree` has
+    none either, whatever metric is added to it.
 
     Args:
         metric: how to measure.

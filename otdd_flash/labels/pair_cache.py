@@ -2,11 +2,12 @@
 
 A row is keyed by the content of its two classes and by the recipe, that is the method with its
 parameters. So a dataset that is compared with a second and then with a third one is measured within
-itself once. One database lets many rows be read at once and several processes write at the same
-time, and a killed run leaves only complete rows.
+itself once. One database lets many rows be read at once. Several processes may use it: their writes
+wait for each other, up to `BUSY_SECONDS`. A killed run leaves only complete rows.
 
-`labels.measuring` is the only caller, through `PairCache`. The cache never stops a run: a damaged
-database is renamed and begun anew, an unusable one is reported once and then ignored.
+`labels.measuring` is the only caller, through one `PairCache` for each list of pairs. The cache
+never stops a run: a damaged database is renamed and begun anew; an unusable one is reported, and
+the `PairCache` does not use it again.
 
 A change of the layout, or of a method's numbers, must raise ENTRY_FORMAT, which is part of the
 file's name, so that old distances are not read as new ones. Every row carries a checksum that is
@@ -71,7 +72,8 @@ class PairCache:
         cache_dir: the database's folder, made on the first write.
 
     Attributes:
-        path: of the database; None after a failure, when nothing is read or written any more.
+        path: of the database; None after a failure other than damage that could be set aside, when
+            nothing is read or written any more.
     """
 
     def __init__(self, cache_dir: str | os.PathLike[str]) -> None:

@@ -3,15 +3,16 @@
     W_ij = OT_eps(i, j) - OT_eps(i, i) / 2 - OT_eps(j, j) / 2,   cost ||x - y||^2
 
 (Feydy et al. 2019, "Interpolating between optimal transport and MMD using Sinkhorn divergences").
-The self terms OT_eps(i, i) put a class at distance 0 from itself. Each is solved once, however many
-pairs its class is in: first the self terms of all classes together, then all pairs.
+The self terms OT_eps(i, i) put a class at distance 0 from itself. A call solves each once, however
+many pairs its class is in: first the self terms of all classes in its pairs, then the pairs.
 
-On a CUDA device with Triton, kernels solve all pairs at once in float32 (`solve_in_kernels`).
+On a CUDA device with Triton, kernels solve pairs side by side in float32 (`solve_in_kernels`).
 Pairs that float32 cannot solve to the tolerance, and all pairs on other devices, are solved in
 float64 in PyTorch: pairs of similar sizes are padded to one shape and their costs stored; a pair
 with too many costs to store is solved alone, with costs recomputed in every pass. Kernels solve
-their pairs in as few batches as half of the free memory allows. The batch must not change a pair's
-numbers, because distances are cached and batches follow from the free memory.
+pairs of small and of large classes apart, each in as few batches as half of the free memory allows.
+The batch must not change a pair's numbers, because distances are cached and batches follow from the
+free memory.
 
 `labels.metrics` calls `sinkhorn_distances`. Distances are cached, so a change must keep the
 numbers of a pair independent of the pairs beside it: which solver a pair takes, and its padded

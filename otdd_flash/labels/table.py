@@ -1,15 +1,17 @@
 """Tables of class distances W: of two datasets with its validation, and of several; npz files.
 
-`ClassDistances` holds the blocks xx, xy and yy of two datasets and is what the ground cost reads.
-`JointClassDistances` is the (V, V) table over all classes of K datasets; `between` gives that of
-two. `labels.measuring` and `gromov.distance` build tables, `labels.metrics` reads the first kind
-from a file, and `report.distance` shows its `NearestClass` rows. Whatever compares labelled
-datasets (`otdd`, `pairwise`, `flows`, `mixing`, `study`, ...) imports the tables through
-`otdd_flash.labels`, and the names of classes (`class_names`, `distinct_names`) from here.
+`ClassDistances` holds the blocks xx, xy and yy of two datasets; a `Comparison` takes its `full` as
+the W of the ground cost. `JointClassDistances` is the (V, V) table over all classes of K datasets;
+`between` gives that of two. `labels.measuring`, `gromov.distance`, `flows.modes` and
+`study.measures.distances` build tables, `labels.metrics` reads the first kind from a file, and
+`report.distance` shows its `NearestClass` rows. Whatever compares labelled datasets (`otdd`,
+`pairwise`, `flows`, `mixing`, `study`, ...) imports the tables through `otdd_flash.labels`, and the
+names of classes (`class_names`, `distinct_names`) from here.
 
-A change must respect that any `ClassDistances` is valid: all checks run in the constructor, so a
-table of the user's, of a file or of a metric obeys the same rules. Only `split` skips them, for
-parts of a valid table. The npz keys must stay, because users' files have them, and `arguments`
+A change must respect that any `ClassDistances` is valid: its constructor checks shapes, entries and
+names, so a table of the user's, of a file or of a metric obeys the same rules
+(`tests/labels/test_tables.py`). The constructor of `JointClassDistances` checks none of these, and
+its `load` checks the file. The npz keys must stay, because users' files have them, and `arguments`
 names both classes by their path.
 """
 
@@ -135,7 +137,7 @@ class ClassDistances:
         lower: Tensor | None,
         upper: Tensor | None,
     ) -> ClassDistances:
-        """Split a valid table without checking it; `from_full` is for users."""
+        """Split a square table of more than `size_x` rows; `from_full` checks that for users."""
         blocks = full[:size_x, :size_x], full[:size_x, size_x:], full[size_x:, size_x:]
         return cls(*blocks, names_x, names_y, lower=lower, upper=upper)
 
@@ -288,8 +290,8 @@ class JointClassDistances:
     """Squared 2-Wasserstein distances between all classes of K datasets, ground cost ||.||^2.
 
     Attributes:
-        full: (V, V) float64, with V classes in all; symmetric, 0 on the diagonal and between
-            classes of equal content.
+        full: (V, V) float64, with V classes in all; symmetric, 0 on the diagonal and, but for what
+            a `Tree` adds by names, between classes of equal content.
         datasets: K names, made distinct by numbers where datasets share one.
         class_names: for each dataset the names of its classes, in the order of its rows in the
             table.

@@ -120,11 +120,13 @@ def mixture(
             False: epsilon favours sources that are narrower than the target.
         bound_width: relative width of the bounds to reach, (upper - lower) / value.
         max_seconds: wall time after which the search ends, with what is proven then; comparisons
-            with other weights are left out. Subsamples take their own time.
+            with other weights and undetermined changes are left out. Subsamples take their own
+            time.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost at equal weights, instead of
             `epsilon`. Neither given means 0.01 of that mean.
-        labels: how distances between classes are measured, as for `dataset_distance`.
+        labels: how distances between classes are measured, as for `dataset_distance`, but not
+            `given`.
         class_distances: a table to use instead, from `otdd.class_distances([*sources, target])`.
         min_class_size: drop classes with fewer samples, with a notice.
         lambda_x: weight of the cost between features.

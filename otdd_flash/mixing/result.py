@@ -1,8 +1,9 @@
 """The result of a mixture: `Mixture`, with the rows to train on.
 
 `mixing.mixture` makes it. `commands.mix` writes `to_dict` as mixture.json, prints `sentences`, and
-gives the rows of `dataset` to `report.mixture`, which writes them and draws the weights. Users read
-mixture.json, whose keys are the fields of `Mixture` and its `details`, so their names must stay.
+gives the rows of `dataset` to `report.mixture`, which writes them and draws the weights;
+`commands.results` sends its numbers to trackers. Users read mixture.json, whose keys are the fields
+of `Mixture` but `sources`, the `sentences` and the keys of `details`, so their names must stay.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class OtherWeights(NamedTuple):
     Attributes:
         name: `uniform`, `proportional to size`, or `NAME alone`, the best single source.
         weights: (K,) of the sources; limits do not hold for them.
-        value: of the transport, without a penalty: an upper bound, as that of the mixture.
+        value: of the transport, without a penalty: an upper bound, with debiasing the value that
+            the solver reached, as that of the mixture.
         lower: its lower solver bound.
         upper: its upper solver bound.
     """
@@ -71,7 +73,8 @@ class Mixture:
             of these under the weights. About 0 where a source is in use, positive where it is not,
             negative only at a limit.
         undetermined: changes of weights by source, of 0.05 or more, each of which raises the
-            objective by less than `bound_width` of the value. With `debias` none are looked for.
+            objective by less than `bound_width` of the value. With `debias`, and once
+            `max_seconds` are over, none are looked for.
         others: other weights for comparison, such as uniform ones, with their distances.
         intervals: confidence intervals of the weights by source, from subsamples; None if they were
             not asked for.

@@ -19,7 +19,7 @@ is linear in w, as r does not depend on it, and never above OT_epsilon. So for a
 The mean potential alone is no such bound: f_i + epsilon (1 - r_i) is largest where r_i = 1, at the
 softmin of g, and far below f_i where r_i is large. Sources without weight have prices too, as their
 rows take softmins. `priced` computes all prices in one pass, at equal weights, so that every row
-has mass. It lowers them by the errors of that pass, E, F and rho (A, B and rho in
+has mass. Its cut is <b, g> + price_k less the errors of that pass, E, F and rho (A, B and rho in
 `solver.evidence`): the sums are of costs C' with |C'_ij - C_ij| <= E_i + F_j + rho |C_ij|, and OT
 of C' exceeds that of C by no more than <a, E> + <b, F> + rho <|C|, P>.
 
@@ -394,7 +394,7 @@ class MixtureOracle:
         exact step of one concave dual; v follows every `PER_CENTRE` updates, as in a proximal
         point method. Mass need not move between sources, so that it takes fewer updates than solves
         at fixed weights. Epsilon falls through levels. It ends where the lower bound rises by less
-        than `width` of itself, or weights stand.
+        than `width` of itself, weights stand, `MOST_TAKEN` updates are done or the time is over.
         """
         operator, epsilon, w = (
             self.comparison.operator("xy"),

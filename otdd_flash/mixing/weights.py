@@ -7,10 +7,10 @@ An oracle is asked at weights w (K,) for an upper bound of a convex function V a
 
 over the allowed weights, with v the best weights so far. Far from the optimum V is nearly piecewise
 linear, and cuts are good models of it. Near the optimum V is smooth, and the step is a quasi-Newton
-step at curvature H. The multipliers of the step combine the cuts to one cut, whose minimum over the
-allowed weights is a lower bound of V: `Allowed.lowest` is a dual value, a bound for any multiplier
-(Kiwiel 1990, Proximity control in bundle methods; Lemarechal, Nemirovskii & Nesterov 1995, New
-variants of bundle methods).
+step at curvature H. The multipliers of the step combine the cuts to one cut. Its minimum with the
+penalty over the allowed weights is a lower bound of V + penalty KL: `Allowed.lowest` is a dual
+value, a bound for any multiplier (Kiwiel 1990, Proximity control in bundle methods; Lemarechal,
+Nemirovskii & Nesterov 1995, New variants of bundle methods).
 
 `mixing.mixture` calls `minimise` with a `sources.MixtureOracle` and an `Allowed`, and takes from
 `Found` weights, bounds and the cut that proves the lower one. `mixing.sources` uses `Allowed` and

@@ -2,8 +2,9 @@
 
 An operator stands for a ground cost C (n, m) together with the masses a (n,) and b (m,) of its two
 sides. `Comparison.operator` and `solver.matrix_comparison` return one. Points and labels streamed
-in tiles, a stored matrix, a GPU kernel or several ranks differ only in how they carry out the
-operations below, and the solver never sees the difference: every operator has every member.
+in tiles, a stored matrix, a GPU kernel or several ranks differ in how they carry out the operations
+below, and every operator has every member. `one_problem`, `solver.small`, `solver.exact` and
+`flows.stepping` make use of more than these where an operator is of a kind that they know.
 
 Notation: f (n,) and g (m,) are potentials in units of the cost and
 

@@ -4,7 +4,7 @@
 rank, and by operators over blocks for each pair of blocks. Before any work `comparison` asks
 `operator_bytes` whether an operator fits the device, and else refuses it or streams its points.
 
-Memory is counted from below, without padding, potentials and small tables: an operator that is
+Memory is counted from below, without padded rows, potentials and small tables: an operator that is
 refused for its size would not have fitted. A change of the buffers of an operator must change its
 count here (`tests/test_memory.py`).
 """
@@ -33,9 +33,10 @@ from otdd_flash.operators.torch_operator import TILE_ELEMENTS_CPU, TILE_ELEMENTS
 def build_operator(
     cost: LabelledCost, compute: ComputeOptions, *, keep_scores: bool = True
 ) -> Operator:
-    """Build the operator of a cost in this process: on a GPU in Triton kernels, else in PyTorch.
+    """Build the operator of a cost in this process, over blocks, in Triton kernels or in PyTorch.
 
-    In PyTorch the scores are stored if they fit the memory budget and `keep_scores` allows it.
+    Points on the host or in files are streamed in blocks. For others `cost.compute.uses_triton`
+    decides; in PyTorch scores are stored if they fit the memory budget and `keep_scores` allows it.
 
     Args:
         cost: between two clouds.

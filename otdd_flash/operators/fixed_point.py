@@ -3,8 +3,10 @@
 Certificates of `triton_operator` read these. Products are those of points that are rounded to a few
 digits of int8 (`kernels.points.digits`), norms those of the points themselves
 (`cost.rounding.product_errors`). With three digits costs have errors of some 2^-20 of their mean,
-with four of 2^-26; integers within 256 values of each other take one digit. A change must keep the
-errors upper bounds in the worst case, because `solver.evidence` widens the solver bounds by them.
+with four of 2^-26; coordinates on a lattice (`cost.rounding.lattice_of`), all within 255 steps of
+each other, as grey values are, take one digit. A change must keep the errors upper bounds in the
+worst case, because `solver.evidence` widens the solver bounds by them
+(`tests/operators/test_marginals.py`).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ forbids a pair: its score is -inf and its entry of the plan is 0.
 pass and checks its results. `matrix_facts` computes range, mean and forbidden pairs of a matrix
 from blocks of its rows. `solver.matrix_comparison` makes `FunctionCosts`, calls `matrix_facts` and,
 as `solver.matrix.gradients` does, builds operators by `matrix_operator`. On a GPU `matrix_kernel`
-wraps such an operator: it runs half-steps and plan sums in Triton, computes `MatrixFacts`, and
-leaves the rest to the operator.
+wraps such an operator: it runs half-steps, plan sums and, for contiguous rows, expected costs in
+Triton, computes `MatrixFacts`, and leaves the rest to the operator.
 
 Modules that need the costs themselves read a `CostSource` (`solver.exact.pricing`,
 `derivatives.plan_links`), most of them by `exact_blocks`, whose blocks are small enough to be

@@ -45,9 +45,10 @@ all measured:
     x - mean and its quotient by the unit         2^-50 (A ||y'|| + ||x'|| A').
 
 c is `adder.chain_error` of one chain, u per chain that is added to the others, and 8 u for
-operations on their sum (its product with the scale, three additions). The pieces: h h' is exact; of
-its product with the scale, the last 12 bits of h h' and those of the scale past 12 are rounded,
-2^-11 of the whole, six times at most, u each. As ||h|| <= ||x'|| + T + E, all of it is at most
+operations on their sum (its product with the scale, three additions). The scale turns a product of
+digits into an exponent in base 2. The pieces: h h' is exact; of its product with the scale, the
+last 12 bits of h h' and those of the scale past 12 are rounded, 2^-11 of the whole, six times at
+most, u each. As ||h|| <= ||x'|| + T + E, all of it is at most
 
     P ||y'|| + ||x'|| P' + Q,    P = E + c T + 2^-50 A,
     Q = 2^-31 A A' + E E' + L R' + R L' + R R' + c ((T + E) T' + T (T' + E') + L L').
@@ -81,8 +82,9 @@ make
 
     sums = u (11 + ln 2 (2 (log2 n + 1) + 3)) (1 + 2^-8) + (n + 512) 2^-52.
 
-Norms over a plan whose marginals are t off: sum_j c_j ||y'_j||^2 <= V' + t A'^2, so `peak` is
-A^2 / V + A'^2 / V': sqrt(1 + t p) sqrt(1 + t p') <= 1 + t (p + p').
+Norms. V is the variance of a class, the mean of ||x'||^2, and p = A^2 / V. Over a plan whose
+marginals are t off, the mean of ||y'||^2 is at most V' + t A'^2 = V' (1 + t p'). As
+sqrt(1 + t p) sqrt(1 + t p') <= 1 + t (p + p'), `peak` is p + p'.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A half-step, the sums of a plan and the facts of the matrix read it once each, along its contiguous
 axis. If rows are contiguous and have at most `MOST_COLUMNS` entries, one read serves both
-half-steps of an iteration. Products with the plan run in PyTorch.
+half-steps of an iteration of a cross term with exact marginals. Products with the plan run in
+PyTorch.
 
 `solver.matrix_comparison` calls `kernel_facts` and builds the operator. `one_problem` makes its
 problem for the engine. If the operator `fits_sweeps`, `solver.small.route` takes address and layout
@@ -221,7 +222,8 @@ class MatrixKernelOperator:
 class OneMatrix(OneKernelProblem):
     """A matrix as the only problem of the engine, which merges the partial sums of its passes.
 
-    An evaluation reads the matrix once if the operator `sweeps`, else twice.
+    An evaluation reads the matrix once in a self term, or if the operator `sweeps` and marginals
+    are exact; else twice.
     """
 
     operator: MatrixKernelOperator

@@ -1,11 +1,11 @@
 """Blocks of streamed points, packed for kernels once and cached in host memory if that has room.
 
 A block is packed on the GPU when it is first streamed, and its packed form is copied to page-locked
-host memory. Later passes copy that form back and pack nothing; it has half the bytes or fewer if
-kernels read one float16 part. Norms of packed rows stay on the GPU, and so do the order and labels
-of blocks for which the host has no room. Certificates and plan products stream the unpacked points.
-If the rows are one block, it stays on the GPU, points and packed form, until another cost is
-streamed.
+host memory. Later half-steps copy that form back and pack nothing; it has half the bytes or fewer
+if kernels read one float16 part. Order and labels of the packed rows of every block stay on the
+GPU, and so do the norms of those that the host holds. Certificates and plan products stream the
+unpacked points and pack them again. If the rows are one block, it stays on the GPU, points and
+packed form, until another cost is streamed.
 
 `blocked.BlockedOperator` streams both sides of its cost by `PackedBlocks`. `ring` and `self_share`
 make `DeviceBlock`s of their own, and `triton_operator` makes the `Packing`. Caches go by the id of

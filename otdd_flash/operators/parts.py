@@ -10,20 +10,20 @@ order of the ranks.
 
 For a self term every rank has some of the pairs (`self_share`), or P_r alone if points are
 streamed. Results of pairs for rows of other ranks are sent to the owner of the rows, who merges
-them in the order of the ranks. P_r serves products with the plan, expected costs and softmins over
-a sample of columns, and is built when one of these is first asked for. In a `ring` it is built at
-once, and also computes softmins again that are out of reach of the pairs.
+them in the order of the ranks. P_r serves products with the plan, sums of a plan of two potentials
+and softmins over a sample of columns, and is built when one of these is first asked for. In a
+`ring` it is built at once, and also computes softmins again that are out of reach of the pairs.
 
 `Owned` divides a cloud, whose points are sorted by class first: so few classes are cut. Kernels pad
 every class to whole blocks of rows, and a class that one rank has alone is padded once.
 
-`ring` builds parts of points that no rank holds whole. `flows.stepping` calls `own_product`, for
-the gradient of a rank's own points.
+`ring` builds parts of which every rank holds a shard of the points. `flows.stepping` calls
+`own_product`, for the gradient of a rank's own points.
 
 The masses of a part's own side are divided by their sum w_r, so that they sum to 1; results that
 are proportional to them are multiplied by w_r.
 
-Functions here run on all ranks together, by an order of `sharing` on rank 0; the first arguments
+The operations run on all ranks together, by an order of `sharing` on rank 0; their first arguments
 are the ranks and the number under which each holds its `Parts`. They must call the same collectives
 in the same order on every rank.
 """

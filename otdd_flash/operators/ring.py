@@ -1,9 +1,10 @@
-"""A cost whose points are sharded: no rank holds all of them, and shards circulate in a ring.
+"""A cost whose points are sharded: every rank has a shard, and shards circulate in a ring.
 
 Rank r holds rows R_r of one cloud, or columns C_r, and a shard of the other, which is passed from
 rank to rank (`RingBlocks`): each computes with one shard while the next is being received. Results
-are combined as those of any blocks (`blocked.BlockSums`). Labels, masses and norms of all points
-are on every rank; they are small compared to the points.
+are combined as those of any blocks (`blocked.BlockSums`). Rank 0, which has the given clouds,
+sends every rank its shard; labels, masses and norms of all points, which are small, are on every
+rank.
 
 If kernels pack points, a rank packs its own shard once, and the packed form circulates: 2 bytes a
 coordinate, or 4 if kernels read both parts. The order and norms of all packed points stay on every
@@ -17,7 +18,8 @@ rank the second half. So all ranks compute equally many. Results for points of o
 merged by their owner, as those of any share (`self_share`).
 
 `sharing` calls `ring_parts`, which returns this rank's `Parts` of the cost, and `parts` runs the
-operations on them. All ranks must call every operation together, also those that own no points.
+operations on them. All ranks must call every operation together, also those that own no points
+(`tests/ranks/test_ring.py`).
 """
 
 from __future__ import annotations

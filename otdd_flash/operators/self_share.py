@@ -1,10 +1,10 @@
 """The division of a self term's pairs among ranks: each pair of points is on one rank.
 
-The points are cut into 2 R ranges of one size. Rank r has ranges r and 2 R - 1 - r, and with each
-the pairs of its points with those of the same and of all later ranges. An early range has many
-pairs and a late one few, so that all ranks have equally many. `sharing` builds the share of a rank:
-`FoldedPairs` here, or `triton_operator.KernelSelfShare`. In a ring `ring.RingPairs` is the share.
-`parts` merges the results.
+The points are cut into 2 R ranges, as even as possible. Rank r has ranges r and 2 R - 1 - r, and
+with each the pairs of its points with those of the same and of all later ranges. An early range has
+many pairs and a late one few, so that all ranks have equally many. `sharing` builds the share of a
+rank: `FoldedPairs` here, or `triton_operator.KernelSelfShare`. In a ring `ring.RingPairs` is the
+share. `parts` merges the results.
 
 A pair (i, j) contributes to the sum of i and to that of j. Rank r computes
 

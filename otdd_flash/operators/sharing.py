@@ -5,10 +5,11 @@
 large for some rank, each has a shard of the points (`ring`). Ranks keep clouds by number for later
 costs, until they are modified or deleted on rank 0.
 
-Each operation of a `ShardedOperator` orders all ranks to run one function of `parts` on their
-`Parts`, which exchanges the results. So a new operation needs its function in `parts`, and all
-ranks must call the same collectives in it. `flows.stepping` and `solver.exact` recognise a
-`ShardedOperator` and order the ranks themselves, by its `number`.
+Operations of a `ShardedOperator` order all ranks to run one function of `parts` on their `Parts`,
+which exchanges the results; only samples, and expected costs of a self term whose pairs are
+divided, are rank 0's own. So a new operation needs its function in `parts`, and all ranks must call
+the same collectives in it. `flows.stepping` and `solver.exact` recognise a `ShardedOperator` and
+order the ranks themselves, by its `number`.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _share_in_ring(
         The number under which ranks hold their parts, and the cost error.
     """
     if uses_triton(compute, cost.a.device):
-        # Computed and cached here: no rank has all points.
+        # Computed and cached here: other ranks have only shards.
         lattice_of(cost)
     numbers = [_shards(ranks, cloud) for cloud in sides]
     first = cost.points[0][:1], cost.points[1][:1]

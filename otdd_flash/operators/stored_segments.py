@@ -16,8 +16,8 @@ additions; a sum, (n + 512) v, of the logarithm of the mass, of the exponential,
 the cut, n e^-700. Rounding an exponent costs less than `TRIFLE` of `formulas.evidence`, 32
 roundings, relative to the largest cost or potential.
 
-Anchors. A softmin that was computed once, at potentials g° and epsilon, is an anchor for those near
-it: with
+Anchors. A softmin T° that was computed once, at potentials g° and epsilon, is an anchor for those
+near it: with
 
     p_ij = b_j exp((g°_j - C_ij + T°_i) / epsilon),    sum_j p_ij = 1,
 

@@ -1,17 +1,19 @@
 """Small problems on a processor: their scores, segments of the engine, and terms for certificates.
 
-A launch of an operation of PyTorch takes as long as to compute thousands of numbers. So the terms
-of a divergence are iterated on side by side, and a softmin that was computed once, at g° and
-epsilon, is an anchor for those near it: with
+A launch of an operation of PyTorch takes as long as to compute thousands of numbers. So the cross
+terms of all problems of a batch are iterated on side by side, and so are their self terms. With
+scores S = -C (n, m), masses b (m,) and the softmin T(g) (n,) of potentials g (m,), one softmin that
+was computed, T° = T(g°) at an epsilon, is an anchor for those near it:
 
     p_ij = b_j exp((g°_j + S_ij + T°_i) / epsilon),    sum_j p_ij = 1,
+    T(g)_i = T°_i - epsilon log sum_j p_ij exp((g_j - g°_j) / epsilon),
 
-T(g)_i is T°_i - epsilon log sum_j p_ij exp((g_j - g°_j) / epsilon), a product of a matrix and a
-vector in place of n m exponentials (Schmitzer 2019, Stabilized sparse scaling algorithms for
-entropy regularized transport problems, absorbs potentials into the kernel in this way).
+a product of a matrix and a vector in place of n m exponentials (Schmitzer 2019, Stabilized sparse
+scaling algorithms for entropy regularized transport problems, absorbs potentials into the kernel in
+this way).
 
-p is float32, of rows and of columns. An entry that underflows is smaller than e^-87, and after
-shifts of at most `MOST_SHIFT` each e^-47 of its sum.
+p is stored in float32, for softmins of rows and for those of columns. An entry that underflows is
+below e^-87, and after shifts of at most `MOST_SHIFT` each below e^-47 of its sum.
 
 `solver.small.pooled_solve` makes a `TorchPool` and fills it with one batch after another. Scores
 and masses change with the batch, so `begin` must forget every anchor. Certificates must not read p:

@@ -3,13 +3,14 @@
 `triton_operator` makes a `KernelPlan`, the plan of a `KernelOperator`. Its `prepared` form is a
 `StoredPlan` in float64, an `ExactFusedPlan`, which computes entries as sums hi + lo of two float16
 in every product, or, if neither pays, the `KernelPlan` itself. Iterations whose result is refined
-afterwards use plans rounded to float16, `HeldPlan` or `FusedPlan`. Values are multiplied as sums hi
-+ lo of two float16, and added in float32. Sums are in the order of the points; layouts map it to
-packed rows.
+afterwards use plans rounded to float16, `HeldPlan` or `FusedPlan`. All but a `StoredPlan` take
+values as sums hi + lo of two float16, and add in float32. Row and column sums are in the order of
+the points; layouts map it to packed rows.
 
 `derivatives` solves linear systems with these plans: `plan_system` multiplies packed values by
 their `HalfProducts`, `plan_points` points by `PointProducts`. The row and column sums of a rounded
-plan must be those of the rounded numbers, else the systems are not those of any plan.
+plan must be those of the rounded numbers, else the systems are not those of any plan
+(`tests/conformance`).
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class HeldPlan(_RoundedPlan):
     def of(
         cls, entries: Tensor, unit: float, masses: Tensor, layouts: tuple[Layout, Layout]
     ) -> HeldPlan | None:
-        """Build the plan and its row sums; return None if a sum is out of range.
+        """Build the plan and its row sums; return None if a row sum is out of range.
 
         Args:
             entries: Q, 0 in rows of padding and of points without mass, and in columns of padding.
@@ -409,8 +410,8 @@ class KernelPlan(EvaluatedPlan):
         which makes the plan useless as a preconditioner. So a plan that is held, and computed once,
         is computed from all parts of the points.
 
-        Returns None if row or column sums are outside the range of float16. `there` are the
-        operands of the plan, if they were computed before.
+        Returns None if row sums, or if the plan is not held column sums, are far from the masses
+        (`ROW_RANGE`). `there` are the operands of the plan, if they were computed before.
         """
         of_rows, of_columns = self.layouts
         if holds(2 * of_rows.size * of_columns.size, self._most, self._at[0].device):

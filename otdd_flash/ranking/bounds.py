@@ -1,6 +1,6 @@
 """Bounds of OT_epsilon between a query and a member of an index, from cheap to dear.
 
-Moments prove
+With exact marginals moments prove
 
     OT_epsilon >= OT_0 >= lambda_x (||m_x - m_y||^2 + B(S_x, S_y)) + lambda_y T,
 
@@ -13,15 +13,16 @@ these costs and so below the least cost of that transport.
 Of rows with several labels T is of the masses of labels, less what the label cost subtracts of each
 side, the means of u_i^T W u_i / 2: it may be below 0. Numbers are columns of points.
 
-`Terms` solves terms within growing budgets: the first two iterations are those of a sample's
-potentials, extended to all rows by one softmin (`solver.solve`), and any potentials prove a bound.
-Later budgets go on from the potentials of those before. Problems of small size are solved side by
-side, to the end.
+`Terms` solves cross terms within growing budgets, as any potentials prove a bound. Of many rows the
+first budget takes the potentials of a sample, extended to all rows by softmins (`solver.solve`);
+later budgets go on from the potentials of those before. At epsilon 0 there are no budgets. Self
+terms are solved to the end, and so are small cross terms on a GPU; small problems of either kind
+side by side.
 
-`index` computes moments and self terms by this module, and `race` lower bounds and cross terms. A
-ranking is proven by the intervals alone, so a change must keep them valid, rounding included
-(`tests/ranking/test_ranking_bounds.py`). The fields of `Moments` and `SelfTerm` are in the files of
-an index, so their names must stay.
+`index` computes moments and self terms of members by this module, and `race` those of the query,
+lower bounds and cross terms. A ranking is proven by the intervals alone, so a change must keep them
+valid, rounding included (`tests/ranking/test_ranking_bounds.py`). The fields of `Moments` and
+`SelfTerm` are in the files of an index, so their names must stay.
 """
 
 from __future__ import annotations
@@ -374,8 +375,8 @@ class Terms:
     def takes_many(self, x: LabeledSamples, y: LabeledSamples) -> bool:
         """Return whether new problems of such sides are solved side by side, to the end.
 
-        On a processor the first budgets of one after the other take less time, but of self terms,
-        which are solved to the end. Rows with several labels or numbers are solved alone.
+        On a processor the first budgets of cross terms take less time one after the other. Rows
+        with several labels or numbers are solved alone, and so is exact transport.
         """
         if self.target_scale is not None or has_sets((x, y)) or self.epsilon == 0:
             return False

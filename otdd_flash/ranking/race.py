@@ -2,18 +2,19 @@
 
     S(query, member) = OT(query, member) - OT(query, query) / 2 - OT(member, member) / 2
 
-Every member has an interval of its value, at first from moments. The member of the least lower
-bound among those whose place is open gets the next budget (`bounds.Terms`). If members are solved
-one at a time, as in A*, none is solved whose lower bound is above the k-th value. On a GPU or
-several ranks some get the budget together, a few of them in vain. A member is among the first k if
-at most k - 1 others may be nearer by more than `tie`, and out if k others are no farther than the
-sum of its lower bound and `tie`. So equal values, which no effort separates, end the race as well.
+Every member has an interval of its value, at first from moments; with relaxed marginals, for which
+moments prove nothing, an infinite one. The member of the least lower bound among those whose place
+is open gets the next budget (`bounds.Terms`). If members are solved one at a time, as in A*, none
+is solved whose lower bound is above the k-th value. On a GPU or several ranks some get the budget
+together, a few of them in vain. A member is among the first k if at most k - 1 others may be nearer
+by more than `tie`, and out if k others are no farther than the sum of its lower bound and `tie`. So
+equal values, which no effort separates, end the race as well.
 
 `nearest` is the public function, which `commands.nearest` and users call, and `Ranking` what it
-returns. `commands.nearest` writes `to_dict` as ranking.json, and `report.nearest` writes and draws
-the rows. Users read both, so the fields of `Ranking`, `Ranked` and `Cost` must keep their names. A
-place may be called proven only by intervals: an estimate of a value must never decide one
-(`tests/ranking/test_race.py`).
+returns. `commands.nearest` writes `to_dict` as ranking.json, `commands.results` logs it, and
+`report.nearest` writes and draws the rows. Users read both, so the fields of `Ranking`, `Ranked`
+and `Cost` must keep their names. A place may be called proven only by intervals: an estimate of a
+value must never decide one (`tests/ranking/test_race.py`).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Ranked(NamedTuple):
         name: in the library.
         value: S_epsilon, in units of the cost: of the first k to the default tolerance unless time
             was over, of others as far as their budgets went; NaN where only bounds are known.
-        lower: its lower solver bound.
+        lower: its lower bound, by moments where nothing was solved.
         upper: its upper solver bound, infinite where nothing was solved.
         proven: whether it is one of the first k, or with `ordered` at this very place, whatever the
             values are within their bounds, up to `tie`.

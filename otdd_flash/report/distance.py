@@ -9,7 +9,8 @@ datasets in their common principal plane, with arrows for the mass that moves be
 `commands.compare` calls these; `DistanceResult.plot` (`result`) calls `plot_distance`.
 
 A change must keep the names of the files and, in csv files, the order of rows, because users'
-scripts read them: source classes come before target classes, each in its dataset's own order.
+scripts read them (`tests/report/test_distance_report.py`). Classes of the source come before those
+of the target, each in its dataset's own order; contributions.csv has the largest first.
 `summary_table` reads result.json, so it must accept the fields of that file and no result object.
 """
 

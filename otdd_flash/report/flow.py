@@ -4,7 +4,8 @@ The files are the adapted dataset (adapted.npz and a Hugging Face dataset), metr
 trajectory.npz and pictures. objective.png shows divergence and solver bounds, gradient norm and
 iterations at each step. `commands.adapt` calls `flow_table` and `write_flow_report`, and
 `FlowResult.plot` calls `plot_flow`. A change must respect that the data are written before the
-pictures, and that `flow_table` takes the fields of result.json, which `FlowResult.to_dict` makes.
+pictures (`tests/report/test_flow_report.py`), and that `flow_table` takes the fields of
+result.json, which `FlowResult.to_dict` makes.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def draw_class_distances(
     """Draw class distances within each of some datasets and between them.
 
     Args:
-        full: (V, V) squared 2-Wasserstein distances, dataset after dataset; of the ground `gromov`
-            whatever its table holds.
+        full: (V, V) class distances, dataset after dataset. The colour bar calls them squared
+            2-Wasserstein distances, and with the ground `gromov` W.
         names: the class names of each dataset.
         datasets: the names of the datasets.
         title: the title of the picture.

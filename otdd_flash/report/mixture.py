@@ -1,8 +1,9 @@
 """The report of a mixture: a table, mixture.csv, mixture.html, mixture.png and rows to train on.
 
-`commands.mix` and users call `write_mixture_report`; `Mixture.plot` calls `plot_mixture`. Every
-name goes through `html_text` or `display`, because it may contain markup. The columns of
-mixture.csv are read by users' scripts, so their names must stay.
+`commands.mix` and users call `write_mixture_report`, and `commands.mix` prints `mixture_table`;
+`Mixture.plot` (`mixing.result`) calls `plot_mixture`. Every name must go through `html_text` or
+`display`, or a form of it, because it may contain markup. The columns of mixture.csv are read by
+users' scripts, so their names must stay (`tests/commands/test_mix_command.py`).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 `commands.nearest` and users call `write_ranking_report`, and `commands.nearest` prints
 `ranking_table`; `Ranking.plot` (`ranking.race`) calls `plot_ranking`. The table of ranking.html
-shows each interval as a bar. Every name must go through `html_text` or `display`, because it may
-contain markup. The columns of ranking.csv, the place and the fields of `Ranked`, are read by users'
-scripts, so their names must stay.
+shows each interval as a bar. Every name must go through `html_text` or `display`, or a form of it,
+because it may contain markup. The columns of ranking.csv, the place and the fields of `Ranked`, are
+read by users' scripts, so their names must stay.
 """
 
 from __future__ import annotations

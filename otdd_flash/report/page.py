@@ -7,9 +7,10 @@ of a report one by one (`write_each`). All modules of `report` that draw picture
 of its run. `commands.settings` reads `CONTENTS`. Some experiments draw with it.
 
 A change must keep three properties. A user's matplotlib state and backend are unchanged afterwards,
-because results are also drawn in notebooks. matplotlib is imported only through `load_matplotlib`
-or after it. A file that cannot be written gives a notice and does not stop the others: reports are
-written after result.json, so a full disk never loses the computed number.
+because results are also drawn in notebooks (`tests/report/test_plots.py`). matplotlib is imported
+only through `load_matplotlib` or after it. A file that cannot be written gives a notice and does
+not stop the others (`tests/report/test_many_report.py`): reports are written after result.json, so
+a full disk never loses the computed number.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Users call `write_pairwise_report`. `PairwiseResult.plot` calls `plot_distances`,
 `SlicedResult.plot` calls `plot_sliced_distances`, and `report.study.writing` uses `rows_text` and
 `bounds_text`. `order` may change the pictures only, never the rows of csv files, whose order
-`write_pairwise_report` promises.
+`write_pairwise_report` promises (`tests/report/test_many_report.py`).
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def subsample_interval(
         ConvergenceError: `solver.require_convergence` is set and a distance stopped early.
 
     Warns:
-        DataNotice: subsamples hold fewer than five rows per class.
+        DataNotice: subsamples hold fewer than five rows per class, or may lack rare labels.
         NotConvergedWarning: a distance stopped before the tolerance.
     """
     check_count(count, level)
@@ -356,8 +356,8 @@ def noise_floor(
 ) -> NoiseFloor:
     """Compare disjoint halves of each dataset, and the datasets at the size of these halves.
 
-    All halves have one size, half of the smaller dataset. The two halves of a dataset have equally
-    many rows of every class. Class distances are measured between the halves.
+    All halves have one size, about half of the smaller dataset. The two halves of a dataset have
+    equally many rows of every class. Class distances are measured between the halves.
 
     Args:
         source: samples without repeated rows.
@@ -369,7 +369,8 @@ def noise_floor(
             effect.
 
     Raises:
-        InputError: a class has fewer than four samples, or as `dataset_distance`.
+        InputError: a class has fewer than four samples, halves of the smaller dataset have too few
+            rows for the classes of the other, or as `dataset_distance`.
         ConvergenceError: `solver.require_convergence` is set and a distance stopped early.
 
     Warns:

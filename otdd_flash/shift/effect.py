@@ -19,8 +19,8 @@ m = n / 2. All halves are masses on the pooled rows of the test. Class distances
 held at those of all rows.
 
 Near 0 the statistic fluctuates as 1 / n instead, and no such interval covers: there is none unless
-the test rejects and the lower end is above 0. The interval is asymptotic, not exact as the p-value
-is.
+the test rejects, the lower end is above 0 and each side has FEWEST units. The interval is
+asymptotic, not exact as the p-value is.
 
 `shift.joint` calls `measure_effect`, and `shift.result` writes the fields of its `ShiftEffect` to
 result.json, so their names must stay. Halves must be drawn by the seed alone, so that a test can be

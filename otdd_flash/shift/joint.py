@@ -2,9 +2,9 @@
 
 Under the null hypothesis units (rows, or groups) of both sides are exchangeable. The statistic is
 the debiased dataset distance, at class distances W measured once on the pooled classes and an
-epsilon that is a multiple of the mean cost of all rows. A change must keep both symmetric in all
-rows: only then is every permutation a draw from the same law as the rows as they are, and the
-p-value valid.
+epsilon that is given or a multiple of the mean cost of all rows. A change must keep both symmetric
+in all rows: only then is every permutation a draw from the same law as the rows as they are, and
+the p-value valid (`tests/shift/test_shift.py`).
 
 Epsilon is 0.1 of the mean cost by default, not 0.01 as for a distance: a test asks whether laws
 differ, not by how much, and a smoother statistic fluctuates less and takes fewer iterations.
@@ -14,9 +14,10 @@ The disjoint windows of a stream share one level: window t = 1, 2, ... is tested
 endless stream is at most alpha (a union bound: windows share the reference and are not
 independent). Permutations are raised so that p can reach the level.
 
-`otdd_flash` exports `shift_test` and `shift_windows`, and `commands.shift` calls both.
-`integrations.detector` calls `shift_test` for every batch, at the level that `spent` returns, so
-that a detector and `shift_windows` agree.
+`otdd_flash` exports `shift_test` and `shift_windows`, and `commands.shift` calls both. It and
+`integrations.detector` check permutations by `check_permutations`. `integrations.detector` calls
+`shift_test` for every batch, at the level that `spent` returns, so that a detector and
+`shift_windows` agree.
 """
 
 from __future__ import annotations
@@ -208,8 +209,8 @@ def shift_windows(
 ) -> list[ShiftReport]:
     """Test each disjoint window of a sample against the reference, in the order of its rows.
 
-    All windows are checked before the first is tested. Rows that do not fill a window are left out,
-    with a notice.
+    The rows of all windows and their levels are checked before the first is tested. Rows that do
+    not fill a window are left out, with a notice.
 
     Args:
         reference: rows as they should be.

@@ -5,7 +5,8 @@ and `shift_parts` after it. Every class is tested by itself: its rows of both si
 exchanged, with features alone as cost, at an epsilon that is relative to their own mean cost.
 Classes whose p-value cannot become small by counts alone, whatever their features are, leave the
 family (Tarone 1990, A modified Bonferroni method for discrete data); the others get Holm's p-values
-(Holm 1979). Nothing but counts may choose the family, or Holm's p-values would be wrong.
+(Holm 1979). Nothing but counts may choose the family, or Holm's p-values would be wrong
+(`tests/shift/test_shift.py`). Class proportions have a test of their own (`pooled.label_test`).
 
 Shares of classes and contributions of rows describe the distance, by the solved plan and its
 potentials at fixed class distances; they are no tests.
@@ -114,7 +115,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def class_permutations(rows: PooledRows, alpha: float, permutations: int) -> tuple[list[int], int]:
-    """Return the classes that are tested and the permutations of each test, at least V / alpha.
+    """Return the classes that are tested, and how many permutations each test takes.
+
+    A test takes at least V / alpha for V classes, so that Holm's p-values can reach alpha.
 
     Raises:
         InputError: they are too many.

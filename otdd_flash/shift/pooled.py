@@ -10,8 +10,9 @@ mass 0 on the rows of the other side: costs and kernels are stored once, only ma
 a step of Sinkhorn's iteration of B problems is one product K @ (N, B). f0 is a potential of the
 pooled rows, so that scalings of all problems are moderate. For self terms it is that of the self
 term of all rows; for cross terms, in which no row meets itself, that of the same term without its
-diagonal. Rows without mass cost a product four times the work that gathered kernels (B, n, m) take,
-but those are read from memory in every step and are slower on processors and GPUs alike.
+diagonal. Rows without mass cost a product at least four times the work that gathered kernels (B, n,
+m) of sides of n and m rows take, but those are read from memory in every step and are slower on
+processors and GPUs alike.
 
 Bounds need the same products. Potentials (f, g) after a step of columns have a plan P = a b exp((f
 + g - C) / epsilon) with exact columns, so <a, f> + <b, g> + epsilon (1 - sum P) is a lower bound.
@@ -23,7 +24,8 @@ of potentials, so no entry of P is formed, and by the log-sum inequality KL of t
     KL(diag(s) P) + KL(r c^T / delta) - delta log delta - (1 - delta) log(1 - delta).
 
 All is float64. A problem is solved alone by `matrix_transport` if its scalings leave the range of
-float64, as with outliers at a tiny epsilon, or if MOST_STEPS steps do not decide it.
+float64, as with outliers at a tiny epsilon, or if MOST_STEPS steps of its cross term do not decide
+it.
 
 Permutation k of a seed must be the same whatever is computed beside it, and hits are counted in the
 order drawn, not in that of finishing. A hit is a permutation whose T is not proven to be below that

@@ -85,9 +85,10 @@ class ShiftReport:
 
     @property
     def exceeds(self) -> bool | None:
-        """Whether the effect exceeds `min_effect`, by its lower limit; None without one.
+        """Whether the effect exceeds `min_effect`, by its lower limit; None if that was not given.
 
-        The limit is asymptotic, and no p-value is claimed.
+        An effect without an interval exceeds none. The limit is asymptotic, and no p-value is
+        claimed.
         """
         return None if self.min_effect is None else (self.effect.lower or 0.0) > self.min_effect
 

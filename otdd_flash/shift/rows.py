@@ -1,8 +1,9 @@
 """The rows of both sides in one pool: features, classes united by name, weights and units.
 
 `shift.joint` pools both sides of a test (`PooledRows.of`) and calls `cost` for the costs of all
-pairs. `shift.pooled`, `shift.parts` and `shift.effect` make the masses of a permutation from the
-rows (`sides`, `masses`), and `shift.parts` tests the rows of one class (`of_class`).
+pairs. `shift.pooled` and `shift.parts` make the masses of both sides from the rows (`sides`),
+`shift.effect` those of halves of a side (`masses`), and `shift.parts` tests the rows of one class
+(`of_class`), at costs of their own.
 
 Class distances, epsilon and the unit of effects must stay symmetric functions of the pooled rows.
 If one of them were measured on one side alone, that side would be special and the p-value wrong

@@ -1,23 +1,27 @@
 """The certificate of a term: from any potentials, bounds of its value and of its marginal error.
 
 The lower bound is the dual value, the upper bound the lesser of the primal value and the bound by
-oscillation; both are widened by the rounding-error bounds of `solver.evidence`. For a cross term f
-is first replaced by its row update f + epsilon log(a / r), in float64, whose plan has row sums a
-and mass 1. A self term's plan is given mass 1 by a constant, and balanced on its diagonal.
+oscillation; both are widened by the rounding-error bounds of `solver.evidence`. With forbidden
+pairs neither upper bound holds: of exact marginals it is infinite then, and
+`solver.matrix.transport` finds another. For a cross term f is replaced by its row update f +
+epsilon log(a / r), in float64, whose plan has row sums a and mass 1, but for unresolved rows. A
+self term's plan is given mass 1 by a constant; its primal value is that of the plan balanced on its
+diagonal.
 
 Relaxed marginals owe p = a e^(-f / rho_x) and q = b e^(-g / rho_y) in the place of a and b, after a
 translation of the potentials that makes their masses equal. So a plan with exactly the marginals p
 and q costs <C, P> + epsilon KL(P | a b^T) and what the penalties charge for p and q, and both upper
-bounds hold with p and q in the place of a and b. If both sides are relaxed, the primal value of the
-plan itself (`formulas.marginals`) is a third upper bound. Marginal errors are relative to the mass
-that the plan moves.
+bounds hold with p and q in the place of a and b. The primal value of the plan itself, after the
+update of a side that is exact (`Constraints.primal`), is a third upper bound, also with forbidden
+pairs. Marginal errors are relative to the mass that the plan moves.
 
-`certify` and `certify_self` evaluate the entries of a `Plan` once (`lowered_plan`, `self_plan`),
-compute its `PlanEvidence` on the device (`cross_evidence`, `self_evidence`), read its numbers
-(`read_numbers`), and `conclude`. `solver.solve` and `solver.geomloss` call them.
-`solver.small.pooled_solve` records the first two steps in CUDA graphs, and `solver.small.route`
-concludes from the numbers of many terms at once. So these two steps must not synchronize with the
-device, and their tensors may have a leading dimension B, of B terms at once.
+`certify` and `certify_self` evaluate a `Plan` (`lowered_plan`, `self_plan`), compute its
+`PlanEvidence` on the device (`cross_evidence`, `self_evidence`), read its numbers (`read_numbers`),
+evaluate again where rounding shows, and `conclude`. `solver.solve` and `solver.geomloss` call them.
+`solver.small.pooled_solve` takes the first two steps, on a GPU recorded in CUDA graphs, and
+`solver.small.route` concludes of one term (`conclude`) or of many at once (`conclude_many`). So
+these two steps must not synchronize with the device, and their tensors may have a leading dimension
+B, of B terms at once.
 
 Every bound must hold for any potentials, rounding included; `tests/solver/test_certificates.py` and
 `tests/solver/test_unbalanced.py` check this.

@@ -1,20 +1,22 @@
 """The debiased Sinkhorn divergence S = OT(x, y) - OT(x, x) / 2 - OT(y, y) / 2, and its bounds.
 
-`TermSolves` solves its terms in turn, within one budget of time and iterations. If a width of the
-bounds is asked for instead of a marginal error, `solve_to_width` solves them several times. The
-bounds of the cross term are about as wide as its marginal error times the costs, and those of a
-self term are narrower, but the width is relative to the value, which is known only once all terms
-are solved. So the terms are solved coarsely first; then those that make the interval wide continue
-from their potentials, to a marginal error smaller by the factor by which the interval is too wide.
+`TermSolves` solves its terms in turn, within a limit of time for all of them and of iterations for
+each. If a width of the bounds is asked for instead of a marginal error, `solve_to_width` solves
+them several times. The bounds of the cross term are about as wide as its marginal error times the
+costs, and those of a self term are narrower, but the width is relative to the value, which is known
+only once all terms are solved. So the terms are solved coarsely first; then those that make the
+interval wide continue from their potentials, to a marginal error smaller by about the factor by
+which the interval is too wide.
 
-`solver.solving` calls `solve_divergence` for problems that are not small, and `solve_identical` for
-equal clouds; `ranking.bounds` calls both for single terms. `solver.small.route` and
-`solver.exact.solve` make a `Divergence` too. Results, flows and derivatives read it. Entry points
-call `checked_start` and `report_convergence`; `pairwise` and `ranking.bounds` call `whole_term`.
+`solver.solving` calls `solve_divergence` for problems that are not small, or that
+`solver.small.route` leaves to it, and `solve_identical` for equal clouds; `ranking.bounds` calls
+both for single terms. `solver.small.route` and `solver.exact.solve` make a `Divergence` too.
+Results, flows and derivatives read it. Entry points call `checked_start` and `report_convergence`;
+`pairwise` and `ranking.bounds` call `whole_term`.
 
 `SOLVES` says which function solves a term by which options, and `commands.settings` reads
-SCHEDULES: a new schedule needs an entry of `SOLVES` and a file in `conf/solver`. A divergence of
-equal clouds must stay 0 with the bounds [0, 0].
+SCHEDULES: a new schedule needs an entry of `SOLVES` and a file in `conf/solver`
+(`tests/solver/test_schedules.py`). A divergence of equal clouds must stay 0 with the bounds [0, 0].
 """
 
 from __future__ import annotations

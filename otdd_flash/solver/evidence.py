@@ -35,10 +35,10 @@ in L1 by at most
 
 The change of a returned potential when it is rounded to its type is measured and added to A.
 Distant points have larger rounding errors, so A and B are one number for each point. Where 2 A_i >
-epsilon, errors may be as large as all of the point's mass, and (2) says nothing useful: the point
-is `unresolved`. Its potential is lowered so far that even with the errors it sends almost no mass.
-Its missing mass then counts in the marginal error like any other, and the upper bound's correction
-adds it back.
+epsilon, errors may be as large as all of the point's mass, and (2) says nothing useful: with exact
+marginals the point is `unresolved`. Its potential is lowered so far that even with the errors it
+sends almost no mass. Its missing mass then counts in the marginal error like any other, and the
+upper bound's correction adds it back.
 
 Roundings, in units of u = 2^-24 (float32) and v = 2^-53 (float64); M_i + N_j bounds the sum of the
 magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.

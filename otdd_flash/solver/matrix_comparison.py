@@ -6,7 +6,8 @@
 
 These read a `Comparison` of point clouds (`operators.comparison`) in the same way. So a member of
 it that they read must be here too, also if it is a constant, such as `signed`. Costs must stay
-those that were given, in their type: results find their matrix again by its fingerprint.
+those that were given, in their floating-point type: results find their matrix again by its
+fingerprint (`tests/matrix/test_saved.py`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """The arguments `unbalanced` and `unbalanced_relative`: the relaxed marginals that users ask for.
 
-Entry points call `refuse_unbalanced` before any work, and `resolve_constraints` once the mean cost
-is known; its `Constraints` (`formulas.marginals`) go to the solver with the cost.
-`MatrixComparison.with_penalties`, `study.measures.distances` and loaded results call
-`resolve_constraints` too. `solver.solve`, `solver.small.route` and `batched.plans` refuse penalties
-`beyond_digits`. A change must keep that solvers read `Constraints` alone. Results and files hold
-`penalties_of` under the key `unbalanced`, in units of the cost, so its form must stay.
+Entry points call `refuse_unbalanced` before costs are computed, and `resolve_constraints` once the
+mean cost is known; its `Constraints` (`formulas.marginals`) go to the solver with the cost.
+`MatrixComparison.with_penalties`, `batched.plans`, `study.measures.distances` and loaded results
+call `resolve_constraints` too. `solver.solve`, `solver.small.route` and `batched.plans` refuse
+penalties `beyond_digits`. A change must keep that solvers read `Constraints` alone. Results and
+their files hold `penalties_of` under the key `unbalanced`, in units of the cost, so its form must
+stay.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def refuse_unbalanced(
     debias: bool = False,
     ground: str = "sqeuclidean",
 ) -> None:
-    """Refuse penalties that cannot be used, before any work is done.
+    """Refuse penalties that cannot be used, before costs are computed.
 
     Args:
         unbalanced: penalties, in units of the cost.

@@ -8,8 +8,9 @@ points take one from the user, call `schedule_of` where an epsilon of 0 selects 
 `solver.geomloss` derives a third class, `GeomlossSchedule`, and `solver.divergence` has the table
 of all three (SCHEDULES), from which `commands.settings` makes the user's choice.
 
-Names of schedules and of their fields are settings of users and keys of `conf/solver`, so they must
-stay.
+Names of schedules and of their fields are settings of users and keys of `conf/solver`, and results
+hold the names of schedules, so they must stay. `tests/solver/test_schedules.py` checks that each
+has its file.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `Divergence.shortfall` calls `shortfall` for one solve; `pairwise`, `flows.run` and
 `sampling.comparison` call `joint_shortfall` for several. Users copy what a message advises, so it
-must name an option that exists and a value that is not refused.
+must name an option that exists and a value that is not refused
+(`test_the_warning_names_reason_goal_and_way_out` of `tests/solver/test_budget.py`).
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ than the update of one of them would: <a, T(f) - f>.
 `solve_term` solves both kinds in this order: an initial potential, the levels of epsilon down to
 the final one, the iterations, the certificate. `engine` runs the iterations: it evaluates the
 updates at a candidate, decides by their bounds and errors, and moves to the next candidate by a
-quasi-Newton step. `divergence`, `exact.solve` and `labels.sinkhorn_pairs` call it. `small` takes
-the same steps in recorded CUDA graphs, so a change of the steps must be made there too; it imports
+quasi-Newton step. `divergence`, `exact.solve` and `labels.sinkhorn_pairs` call `solve_term`.
+`small` takes the same steps for all terms side by side, on a GPU in recorded CUDA graphs, so a
+change of the steps must be made there too (`tests/solver/test_solve_terms.py`); it imports
 `TOLERANCE_AIM`, `BEFORE_LAST_UPDATE` and `within_reach`.
 
 `labels.sinkhorn_pairs` calls `solve_segments`, which solves many terms side by side for tables of

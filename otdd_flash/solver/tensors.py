@@ -1,11 +1,13 @@
 """Checks of point clouds that are given as tensors, and the `Comparison` made of them.
 
 The entry points of `derivatives` call `compared_tensors`: `loss`, `potentials` and `hessian`.
-`loss` also calls `check_batch` and `class_totals_of` for batches, and `type_of` says the type of a
-result. Given matrices have the same MASS_TOLERANCE (`solver.matrix_comparison`).
+`loss` also calls `check_batch` and `class_totals_of` for batches; `loss` and `potentials` ask
+`type_of` for the type of a result. Given matrices have the same MASS_TOLERANCE
+(`solver.matrix_comparison`).
 
-Each user error is raised here, once, under the name of the argument. The tensors of a `Comparison`
-must be detached, because gradients come from the backward passes of the entry points alone.
+Errors of points, masses and labels must name the argument. Points, masses and class distances of
+the `Comparison` must be detached, because gradients come from the backward passes of the entry
+points alone.
 """
 
 from __future__ import annotations

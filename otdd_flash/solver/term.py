@@ -3,8 +3,8 @@
 Entry points resolve epsilon by `resolve_epsilon`, and errors name the setting and the unit in which
 it was given (`epsilon_given_as`). `solver.solve` and `solver.small` take the stopping rule of the
 iterations (`goal_of`) and of the term (`reachable_tolerance`), and make terms by
-`TransportTerm.from_certificate`, as `solver.geomloss` does. It refuses a plan that rounding alone
-decides; `labels.sinkhorn_pairs` raises the same error by `rounded_away`.
+`TransportTerm.from_certificate`, as `solver.geomloss` does; this refuses a plan that rounding alone
+decides. `labels.sinkhorn_pairs` raises the same error by `rounded_away`.
 
 `ExactTerm` is the term at epsilon 0, unregularised, with its plan, which has few entries;
 `solver.exact.solve` makes it. It is a `TransportTerm`, so that divergences and results hold either.
@@ -79,7 +79,8 @@ class TransportTerm:
         value: the dual value D(f, g); stopped by `schedule`, geomloss's number, which can lie
             outside of `bounds`.
         bounds: solver bounds (lower, upper): an interval that holds OT_epsilon.
-        marginal_error: bound of the larger of ||P 1 - a||_1, ||P^T 1 - b||_1, rounding included.
+        marginal_error: bound of the larger of ||P 1 - a||_1, ||P^T 1 - b||_1, rounding included;
+            relaxed marginals have what they owe for a and b.
         tolerance: the stopping tolerance, as asked for or as rounding allows; None where the width
             of the solver bounds decided.
         iterations: updates of both potentials, the certifying one included.
@@ -221,8 +222,8 @@ def resolve_epsilon(
 ) -> tuple[str, float, float]:
     """Return the setting's name, its value, and the epsilon that follows, in units of the cost.
 
-    By default epsilon is `DEFAULT_RELATIVE` of the mean cost, and 1 where that is 0, as for a cost
-    that is 0 everywhere.
+    By default epsilon is `DEFAULT_RELATIVE` of the mean cost, and 1 where that is not positive, as
+    for a cost that is 0 everywhere.
 
     Args:
         epsilon: in units of the cost, or None.

@@ -7,11 +7,10 @@ of `study.measures` make the keys and the work of units from them, and `report.s
 them. `Transfer` says how networks are trained; users, `commands.study` and `study.study` make it,
 and `study.training` reads it.
 
-The dictionaries of `Settings` are parts of unit keys and of study.json. A new entry changes the
-digests of all units that have the dictionary in their key, so that stored ones are not found any
-more; a setting that decides no result, such as `cache_dir`, must stay out of them.
-`Transfer.to_dict` is part of the keys of the stored units of training: if a field is added, renamed
-or gets another default, finished units are computed again.
+The dictionaries of `Settings`, and of `Transfer` with them, are parts of unit keys and of
+study.json. A new or renamed entry, or another default, changes the digests of the units that have
+it in their key, and `study.study` refuses to resume a folder whose study.json differs; a setting
+that decides no result, such as `cache_dir`, must stay out of them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ defined, such as a correlation of fewer than three pairs or of constant numbers.
 `study.findings` applies the statistics; `study.result` makes the `PairTable` from `levelled`
 numbers, and `report.study.page` shows FEWEST_UNITS. Measures must be oriented before they come
 here: a larger value predicts more gain. Numbers that are equal up to rounding are made exactly
-equal in `levelled`, so ranks, choices and tests for constants compare without tolerances.
+equal in `levelled`, so ranks, choices and `PairTable.saturated` compare without tolerances.
 """
 
 from __future__ import annotations

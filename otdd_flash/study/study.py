@@ -1,10 +1,11 @@
 """The entry point of dataset-transfer studies: `Study`, its folder and its processes.
 
-`Study` checks tasks and settings and resolves every `auto` once. `Study.run` computes the units
-(`study.units`: pieces of work with a stored result, such as one distance or one training run) that
-are not done, alone or with worker processes, and gathers the result. `study_units` lists the units
-in an order in which one process can compute them. Users call `Study` from Python; `commands.study`
-makes one from a configuration, also for `experiments.transfer_study`, and looks for STUDY_FILE.
+`Study` reads the tasks and checks the settings. `Study.run` checks the tasks, resolves every `auto`
+or takes what the folder has, computes the units (`study.units`: pieces of work with a stored
+result, such as one distance or one training run) that are not done, alone or with worker processes,
+and gathers the result. `study_units` lists the units in an order in which one process can compute
+them. Users call `Study` from Python; `commands.study` makes one from a configuration, also for
+`experiments.transfer_study`, and looks for STUDY_FILE.
 
 The units are stored in a folder, each file complete or absent, so a study or a worker that was
 killed at any moment can be resumed. study.json holds the tasks and resolved settings, also what
@@ -138,8 +139,8 @@ class Study:
         compute: where and how distances are computed, or only the device. Networks are trained on
             the CPU.
         projections: number of draws of the sliced distance, as for `sliced_distances`.
-        subsample: K, the number of subsamples for the sampling intervals of every measure except
-            sliced; None for none.
+        subsample: K, the number of subsamples for the sampling intervals of all measures of this
+            package except sliced; None for none.
         subsample_size: rows of each subsample of a source; None for a quarter.
         noise_floor: also compute distances between two halves of each dataset.
         seed: of every draw.

@@ -3,21 +3,22 @@
 `gaussian`: Bures-Wasserstein distance of class means and covariances; `exact`: unregularised
 transport between points; `sinkhorn`: debiased entropic transport between points; `means`: squared
 distance of means; `upper_bound`: squared distance of means plus both variances; `none`: zero, plain
-feature transport; `given`: a table of the user's, which `labels.measuring` reads and never measures
-with. `PairFunction` calls a function of the points of two classes; `study.study` checks by its
-`probe` that a resumed run has the same function. Each is a frozen dataclass of its parameters that
-extends `LabelMetric` of `labels.metrics.base`. The numerical work is in `labels.gaussian`,
-`labels.exact` and `labels.sinkhorn_pairs`.
+feature transport; `given`: a table of the user's, which its readers (`labels.measuring`,
+`gromov.distance`, `shift.rows`) never measure with. `labels.metrics.tree` has `tree`: paths between
+the names of classes. `PairFunction` calls a function of the points of two classes; `study.study`
+checks by its `probe` that a resumed run has the same function. Each is a frozen dataclass of its
+parameters that extends `LabelMetric` of `labels.metrics.base`. The numerical work is in
+`labels.gaussian`, `labels.exact` and `labels.sinkhorn_pairs`.
 
 `continuous` compares rows by lambda_y ||(t_i - s_j) / scale||^2 instead. `with_numbers` finds the
 targets and one scale of all datasets, and puts it into the metric. `otdd`, `pairwise`, `flows.run`,
-`mixing.sources`, `ranking.index`, `sampling.comparison` and `study.study` call it for every metric,
-before anything is measured. A `Comparison` takes the scale (`scale_of`), by which
+`mixing.sources`, `ranking.index`, `sampling.comparison`, `shift.rows` and `study.study` call it for
+every metric, before anything is measured. A `Comparison` takes the scale (`scale_of`), by which
 `operators.label_costs` embeds its labels.
 
 `metric_of` turns the `labels=` argument of the public functions into a metric, `metric_named` the
-`labels` group of a configuration. `labels.measuring` and `labels.by_ranks` import this module;
-`otdd`, `pairwise`, `flows.run`, `study.study`, `commands.settings` and others do through
+`labels` group of a configuration. `labels.measuring` imports the metrics from here; `otdd`,
+`pairwise`, `flows.run`, `study.study`, `commands.settings` and others do through
 `otdd_flash.labels`.
 
 Names of methods and of their fields are keys of configurations and results, so they must stay;

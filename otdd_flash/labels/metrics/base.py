@@ -2,9 +2,9 @@
 
 `labels.metrics`, `labels.by_ranks` and metrics of other packages extend it, and `labels` exports
 it. `labels.measuring` calls its methods; `flows.modes`, `ranking.bounds` and `gromov.distance`,
-which make tables of their own, call `by_names` too. `study.setup`, `flows.objective` and
-`ranking.index` store `to_dict` among the settings of a study, a flow and an index, which must be
-the same when these are used again.
+which make tables of their own, call `by_names` too, and `study.study` calls it for its errors.
+`study.setup`, `flows.objective` and `ranking.index` store `to_dict` among the settings of a study,
+a flow and an index, which must be the same when these are used again.
 
 The names and arguments of methods must stay, because other packages implement them. If a subclass
 changes the text of `recipe`, its cached distances are not found any more; if it changes values

@@ -1,11 +1,11 @@
 """The report of a study: all its csv files, pictures and the page, and the table for the terminal.
 
-`commands.study` calls `write_study_report` and prints `study_table`; `StudyResult.plot`
-(`study.result`) calls `plot_study`. The files are written beside study.json and the folder of
-units; `FILES` lists their patterns, by which `commands.study` removes an old report, so a new file
-needs an entry. The csv files hold no times, so that they are the same whenever the same study is
-run. Pictures of matrices have sources as rows and targets as columns, all in the order of
-`task_order`, so that they can be compared.
+`commands.study` and users call `write_study_report`, and `commands.study` prints `study_table`;
+`StudyResult.plot` (`study.result`) calls `plot_study`. The files are written beside study.json and
+the folder of units; `FILES` lists their patterns, by which `commands.study` removes an old report,
+so a new file needs an entry. The csv files hold no times, so that they are the same whenever the
+same study is run. Pictures of matrices have sources as rows and targets as columns, all in the
+order of `task_order`, so that they can be compared.
 """
 
 from __future__ import annotations

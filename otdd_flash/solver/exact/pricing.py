@@ -4,13 +4,14 @@ For potentials f (n,) and g (m,) the reduced cost of a pair is C_ij - f_i - g_j.
 computes it for all pairs, in blocks of rows, and keeps
 
     min_j (C_ij - g_j)        for every row: the c-transform of g, feasible with g by construction;
-    the k least reduced costs of every row and of every column, as arcs (i, j) with their costs.
+    the k least reduced costs of every row and of every column, of those below a given number, as
+    arcs (i, j) with their costs, and the costs of pairs that are asked for.
 
-Nothing has n x m entries. Points and given matrices differ in their blocks alone, `PointCosts` and
-`MatrixCosts`; several processes take a share of the rows each, `SharedCosts`. `exact.solve` and
-`exact.slopes` make one of these and call `price`; `exact.bounds` and `exact.program` read its
-`Arcs`. The costs of arcs must be the very numbers of the pass, because `ExactCosts.errors` bounds
-the errors of these (`tests/exact/test_exact_bounds.py`).
+It computes a block of costs at a time, and keeps none. Points and given matrices differ in their
+blocks alone, `PointCosts` and `MatrixCosts`; several processes take a share of the rows each,
+`SharedCosts`. `exact.solve` and `exact.slopes` make one of these and call `price`; `exact.bounds`
+and `exact.program` read its `Arcs`. The costs of arcs must be the very numbers of the pass, because
+`ExactCosts.errors` bounds the errors of these (`tests/exact/test_exact_bounds.py`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A round solves the linear program on the arcs so far, whose plan gives an upper bound, and passes
 over all costs at its potentials. The pass gives a lower bound, and the arcs of negative reduced
-cost that the program has missed; these are added. Rounds end when the bounds are as close as asked,
-or as rounding allows.
+cost that the program has missed; these are added. Rounds end when the bounds are as close as asked
+or as rounding allows, when the time is over, or when no plan without forbidden pairs exists.
 
 The first arcs are those of the least reduced costs of every row and every column at entropic
 potentials of a small epsilon. If these have no plan, the tree of the north-west corner rule is

@@ -1,9 +1,10 @@
 """OT_epsilon, S_epsilon and the plan of cost matrices as differentiable functions of tensors.
 
 `otdd_flash` exports `matrix_loss` and `matrix_plan`; users alone call them. Both solve by
-`solve_matrix` (`solver.matrix.transport`), and their backward passes use the potentials alone.
-`matrix_loss` must keep nothing of n x m entries for its backward pass, and gradients must be those
-of the formulas below (`tests/matrix/test_matrix_loss.py`, `tests/matrix/test_plan.py`).
+`solve_matrix` (`solver.matrix.transport`), and of a solve gradients need the potentials alone.
+`matrix_loss` must keep nothing of n x m entries for its backward pass beside the costs, and
+gradients must be those of the formulas below (`tests/matrix/test_matrix_loss.py`,
+`tests/matrix/test_plan.py`).
 
 Value. By the envelope theorem potentials are held fixed. The dual value of the given potentials
 
@@ -14,12 +15,15 @@ has the derivatives
     dD/dC = P,    dD/da = f - epsilon (r / a - 1),    dD/db = g - epsilon (c / b - 1),
 
 with r / a = exp((f - T(g)) / epsilon) and c / b = exp((g - T'(f)) / epsilon) for the softmins T and
-T'. S_epsilon = OT(C) - OT(C_xx) / 2 - OT(C_yy) / 2 has the gradient -P / 2 by C_xx; in a self term
-the masses are on both sides, and their gradient counts twice.
+T'. Of relaxed marginals D and its slopes by masses have phi(f), phi(g) (`Constraints.dual`) for f
+and g. S_epsilon = OT(C) - OT(C_xx) / 2 - OT(C_yy) / 2 has the gradient -P / 2 by C_xx; in a self
+term the masses are on both sides, and their gradient counts twice.
 
 Plan. For a plan P with sums r = P 1, c = P^T 1 and a cotangent G (n, m), with M = G o P,
 
     [alpha diag(r) P; P^T beta diag(c)] [u; v] = [M 1; M^T 1],
+
+    alpha = 1 + epsilon / rho_x,    beta = 1 + epsilon / rho_y,
 
     dL/dC = -P o (G - u 1^T - 1 v^T) / epsilon,    dL/da = u,    dL/db = v    along the simplex.
 

@@ -1,7 +1,10 @@
-"""The result of `matrix_transport`: value, bounds and plan, saved in two files.
+"""The result of `matrix_transport`: value and bounds, and the plan, computed when it is asked for.
 
-`solver.matrix.transport` makes it; users and `shift.pooled` read it. The keys and names that `save`
-writes are a format on disk: results of earlier versions stay readable.
+`solver.matrix.transport` makes it; users and `shift.pooled` read it. At a positive epsilon the plan
+comes from the potentials and the costs of the call, which the result holds. `save` writes
+potentials, masses and numbers in two files, and `load` takes the costs again. The keys and names in
+these files are a format on disk: results of earlier versions must stay readable, and other costs
+must be refused (`tests/matrix/test_saved.py`).
 """
 
 from __future__ import annotations
@@ -83,7 +86,10 @@ class MatrixTransport:
 
     @property
     def value(self) -> float:
-        """The dual value D(f, g); at epsilon 0 the cost of the plan, inf if no plan exists."""
+        """The dual value D(f, g); at epsilon 0 the cost of the plan, inf if no plan was found.
+
+        Stopped by `schedule`, it is geomloss's number.
+        """
         return self.term.value
 
     @property
@@ -107,7 +113,10 @@ class MatrixTransport:
 
     @property
     def marginal_error(self) -> float:
-        """A bound of the larger of ||P 1 - a||_1 and ||P^T 1 - b||_1, rounding included."""
+        """A bound of the larger of ||P 1 - a||_1 and ||P^T 1 - b||_1, rounding included.
+
+        Relaxed marginals have what they owe for a and b, and the error is relative to `mass`.
+        """
         return self.term.marginal_error
 
     @property

@@ -3,8 +3,8 @@
 `solver.solving` asks `is_small` and calls `solve_small`, which returns a `Divergence`, or None if a
 term needs another solve; `solver.divergence` then solves the problem. `derivatives.loss` asks
 `suits` for a batch of pairs and solves it by `solve_batch`, which returns values, gradients and
-whether they are proved. `ranking.bounds` calls `is_small` and `solve_terms`, which returns every
-term with its certificate.
+whether they are proved. `ranking.bounds` calls `is_small` and `solve_terms`, which returns the
+certified terms of each problem, or None where one of them needs another solve.
 
 Bounds and stopping rules must be those of a solve by `solver.solve`: whatever the certificate of a
 pooled term does not prove is left to such a solve. The limits of size may decide only time and

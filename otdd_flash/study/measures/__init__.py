@@ -2,8 +2,8 @@
 
 A measure names the units it needs and reads its value for each ordered pair from them.
 `study.study`, `study.result` and the modules of `report.study` look measures up here; other
-packages add their own through the registry (`plugins`). The names of measures are keys of settings,
-of unit keys and of result files, so they must stay.
+packages add their own through the registry (`plugins`). Settings and result files hold the names of
+measures, and so do the keys of units of scores and of other packages' measures, so they must stay.
 """
 
 from collections.abc import Sequence
