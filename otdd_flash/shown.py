@@ -68,29 +68,37 @@ def epsilon_shown(epsilon: float, mean_cost: float | None) -> str:
 
 
 def interval(value: float, lower: float, upper: float) -> str:
-    """Return `value [lower, upper]` with as many digits as the bounds support.
+    """Return `value [lower, upper]` as `numbers_of_interval` writes them."""
+    texts = numbers_of_interval(value, lower, upper)
+    return f"{texts[0]} [{texts[1]}, {texts[2]}]"
 
-    Bounds are rounded outwards, so the printed interval still holds the true distance. If a number
-    is not finite, all three have six digits, rounded to the nearest.
+
+def numbers_of_interval(value: float, lower: float, upper: float) -> tuple[str, str, str]:
+    """Return a value and its bounds as text, with as many digits as the bounds support.
+
+    Bounds are rounded outwards, so the printed interval still holds the true distance.
     """
-    if not all(math.isfinite(number) for number in (value, lower, upper)):
-        return f"{value:.6g} [{lower:.6g}, {upper:.6g}]"
-    size = max(abs(value), abs(lower), abs(upper))
+    finite = [abs(number) for number in (value, lower, upper) if math.isfinite(number)]
+    size = max(finite, default=0.0)
     leading = math.floor(math.log10(size)) if size > 0 else 0
     last = leading - 5
-    if upper > lower:
+    if upper > lower and len(finite) == 3:
         # Two digits of the width, but at least three and at most nine digits of the number.
         width = min(upper - lower, sys.float_info.max)
         last = min(max(math.floor(math.log10(width)) - 1, leading - 8), leading - 2)
     plain = -5 < leading < 9
     digit = Decimal(1).scaleb(min(last, 0) if plain else last)
     roundings = (ROUND_HALF_EVEN, ROUND_FLOOR, ROUND_CEILING)
-    texts = []
-    for number, rounding in zip((value, lower, upper), roundings, strict=True):
+
+    def text(number: float, rounding: str) -> str:
+        if not math.isfinite(number):
+            return str(float(number))
         # Through the float's shortest text: rounding 1.4 outwards must not give 1.39.
         rounded = Decimal(repr(float(number))).quantize(digit, rounding)
-        texts.append("0" if rounded == 0 else f"{rounded:{'f' if plain else 'e'}}")
-    return f"{texts[0]} [{texts[1]}, {texts[2]}]"
+        return "0" if rounded == 0 else f"{rounded:{'f' if plain else 'e'}}"
+
+    of_value, of_lower, of_upper = map(text, (value, lower, upper), roundings)
+    return of_value, of_lower, of_upper
 
 
 def bounded(value: float, lower: float, upper: float) -> str:
@@ -99,11 +107,9 @@ def bounded(value: float, lower: float, upper: float) -> str:
 
 
 def bounded_energy(value: float, lower: float, upper: float) -> str:
-    """Return a value with bounds of the least of all plans, which say little of the value.
-
-    All have six digits, rounded to the nearest.
-    """
-    return f"{value:.6g} (the least: {lower:.6g} to {upper:.6g})"
+    """Return a value that bounds say little of, as they are of the least of all plans."""
+    texts = numbers_of_interval(value, lower, upper)
+    return f"{texts[0]} (the least: {texts[1]} to {texts[2]})"
 
 
 def display(text: object, limit: int | None = LONGEST_NAME) -> str:

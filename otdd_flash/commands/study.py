@@ -395,10 +395,10 @@ def _labels(dataset: LabeledDataset) -> NDArray[np.int64]:
 def _together(parts: list[LabeledSamples], treat: Any) -> list[LabeledSamples]:
     """Apply a function of two sides to all parts as one dataset."""
     features = torch.cat([part.features for part in parts])
-    both = LabeledSamples(features, None, (), name="all tasks")
-    treated, _ = treat(both, both)
+    halves = (LabeledSamples(half, None, (), name="all tasks") for half in features.chunk(2))
+    treated = torch.cat([half.features for half in treat(*halves)])
     sizes = [len(part) for part in parts]
     return [
         replace(part, features=rows)
-        for part, rows in zip(parts, torch.split(treated.features, sizes), strict=True)
+        for part, rows in zip(parts, torch.split(treated, sizes), strict=True)
     ]

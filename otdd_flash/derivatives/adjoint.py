@@ -49,7 +49,7 @@ from otdd_flash.derivatives.plan_system import (
     report_unsolved,
 )
 from otdd_flash.errors import InputError
-from otdd_flash.formulas.marginals import Constraints
+from otdd_flash.formulas.marginals import Constraints, Marginal
 from otdd_flash.operators.base import Factors, Operator, Plan, Products, StoredPlan
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.schedules import Schedule
@@ -131,7 +131,7 @@ class Density:
         if self.whole:
             return self.plan.rows / self.a
         found = self.times(self.b[:, None])[:, 0]
-        check_sums(found[self.a == 0], self._epsilon)
+        self._check_absent(found[self.a == 0], self._constraints.rows)
         return found
 
     @cached_property
@@ -140,8 +140,12 @@ class Density:
         if self.whole:
             return self.plan.columns / self.b
         found = self.times(self.a[:, None], transposed=True)[:, 0]
-        check_sums(found[self.b == 0], self._epsilon)
+        self._check_absent(found[self.b == 0], self._constraints.columns)
         return found
+
+    def _check_absent(self, sums: Tensor, owed: Marginal) -> None:
+        """Check the sums of points without mass; `check_moving` tells small ones if relaxed."""
+        check_sums(sums if owed.exact else sums.clamp_min(LEAST_SHARE), self._epsilon)
 
     def check_moving(self) -> None:
         """Check that every point of a relaxed side moves a mass that float64 holds.

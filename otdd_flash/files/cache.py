@@ -88,7 +88,10 @@ class TensorCache:
             self._step_aside("read", error)
         except DamagedFileError as error:
             logger.warning("deleting the damaged cache entry %s (%s); recomputing", path, error)
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as kept:
+                self._step_aside("delete from", kept)
         return None
 
     def put(

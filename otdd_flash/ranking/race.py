@@ -57,7 +57,7 @@ from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling.subsampling import LEVEL, check_count, subsample_interval
-from otdd_flash.shown import display, listing
+from otdd_flash.shown import display, interval, listing
 from otdd_flash.solver.term import TransportTerm
 
 # Members whose class distances are measured together on a GPU, and the entries of their features.
@@ -149,7 +149,7 @@ class Ranking:
     def __str__(self) -> str:
         """Return a line for each place and sentences on what is open."""
         lines = [
-            f"{place}. {display(row.name)} {row.value:.6g} [{row.lower:.6g}, {row.upper:.6g}]"
+            f"{place}. {display(row.name)} {interval(row.value, row.lower, row.upper)}"
             f"{'' if row.proven else ' not proven'}"
             for place, row in enumerate(self.rows, 1)
         ]

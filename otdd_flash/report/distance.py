@@ -131,7 +131,6 @@ def write_report(
             _roles(sides),
             title=f"Distances between the classes of {sides[0]} and {sides[1]}",
             orders=orders,
-            ground=result.ground,
         )
         writers |= {
             directory / "class_distances.csv": lambda path: write_matrix_csv(

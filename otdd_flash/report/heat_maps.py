@@ -87,18 +87,15 @@ def draw_class_distances(
     *,
     title: str,
     orders: Sequence[Sequence[int]],
-    ground: str = "sqeuclidean",
 ) -> Figure:
     """Draw class distances within each of some datasets and between them.
 
     Args:
-        full: (V, V) class distances, dataset after dataset. The colour bar calls them squared
-            2-Wasserstein distances, and with the ground `gromov` W.
+        full: W (V, V), dataset after dataset, of any metric.
         names: the class names of each dataset.
         datasets: the names of the datasets.
         title: the title of the picture.
         orders: the order in which to show the classes of each dataset.
-        ground: of the result.
     """
     starts = accumulate(map(len, names), initial=0)
     # `starts` has one entry more than there are datasets: the end.
@@ -116,7 +113,7 @@ def draw_class_distances(
         groups,
         groups,
         title=title,
-        value_label="W" if ground == "gromov" else "squared 2-Wasserstein distance",
+        value_label="class distance W",
     )
 
 

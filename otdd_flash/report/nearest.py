@@ -36,7 +36,7 @@ from otdd_flash.report.tables import (
     named_table,
     write_table_csv,
 )
-from otdd_flash.shown import display, html_text, shorten
+from otdd_flash.shown import display, html_text, numbers_of_interval, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -111,7 +111,10 @@ def _finite(number: object) -> object:
 
 def _numbers(row: Ranked) -> list[str]:
     numbers = row.value, row.lower, row.upper
-    return [f"{number:.6g}" if math.isfinite(number) else "?" for number in numbers]
+    texts = numbers_of_interval(*numbers)
+    return [
+        text if math.isfinite(number) else "?" for number, text in zip(numbers, texts, strict=True)
+    ]
 
 
 def _ends(rows: list[Ranked]) -> tuple[float, float]:

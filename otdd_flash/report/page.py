@@ -392,4 +392,4 @@ def _write_picture(draw: Callable[[], Figure], names: Collection[str], path: Pat
 def _reason(path: Path, error: Exception) -> str:
     if isinstance(error, InputError):
         return str(error)
-    return f"cannot draw {path} ({type(error).__name__}: {error})"
+    return f"cannot write {path} ({type(error).__name__}: {error})"

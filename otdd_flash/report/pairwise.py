@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from otdd_flash.arguments import takes
 from otdd_flash.errors import choose
+from otdd_flash.report.distance import WITHOUT_CLASSES
 from otdd_flash.report.heat_maps import (
     ORDERS,
     Group,
@@ -73,7 +74,7 @@ def write_pairwise_report(
         directory / "distances.csv": lambda path: write_table_csv(path, pairs[0]._fields, pairs)
     }
     pictures: Pictures = {directory / "distances.png": lambda: _draw_distances(result, order)}
-    if result.method != "none":
+    if result.method not in WITHOUT_CLASSES:
         orders = class_orders(table.full, [len(classes) for classes in table.class_names], order)
         title = f"Distances between the classes of {len(datasets)} datasets"
         writers[directory / "class_distances.csv"] = lambda path: write_matrix_csv(
@@ -85,7 +86,6 @@ def write_pairwise_report(
             datasets,
             title=title,
             orders=orders,
-            ground=result.details.get("ground", ""),
         )
     # The names are checked for characters that no installed font has.
     return write_each(writers, pictures, names)

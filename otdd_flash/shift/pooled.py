@@ -257,7 +257,7 @@ class PooledCost:
                 break
             if not bool(going.all()):
                 here, log_u, a, b = here[going], log_u[:, going], a[:, going], b[:, going]
-            look = step + max(FIRST_LOOK, step // 2)
+            look = min(step + max(FIRST_LOOK, step // 2), MOST_STEPS)
         else:
             # Not decided: it will be solved alone, too.
             found[:, here] = torch.nan
@@ -373,6 +373,15 @@ class PermutationTest(NamedTuple):
     bounds: tuple[float, float]
     null: Tensor
     hits: int
+
+    def rejects(self, alpha: float) -> bool:
+        """Return whether the p-value is at most a level."""
+        return rejects(self.p_value, alpha)
+
+
+def rejects(p_value: float, alpha: float) -> bool:
+    """Return whether a p-value is at most a level; with windows it may be it up to rounding."""
+    return p_value <= alpha * (1 + 1e-12)
 
 
 def draws(rows: PooledRows, count: int, seed: int | tuple[int, ...], size: int) -> Iterator[Mask]:

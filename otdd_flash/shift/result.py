@@ -15,6 +15,7 @@ from torch import Tensor
 
 from otdd_flash.shift.effect import ShiftEffect
 from otdd_flash.shift.parts import ShiftParts
+from otdd_flash.shift.pooled import rejects
 from otdd_flash.shown import display
 
 if TYPE_CHECKING:
@@ -80,8 +81,7 @@ class ShiftReport:
     @property
     def shifted(self) -> bool:
         """Whether the p-value is at most `alpha`."""
-        # With windows a p-value may be the level itself, up to rounding.
-        return self.p_value <= self.alpha * (1 + 1e-12)
+        return rejects(self.p_value, self.alpha)
 
     @property
     def exceeds(self) -> bool | None:

@@ -91,11 +91,13 @@ def solve_by_schedule(
         f, g = _cross(refined, epsilons)
         certificate = certify(refined, f, g, epsilon)
     iterations = len(epsilons) + 3
+    # Of a self term the last iteration is the certificate.
+    passes = (iterations - 1 if form.symmetric else 2 * iterations) + certificate.passes
     term = TransportTerm.from_certificate(
         certificate,
         epsilon,
         iterations=iterations,
-        passes=iterations if form.symmetric else 2 * iterations + 1,
+        passes=passes,
         tolerance=options.asked_tolerance,
         asked=options.asked_tolerance,
         unless_converged="schedule",

@@ -143,7 +143,7 @@ def solve_term(
         InputError: rounding alone exceeds the tolerance at this epsilon and precision, a plan that
             is solved moves no mass, or a penalty is far above all costs.
     """
-    options = _limit_unmoved(operator, epsilon, options, form)
+    options, bounded = _limit_unmoved(operator, epsilon, options, form)
     budget = Budget(epsilon, options, progress)
     # Most unreachable tolerances are refused before the first iteration, by the size of the costs.
     budget.allow_for_rounding(operator, rounding_floor(operator.costs, 0.0, epsilon))
@@ -152,7 +152,8 @@ def solve_term(
         refuse_beyond_digits(form.constraints, operator.costs, epsilon)
 
     # Initial potential, and levels of epsilon.
-    candidate, levels, budget.passes = initial_potential(budget, operator, form, start)
+    candidate, levels, passes = initial_potential(budget, operator, form, start)
+    budget.passes = bounded + passes
 
     # Evaluate, decide, move: first with the cost of rounded points. The refined operator, with the
     # original points, continues from there, or only certifies where rounding is small.
@@ -185,7 +186,9 @@ def solve_term(
     )
 
 
-def _limit_unmoved(operator: Operator, epsilon: float, options: Converged, form: Form) -> Converged:
+def _limit_unmoved(
+    operator: Operator, epsilon: float, options: Converged, form: Form
+) -> tuple[Converged, int]:
     """Lower the most iterations to `MOST_UNMOVED` where the optimal plan moves no mass.
 
     The objective of the optimal plan P is stationary in multiples of P. With the log-sum inequality
@@ -196,21 +199,24 @@ def _limit_unmoved(operator: Operator, epsilon: float, options: Converged, form:
             + epsilon log sum_ij a_i b_j exp((f_i + g_j - C_ij) / epsilon),
 
     and all three sums are m at the optimal f and g. After an update of g the last two are the same.
+
+    Returns:
+        The options, and the passes that the bound took.
     """
     rows, columns = form.constraints.rows, form.constraints.columns
     if rows.exact or columns.exact or options.max_iterations <= MOST_UNMOVED:
-        return options
+        return options, 0
     rho_x, rho_y = float(rows.rho), float(columns.rho)
     most = (rho_x + rho_y + epsilon) * math.log(LEAST_MOVING)
     # No mass is below that of the best multiple of a b^T, if it has a finite cost: only then are
     # passes spent on the bound.
     if not operator.costs.forbidden and -operator.costs.mean >= most:
-        return options
+        return options, 0
     f = rows.updated(operator.softmin_rows(torch.zeros_like(operator.b), epsilon), epsilon)
     g = columns.updated(operator.softmin_columns(f, epsilon), epsilon)
     logs = log_mass(rows, operator.a, f), log_mass(columns, operator.b, g)
     bound = rho_x * float(logs[0]) + (rho_y + epsilon) * float(logs[1])
-    return replace(options, max_iterations=MOST_UNMOVED) if bound < most else options
+    return replace(options, max_iterations=MOST_UNMOVED) if bound < most else options, 2
 
 
 class Budget:

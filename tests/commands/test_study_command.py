@@ -10,13 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from sklearn.decomposition import PCA
 
 from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.settings import parse
-from otdd_flash.commands.study import OWN, StudySettings, load_tasks
+from otdd_flash.commands.study import OWN, StudySettings, _together, load_tasks
 from otdd_flash.data.registry import known_options
+from otdd_flash.errors import InputError
+from otdd_flash.extractors import reduce_pca
 from otdd_flash.report import page as report_page
 from otdd_flash.report.study import writing
+from otdd_flash.samples import LabeledSamples
 from otdd_flash.study import training
 from otdd_flash.study.__main__ import main
 from otdd_flash.study.measures import MEASURES
@@ -298,3 +303,17 @@ def test_the_bundled_tasks_are_disjoint_draws(composed) -> None:
             images = {row.numpy().tobytes() for row in part.features}
             assert not images & seen
             seen |= images
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (1, 4, 2)])
+def test_components_of_all_tasks_are_no_more_than_their_rows(sizes):
+    draw = torch.Generator().manual_seed(0)
+    parts = [LabeledSamples(torch.randn(n, 20, generator=draw), None, ()) for n in sizes]
+    total = sum(sizes)
+    with pytest.raises(InputError, match=rf"extractor.pca must be an integer from 1 to {total}"):
+        _together(parts, lambda one, other: reduce_pca(one, other, total + 1, 0))
+    found = _together(parts, lambda one, other: reduce_pca(one, other, 2, 0))
+    assert [len(part) for part in found] == [*sizes]
+    every = torch.cat([part.features for part in parts]).numpy()
+    expected = PCA(n_components=2, random_state=0).fit_transform(every)
+    assert np.allclose(torch.cat([part.features for part in found]), expected, atol=1e-5)

@@ -93,6 +93,19 @@ def test_a_far_row_is_left_alone() -> None:
     assert pulls[1] < 1e-20
 
 
+@pytest.mark.parametrize("mass", [0.0, 0.1])
+def test_a_point_that_moves_nothing_has_no_derivative(mass: float) -> None:
+    """The way out is the same with mass and without."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(6, 2, generator=draw), torch.randn(5, 2, generator=draw)
+    x[0] = 40.0
+    weights = torch.tensor([mass, 1, 1, 1, 1, 1], dtype=torch.float64)
+    a = weights / weights.sum()
+    f, _ = otdd.sinkhorn_potentials(x.requires_grad_(), y, a, epsilon=0.3, unbalanced=0.3)
+    with pytest.raises(otdd.InputError, match="raise unbalanced, or leave such points out"):
+        f.sum().backward()
+
+
 def test_a_batch_is_its_pairs() -> None:
     draw = torch.Generator().manual_seed(0)
     x, y = torch.randn(3, 9, 2, generator=draw), torch.randn(3, 8, 2, generator=draw)

@@ -157,6 +157,23 @@ def test_damaged_entry_is_deleted_and_missing(tmp_path, caplog):
     assert cache.get("key") is not None
 
 
+def test_a_damaged_entry_that_cannot_be_deleted_stops_nothing(tmp_path, caplog, monkeypatch):
+    cache = TensorCache(tmp_path)
+    cache.put("key", ENTRY)
+    DAMAGE["cut tail"](only_file(tmp_path))
+
+    def refuse(*given, **settings):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert cache.get("key") is None
+    assert "read-only" in caplog.text
+    # The cache is not asked again.
+    caplog.clear()
+    assert cache.get("key") is None
+    assert not caplog.text
+
+
 def test_unwritable_folder_warns_once_and_goes_on(tmp_path, caplog):
     # A file in the place of the folder refuses writing to every user, root included.
     (tmp_path / "taken").write_text("a file")

@@ -129,6 +129,8 @@ def test_an_interval_shows_the_digits_its_bounds_support_and_contains_them():
         ((1e-4, -1e-7, 2e-4), "0.000100 [-0.000001, 0.000200]"),
         ((123456.7, 123450.2, 123460.9), "123457 [123450, 123461]"),
         ((math.nan, 0.0, math.inf), "nan [0, inf]"),
+        ((2.0, 1.23456789, math.inf), "2.00000 [1.23456, inf]"),
+        ((-math.inf, -math.inf, 1.23456123), "-inf [-inf, 1.23457]"),
     ):
         assert interval(*numbers) == text
     draw = random.Random(0)

@@ -66,6 +66,14 @@ def test_a_report_has_all_its_files_and_near_datasets_side_by_side(result, tmp_p
     assert sorted(rows[:2]) in (["[0]", "[2]"], ["[1]", "[3]"])
     places = [result.names.index(name) for name in rows]
     assert torch.equal(matrix, result.values[places][:, places])
+    # Numbers in the place of labels have no classes.
+    numbers = [
+        LabeledSamples(blobs(k, 0.0).features, None, (), targets=torch.arange(20.0))
+        for k in range(2)
+    ]
+    told = pairwise_distances(numbers, epsilon=30.0, labels="continuous")
+    written = write_pairwise_report(told, tmp_path / "numbers", order="given").written
+    assert {path.name for path in written} == {"distances.csv", "distances.png"}
 
 
 @pytest.mark.slow

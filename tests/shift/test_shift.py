@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 
@@ -19,9 +20,17 @@ from otdd_flash.errors import DataNotice
 from otdd_flash.integrations.detector import ShiftDetector
 from otdd_flash.labels import Gaussian, NoLabels, class_distances
 from otdd_flash.shift import pooled as pooled_module
+from otdd_flash.shift.effect import measure_effect
 from otdd_flash.shift.joint import spent
 from otdd_flash.shift.parts import describe, family_of, holm
-from otdd_flash.shift.pooled import PooledCost, Until, draws, label_test, permutation_test
+from otdd_flash.shift.pooled import (
+    PermutationTest,
+    PooledCost,
+    Until,
+    draws,
+    label_test,
+    permutation_test,
+)
 from otdd_flash.shift.rows import PooledRows
 
 CPU = torch.device("cpu")
@@ -282,6 +291,37 @@ def test_scalings_out_of_range_and_slow_problems_are_solved_alone(monkeypatch, l
     x = np.concatenate((generator.normal(size=(15, 1)), [[30.0]]))
     report = otdd.shift_test(x[:8], x[8:], labels="none", permutations=19, epsilon=0.5, parts=False)
     assert all(map(math.isfinite, report.bounds))
+
+
+@pytest.mark.parametrize(("most", "looks"), [(18, 3), (26, 4)])
+def test_the_last_step_is_certified(monkeypatch, most, looks):
+    """Looks are after 6, 12, 18, 27, ... steps, and at the end: no step is in vain."""
+    generator = np.random.default_rng(6)
+    rows, pooled = pool(side(generator, 8), side(generator, 9))
+    a, b = (masses.double() for masses in sides_of(rows, 3))
+    monkeypatch.setattr(pooled_module, "MOST_STEPS", most)
+    taken, certified = [], pooled._certified
+
+    def counted(kernel, *given):
+        taken.append(kernel is pooled._cross)
+        return certified(kernel, *given)
+
+    monkeypatch.setattr(pooled, "_certified", counted)
+    with contextlib.suppress(Exception):
+        pooled.statistics(a, b, pooled_module.Until(width=0.0))
+    assert sum(taken) == looks
+
+
+def test_a_p_value_that_is_the_level_up_to_rounding_has_an_interval():
+    """With windows it may be; the report then says shifted, and so does the effect."""
+    generator = np.random.default_rng(10)
+    x, y = generator.normal(size=(60, 2)), generator.normal(size=(60, 2)) + 3
+    rows, pooled = pool(*(LabeledSamples.from_arrays(z, np.zeros(60, dtype=int)) for z in (x, y)))
+    for p_value, shifted in ((0.05 * (1 + 1e-14), True), (0.05 * (1 + 1e-9), False)):
+        test = PermutationTest(p_value, 1.0, (1.0, 1.0), torch.zeros(19), 0)
+        found = measure_effect(pooled, rows, test, alpha=0.05, seed=0)
+        assert test.rejects(0.05) is shifted
+        assert (found.lower is not None) is shifted
 
 
 def test_rows_that_are_all_equal_have_no_shift():

@@ -12,6 +12,7 @@ import otdd_flash as otdd
 from experiments.peers import Problem, geomloss_divergence
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver import geomloss
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.geomloss import GeomlossSchedule
 from otdd_flash.solver.schedules import Converged
@@ -107,6 +108,16 @@ def test_bounds_and_marginal_error_are_those_of_the_converged_distance() -> None
     assert found.to_dict()["schedule"] == "geomloss"
     assert found.bounds[0] <= truth <= found.bounds[1]
     assert not found.bounds[0] <= found.value <= found.bounds[1]
+
+
+@pytest.mark.parametrize("name", ["certify", "certify_self"])
+def test_every_pass_of_the_certificate_is_counted(name: str, monkeypatch: Any) -> None:
+    made = getattr(geomloss, name)
+    expected = by_schedule(SOURCE, TARGET, 0.1)
+    monkeypatch.setattr(geomloss, name, lambda *given: made(*given)._replace(passes=3))
+    found = by_schedule(SOURCE, TARGET, 0.1)
+    more = {key: found.terms[key].passes - term.passes for key, term in expected.terms.items()}
+    assert more == {key: 2 * ((key == "xy") == (name == "certify")) for key in more}
 
 
 def test_a_diameter_is_positive_and_finite_or_there_is_none() -> None:

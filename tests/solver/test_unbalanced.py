@@ -32,6 +32,7 @@ from otdd_flash.formulas.marginals import (
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.operators.one_problem import OneTorchProblem, problem_of
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver import solve
 from otdd_flash.solver.certificate import (
     MOST_UNMOVED,
@@ -727,6 +728,17 @@ def test_a_plan_that_moves_nothing_is_refused_once_it_is_solved(precision: otdd.
     with pytest.raises(otdd.InputError, match="no mass moves"):
         otdd.sinkhorn(x, y, **given, progress=lambda name, taking, _: taken.append(taking))
     assert max(taken) <= MOST_UNMOVED
+
+
+def test_passes_of_the_bound_of_the_mass_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two before the first iteration, where the costs leave open whether mass moves."""
+    names = "softmin_rows", "softmin_columns", "marginals"
+    calls = [calls_of(monkeypatch, TorchOperator, name) for name in names]
+    cost = torch.tensor([[6.0, 60.0], [60.0, 6.0]]).double()
+    found = otdd.matrix_transport(
+        cost, epsilon=0.01, unbalanced=0.02, options=otdd.Converged(1e-6, 200)
+    )
+    assert found.term.passes == sum(map(len, calls))
 
 
 OWN = [[16.0, 16.5, 16.2], [16.5, 16.3, 16.4], [16.2, 16.4, 16.1]]
