@@ -245,15 +245,24 @@ class Checkpoints:
     def held(self) -> Iterator[None]:
         """Lock the folder: each flow removes the files that its own manifest does not name.
 
+        A checkpoint must be loaded under the lock, or another flow could replace it meanwhile.
+
         Raises:
-            InputError: another flow writes here, or the folder cannot be written.
+            InputError: another flow writes here, the folder cannot be written, or there is no
+                checkpoint to resume from.
         """
-        place = self.folder / FOLDER / LOCK_FILE
+        place, path = self.folder / FOLDER / LOCK_FILE, self.folder / MANIFEST
+        # Checked first, so that no folder is made where there is nothing to resume from.
+        if self.resume and not path.exists():
+            raise InputError(
+                f"flow.resume=true, but there is no {path}; give the folder of the run to go on "
+                "with as hydra.run.dir=FOLDER, or leave flow.resume out"
+            )
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             descriptor = lock(place)
         except OSError as error:
-            raise cannot_write(self.folder / MANIFEST, error) from error
+            raise cannot_write(path, error) from error
         if descriptor is None:
             raise InputError(
                 f"another flow that has not ended keeps its checkpoints in {self.folder}; give "
@@ -317,18 +326,13 @@ class Checkpoints:
         last checkpoint is damaged, the state is that of the previous checkpoint.
 
         Raises:
-            InputError: there is no checkpoint, it cannot be read, or it belongs to other settings;
-                the message names the first key that changed.
+            InputError: the checkpoint cannot be read, or it belongs to other settings; the message
+                names the first key that changed.
 
         Warns:
             DataNotice: the previous checkpoint is used.
         """
         path = self.folder / MANIFEST
-        if not path.exists():
-            raise InputError(
-                f"flow.resume=true, but there is no {path}; give the folder of the run to go on "
-                "with as hydra.run.dir=FOLDER, or leave flow.resume out"
-            )
         manifest = self._manifest()
         if manifest is None:
             raise InputError(f"{path} is damaged, or no checkpoint of a flow; {START_AGAIN}")

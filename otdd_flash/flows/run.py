@@ -207,15 +207,15 @@ def gradient_flow(
     settings = setting.settings(points, goal, table)
     loop = Loop(points, setting, MODES[flow.mode](setting, table), settings)
     checkpoints = flow.checkpoints
-    if checkpoints is not None and checkpoints.resume:
-        loop.restore(checkpoints.load(settings, device))
-    prepared = time.perf_counter()
     with ThreadPoolExecutor(1) as beside:
         issued = None
         if device.type == "cuda":
             issued = torch.cuda.current_stream(device).record_event()
         coming = beside.submit(on_host, points, goal, issued)
         with nullcontext() if checkpoints is None else checkpoints.held(), named():
+            if checkpoints is not None and checkpoints.resume:
+                loop.restore(checkpoints.load(settings, device))
+            prepared = time.perf_counter()
             ended: Future[Tensor] | None = None
 
             def depart() -> None:

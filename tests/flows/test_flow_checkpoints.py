@@ -297,19 +297,23 @@ def test_a_manifest_of_another_form_is_a_clear_error(tmp_path, kept):
 
 
 @pytest.mark.slow
-def test_two_flows_in_one_folder_are_refused(tmp_path):
-    """Each would remove what the other has just written."""
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_flows_in_one_folder_are_refused(resume, tmp_path):
+    """Each would remove what the other has just written, or is about to read."""
     refusals = []
+    folder, other = otdd.Checkpoints(tmp_path), otdd.Checkpoints(tmp_path, resume=resume)
+    flow(SOURCE, TARGET, checkpoints=folder, **ONE_STEP)
 
     def another(_):
+        for path in shards(tmp_path, 1):
+            path.unlink()
         with pytest.raises(InputError, match=r"another flow that has not ended") as refusal:
-            flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **ONE_STEP)
+            flow(SOURCE, TARGET, checkpoints=other, **ONE_STEP)
         refusals.append(str(refusal.value))
 
-    folder = otdd.Checkpoints(tmp_path)
     flow(SOURCE, TARGET, checkpoints=folder, progress=another, **ONE_STEP)
     assert len(refusals) == 2
-    flow(SOURCE, TARGET, checkpoints=folder, **ONE_STEP)
+    flow(SOURCE, TARGET, checkpoints=other, **ONE_STEP)
     assert not (tmp_path / "checkpoint" / ".lock").exists()
 
 
