@@ -55,6 +55,8 @@ class ResidualMap:
         spread: root mean square of the particles' features around it.
         reach: root mean square of the particles' displacements per feature.
         class_names: of classes with mass among the particles; none for unlabelled ones.
+        of_sets: whether these are sets of labels, of which a class of other samples is one of its
+            own.
     """
 
     network: nn.Sequential
@@ -62,6 +64,7 @@ class ResidualMap:
     spread: float
     reach: float
     class_names: tuple[str, ...]
+    of_sets: bool
 
     # `takes` checks arguments by their annotations.
     @classmethod
@@ -112,7 +115,8 @@ class ResidualMap:
         sizes = (before.dim + len(before.class_names), *[hidden] * layers, before.dim)
         network = build_network(sizes)
         draw_weights(network, generator)
-        fitted = cls(network.to(where), centre.to(where), spread, reach, before.class_names)
+        names, of_sets = before.class_names, before.label_sets is not None
+        fitted = cls(network.to(where), centre.to(where), spread, reach, names, of_sets)
         examples = TensorDataset(
             fitted._inputs(before),
             (displacement / reach).to(where, torch.float32),
@@ -147,7 +151,12 @@ class ResidualMap:
         """
         tensors = {f"network.{name}": value for name, value in self.network.state_dict().items()}
         tensors["centre"] = self.centre
-        layout = {"spread": self.spread, "reach": self.reach, "class_names": self.class_names}
+        layout = {
+            "spread": self.spread,
+            "reach": self.reach,
+            "class_names": self.class_names,
+            "of_sets": self.of_sets,
+        }
         write_tensors(path, tensors, {"residual_map": json.dumps(layout)})
         return Path(path)
 
@@ -175,7 +184,9 @@ class ResidualMap:
             network.load_state_dict(state)
             classes = tuple(layout["class_names"])
             moved = network.to(where), centre.to(where)
-            return cls(*moved, layout["spread"], layout["reach"], classes)
+            # Earlier versions stored no `of_sets`.
+            of_sets = layout.get("of_sets", False)
+            return cls(*moved, layout["spread"], layout["reach"], classes, of_sets)
         except DamagedFileError as error:
             raise InputError(f"{path} is damaged ({error}); fit the map again") from error
         except LaterFormatError:
@@ -197,7 +208,7 @@ class ResidualMap:
                 f"{listing(self.class_names)}; label the samples, or fit a map to particles "
                 "without labels"
             )
-        labels = class_indices(samples, self.class_names).to(centred.device)
+        labels = class_indices(samples, self.class_names, of_sets=self.of_sets).to(centred.device)
         one_hot = nn.functional.one_hot(labels, len(self.class_names))
         return torch.cat((centred, one_hot), 1).float()
 

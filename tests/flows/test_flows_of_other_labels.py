@@ -11,6 +11,7 @@ from small_flows import DOUBLE, TIGHT, flow
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.flows.maps import in_classes_of
+from otdd_flash.flows.residual_map import ResidualMap
 from otdd_flash.operators import comparison as comparisons
 from otdd_flash.samples import LabeledSamples
 
@@ -153,17 +154,27 @@ def test_a_flow_resumes_at_its_scale(tmp_path):
     torch.testing.assert_close(found.samples.features, whole.samples.features)
 
 
-@pytest.mark.parametrize("kind", ["nearest", "residual"])
-def test_maps_match_sets_whatever_the_order_of_labels(kind):
-    source = tagged(20, 0)
+@pytest.mark.parametrize("kind", ["nearest", "residual", "loaded"])
+def test_maps_match_sets_whatever_the_order_of_labels(kind, tmp_path):
+    names = ("a", "b", "c++")
+    source = tagged(20, 0, names)
+    assert {r"a+b", r"c\+\+"} <= {*source.class_names}
     found = moved(source, tagged(15, 1))
-    turned = LabeledSamples(
-        source.features, (source.shares > 0)[:, [2, 0, 1]], ("c", "a", "b"), name="turned"
-    )
-    options = {"epochs": 1, "hidden": 4} if kind == "residual" else {}
-    flow_map = found.map(kind, **options)
-    assert torch.equal(flow_map(turned).features, flow_map(source).features)
-    alone = LabeledSamples(source.features[:3], torch.zeros(3), ("a+b",), name="alone")
     if kind == "nearest":
-        with pytest.raises(InputError, match=r"has classes that the flow did not move: a\\\+b"):
-            flow_map(alone)
+        flow_map = found.map(kind)
+    else:
+        flow_map = found.map("residual", epochs=1, hidden=4, device="cpu")
+    if kind == "loaded":
+        path = flow_map.save(tmp_path / "map.safetensors")
+        flow_map = ResidualMap.load(path, device="cpu")
+    turned = LabeledSamples(
+        source.features, (source.shares > 0)[:, [2, 0, 1]], ("c++", "a", "b"), name="turned"
+    )
+    assert torch.equal(flow_map(turned).features, flow_map(source).features)
+    # A class of samples with one label each is a set of its own, whatever its name.
+    points, first = source.features[:3], torch.zeros(3)
+    one = LabeledSamples(points, torch.tensor([[0, 0, 1]] * 3), names)
+    alone = LabeledSamples(points, first, ("c++",))
+    assert torch.equal(flow_map(alone).features, flow_map(one).features)
+    with pytest.raises(InputError, match=r"has classes that the flow did not move: a\\\+b"):
+        flow_map(replace(alone, class_names=("a+b",)))
