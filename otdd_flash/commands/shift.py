@@ -21,6 +21,7 @@ import numpy as np
 from omegaconf import DictConfig
 from rich.console import RenderableType
 
+from otdd_flash import checks
 from otdd_flash.arguments import Count, Positive, Share, check_fields
 from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.results import track_shift, write_run
@@ -181,6 +182,7 @@ def _fail(reports: Sequence[ShiftReport], settings: ShiftSettings) -> None:
 
 def _ids(path: str) -> list[str]:
     """Read one group a row from a .npy file."""
+    path = checks.path("groups", path)
     try:
         return [str(each) for each in np.load(path, allow_pickle=False).reshape(-1)]
     except (OSError, ValueError) as error:

@@ -93,14 +93,16 @@ def test_windows_are_tested_in_the_order_of_the_file(shift):
     assert shift(*paths, "fail_on_shift=0.05").code == 5
 
 
-def test_groups_come_from_files_and_bad_settings_are_refused(shift):
+def test_groups_come_from_files_and_bad_settings_are_refused(shift, monkeypatch):
+    monkeypatch.setenv("HOME", str(Path.cwd()))
     np.save("a.npy", np.arange(40) // 4)
     np.save("b.npy", 100 + np.arange(40) // 4)
-    assert shift("groups=[a.npy,b.npy]").code == 0
+    assert shift("groups=[a.npy,'~/b.npy']").code == 0
     assert result()["groups"] == [10, 10]
     for arguments, words in (
         (["groups=[a.npy]"], "groups must be two files"),
         (["groups=[a.npy,c.npy]"], "cannot read c.npy"),
+        (["groups=[a.npy,'']"], "groups must name a file or folder, got ''"),
         (["permutations=5"], "permutations must lie in [19"),
         (["window=10"], "leave sample.max_samples out"),
         (["labels=given", "labels.path=W.npz"], "no class distances at W.npz"),
