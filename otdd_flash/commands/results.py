@@ -205,8 +205,9 @@ def _track(log: LogSettings, run: TrackedRun) -> Report:
     """Log a run to its tracker; a failure is a notice, because the result is already written."""
     if log.tracker is None:
         return Report()
-    run, place = _placed(log, run)
+    place: Path | str = log.tracker
     try:
+        run, place = _placed(log, run)
         # Variables of the environment may not send the run elsewhere, only settings may.
         if variables := unfollowed(log.tracker, log.uri, online=log.online):
             _notice_once(

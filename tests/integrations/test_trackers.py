@@ -322,6 +322,18 @@ def test_jobs_of_a_sweep_have_sibling_folders_in_tensorboard(command):
 
 
 @pytest.mark.slow
+@needs("tensorboard")
+def test_events_that_cannot_be_replaced_cost_a_notice_and_code_4(command):
+    # A folder is no file that could be removed.
+    Path("run/tensorboard/events.out.tfevents.0").mkdir(parents=True)
+    code, said = command("log=tensorboard", "overwrite=true")
+    assert code == 4
+    assert "notice: cannot log to tensorboard (" in said
+    assert "but not the run in tensorboard" in said
+    assert json.loads(Path("run/result.json").read_text())["value"] > 0
+
+
+@pytest.mark.slow
 @needs("mlflow")
 def test_a_sweep_shares_one_store_of_mlflow(command, monkeypatch):
     code, _ = command("-m", "epsilon=0.1,0.3", "log=mlflow", "hydra.job.chdir=true")
