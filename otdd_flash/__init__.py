@@ -26,7 +26,9 @@ A name is imported at its first use (PEP 562), so importing the package imports 
 reached from here imports Hydra; the commands, such as `python -m otdd_flash.distance`, do. A new
 public name needs an entry in `_HOMES` and among the imports for type checkers
 (`tests/test_public_names.py` guards all three). Users, `experiments` and `notebooks` import these
-names; modules of the package import each other.
+names. Modules of the package import each other, and from here only `__version__`; `plugins` and
+`commands.start` also use `_started_in`, and `plugins` `_appended`, so these must stay. The working
+directory must leave sys.path before anything else is imported here.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ from otdd_flash.kernels.batched.tiny_balance import (
 )
 from otdd_flash.kernels.launch import LOG2_E, on_its_device
 
-# Matrices of a program, its warps, and registers of a thread, as in `tiny_balance`.
+# Matrices of a program and its warps, as in `tiny_balance`, and registers of a thread at the most
+# where tiles are full, which are more than there.
 BATCH, WARPS, REGISTERS = 32, 1, 168
 # LENGTH and how many are kept, by the steps up to which they do.
 SEGMENTS = {1: (1, 1), 4: (2, 2), 9: (3, 3), 18: (3, 6), 20: (4, 5)}

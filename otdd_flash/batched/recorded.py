@@ -4,6 +4,9 @@ A function and its gradient exist twice: as they are, for calls from Python, and
 `torch.compile` records without looking inside. A call of such an operation from Python would import
 PyTorch's compiler, which takes seconds. `batched.balance` and `attention.attention` are built here;
 `nn` calls `has_no_numbers`.
+
+Calls from Python must not run the recorded operation, and an operation whose arguments, results or
+shapes change needs another name.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 Offsets t of K groups change the potentials of rows by t_g and of columns by -t_g, and the flows
 between groups to F_gh exp((t_g - t_h) / epsilon). All is in numpy on the host, with offsets in
-units of epsilon. Flows must stay logarithms, because they may underflow. `plan_links` finds the
-groups, by `well_tied`, and their `Flows`, and `groups` calls the functions below
-(`tests/derivatives/test_groups.py`). `plan_links`, `groups` and `batched.plans` use thresholds of
-this file (TIED, OPEN, ...), so a change of these changes which groups they find or report, too.
+units of epsilon, but for `most_along`, which takes any unit of offsets and gaps alike. Flows must
+stay logarithms, because they may underflow. `plan_links` finds the groups, by `well_tied`, and
+their `Flows`, and `groups` calls the functions below (`tests/derivatives/test_groups.py`).
+`plan_links`, `groups` and `batched.plans` use thresholds of this file (TIED, OPEN, ...), so a
+change of these changes which groups they find or report, too.
 
 - `balanced` maximises the dual <t, a(g) - b(g)> - sum F(t) over t. For a common offset s of the
   groups S on one side of a cut, with the flows out and in across it, the optimum solves

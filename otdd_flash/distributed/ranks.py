@@ -1,9 +1,11 @@
 """Processes that work on one problem, each a rank of a `torch.distributed` group.
 
-Rank 0 leads: it alone runs solvers, flows and reports, reads clocks and caches, and hears Ctrl-C.
-The others `serve`: they hold shares of what rank 0 works on, and do what it orders, until it says
-that it is done. An order is a function that every rank calls with the same arguments, rank 0 too,
-so ranks always agree on the exchange that comes next. `commands.ranks`, `otdd.led` and `ranks_of`
+Rank 0 leads: it alone runs the caller's work, such as flows and reports, reads caches, and hears
+Ctrl-C. The others `serve`: they hold shares of what rank 0 works on, and do what it orders, which
+may be whole solves of their own (`pairwise`, `ranking.bounds`, `sampling.subsampling`), until it
+says that it is done. An order is a function that every rank calls with the same arguments, or its
+own share of a `Dealt` one, rank 0 too, so ranks always agree on the exchange that comes next.
+`commands.ranks`, `otdd.led` and `ranks_of`
 make `Ranks`; operators, `labels.by_ranks`, `flows.stepping`, `sampling.subsampling` and others give
 orders and exchange tensors by it.
 

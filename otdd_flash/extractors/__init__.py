@@ -4,9 +4,10 @@
 `from_module` and `from_callable` make extractors, `embed` applies one to a dataset, `standardize`
 and `reduce_pca` then map both sides together.
 
-`otdd_flash`, `commands.sides`, `commands.adapt` and `commands.study` import functions from here;
-they, `study` and `commands.nearest` take parts from the modules too. An extractor that an installed
-package adds is an attribute of this module by its name, `otdd.extractors.NAME(...)`.
+`otdd_flash`, `commands.sides`, `commands.adapt` and `commands.study` import functions from here.
+`commands.sides`, `commands.adapt`, `commands.nearest`, `study.setup` and `study.training` take
+parts from the modules of this folder. An extractor that an installed package adds is an attribute
+of this module by its name, `otdd.extractors.NAME(...)`.
 
 `build_extractor` makes an extractor of a name and the parameters of a configuration, by the
 registry `FACTORIES`. Names and parameters are keys of users' configurations and parts of the keys

@@ -14,8 +14,9 @@ Triton, computes `MatrixFacts`, and leaves the rest to the operator.
 Modules that need the costs themselves read a `CostSource` (`solver.exact.pricing`,
 `derivatives.plan_links`), most of them by `exact_blocks`, whose blocks are small enough to be
 converted to float64 (`solver.matrix_comparison`, `solver.matrix.result`, `solver.matrix.transport`,
-`derivatives.groups`). All bounds are of one matrix, so a function that returns other costs for the
-same slices must be refused (`tests/matrix/test_blocks.py`).
+`derivatives.groups`). All bounds are of one matrix, so `FunctionCosts.rows` must refuse a function
+that returns other costs for the same rows (`tests/matrix/test_blocks.py`); `between`, for samples
+and groups of points, does not compare.
 """
 
 from __future__ import annotations

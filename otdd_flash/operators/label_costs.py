@@ -60,9 +60,10 @@ class LabelEmbedding:
     """An embedding of labels: columns whose squared distances are the label cost of two datasets.
 
     Attributes:
-        tables: (S, k) float64, the columns of each set of labels, or scaled targets (n, k), of both
-            sides.
-        of_rows: whether tables have a row for each row of samples.
+        tables: of both sides, float64: the columns (S, k) of each set of labels, or the factors
+            (q,) of targets, the same on both sides.
+        of_rows: whether columns are each row's own targets, less `centre`, times the factors; else
+            a row takes those of its set.
         negative: how many of the last columns count negatively.
         weight: of the points beside them, 1, or 0 if labels alone are compared.
         dim: coordinates of the points.

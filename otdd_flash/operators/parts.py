@@ -24,8 +24,8 @@ The masses of a part's own side are divided by their sum w_r, so that they sum t
 are proportional to them are multiplied by w_r.
 
 The operations run on all ranks together, by an order of `sharing` on rank 0; their first arguments
-are the ranks and the number under which each holds its `Parts`. They must call the same collectives
-in the same order on every rank.
+are the ranks and the number under which each holds its `Parts` (`own_product` takes these). They
+must call the same collectives in the same order on every rank.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ costs, until they are modified or deleted on rank 0.
 Operations of a `ShardedOperator` order all ranks to run one function of `parts` on their `Parts`,
 which exchanges the results; only samples, and expected costs of a self term whose pairs are
 divided, are rank 0's own. So a new operation needs its function in `parts`, and all ranks must call
-the same collectives in it. `flows.stepping` and `solver.exact` recognise a `ShardedOperator` and
-order the ranks themselves, by its `number`.
+the same collectives in it. `flows.stepping` recognises a `ShardedOperator`, and `solver.exact`
+takes the operator for one where `compute.group` is `Ranks`; both order the ranks by its `number`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ find what is damaged: a member's numbers are computed again from its rows, damag
 until the dataset is given again, and a damaged index.json is refused.
 
 Keys of `Settings.to_dict` and of members' files are the format: indices of earlier versions stay
-readable, or `INDEX_FORMAT` rises.
+readable, or `INDEX_FORMAT` rises. A new key of settings changes `Settings.mark`, by which all
+entries of earlier indices are computed again.
 """
 
 from __future__ import annotations

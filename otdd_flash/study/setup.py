@@ -2,8 +2,9 @@
 
 `as_tasks` makes tasks from what the user gave: it drops small classes, matches the classes of test
 rows by name and groups tasks that share rows into families. `Settings` holds what decides results
-and `Setup` joins both. `study.study` makes them; `study.training`, `study.result` and the modules
-of `study.measures` make the keys and the work of units from them, and `report.study.page` shows
+and `Setup` joins both. `study.study` makes them; `study.training` and the modules of
+`study.measures` make the keys and the work of units from them. `study.result` looks these units up
+and reads names, sizes and settings here, and `report.study.page` and `report.study.writing` show
 them. `Transfer` says how networks are trained; users, `commands.study` and `study.study` make it,
 and `study.training` reads it.
 
