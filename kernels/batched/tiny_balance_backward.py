@@ -188,8 +188,7 @@ def derivative(
             kept = ()
             for k in tl.static_range(KEPT):
                 kept += chosen_of(turn == k, gamma, part_of(before, k, N), N)
-            first = max(0, turn * LENGTH - start)
-            for _ in range(first, (turn + 1) * LENGTH - start):
+            for _ in range(max(start, turn * LENGTH), (turn + 1) * LENGTH):
                 phi = rows_of(kernel, gamma, n, LOG, FULL, N)
                 gamma = columns_of(kernel, phi, n, LOG, FULL, N)
             most = moved(most, phi, gamma, N)

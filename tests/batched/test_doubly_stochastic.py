@@ -169,6 +169,19 @@ def test_unrolled_gradients_are_those_of_the_loop(
         assert torch.allclose(mine, true, rtol=1e-9, atol=1e-12 * float(spread * n))
 
 
+@pytest.mark.parametrize("backend", ["torch", slow("triton")])
+def test_gradients_where_scalings_leave_the_range_of_float32(backend: str) -> None:
+    """All rows but one have one column alone, so that every iteration multiplies scalings by 9."""
+    logits, cotangents = drawn(3, 4, 4), drawn(3, 4, 4, seed=1)
+    logits[:, :-1, 1:] -= 100
+    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    found = otdd.doubly_stochastic(leaf, iterations=20, compute=on(backend))
+    (mine,) = torch.autograd.grad(found, leaf, cotangents)
+    expected = reference.balanced_matrices(exact, 20)
+    (true,) = torch.autograd.grad(expected, exact, cotangents.double())
+    assert (mine - true).abs().max() <= 1e-3 * true.abs().max()
+
+
 @pytest.mark.parametrize(
     ("gradient", "tolerance", "backend"),
     [
