@@ -107,6 +107,8 @@ def tiny_balance_backward_kernel(
         cotangent_column_stride, TYPE, 0, FULL, CONTIGUOUS_COTANGENTS, BATCH, N,
     )  # fmt: skip
     scale = tl.load(scale_ptr)
+    # As in `tiny_balance`: such temperatures have no meaning.
+    scale = tl.where(scale > 0, scale, float("nan"))
     logits = centred(x, (scale * LOG2_E).to(TYPE), n, FULL, N)
     kernel, column_sums = first_iteration(logits, n, FULL, N)
     smallest = tl.full((BATCH,), 1, TYPE)

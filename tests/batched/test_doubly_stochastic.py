@@ -301,6 +301,27 @@ def test_what_is_refused(logits: Tensor, options: dict[str, object], message: st
         otdd.doubly_stochastic(logits, **options)
 
 
+@pytest.mark.parametrize(
+    ("n", "temperature"),
+    [
+        (4, -1.0),
+        *(slow(n, temperature) for n in (2, 3, 5) for temperature in (-1.0, math.inf)),
+        *(slow(4, temperature) for temperature in (-math.inf, 0.0, math.inf, math.nan)),
+    ],
+)
+def test_a_temperature_without_a_meaning_makes_matrices_and_gradients_nan(
+    n: int, temperature: float
+) -> None:
+    """A kernel never waits for a GPU to check it."""
+    leaves = drawn(3, n, n).requires_grad_(), torch.tensor(temperature).requires_grad_()
+    found = otdd.doubly_stochastic(
+        leaves[0], iterations=3, temperature=leaves[1], compute=on("triton")
+    )
+    assert found.isnan().all()
+    for gradient in torch.autograd.grad(found, leaves, drawn(3, n, n, seed=1)):
+        assert gradient.isnan().all()
+
+
 @pytest.mark.slow
 def test_tolerances_in_a_graph() -> None:
     logits = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(1))
