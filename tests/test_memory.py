@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from labelled_costs import labelled_cost
 from live_bytes import peak
 from torch import Tensor
 
@@ -22,10 +23,14 @@ from otdd_flash.cost.points import (
     squared_norms,
 )
 from otdd_flash.errors import InputError
+from otdd_flash.kernels.passes import plan_blocks
+from otdd_flash.kernels.passes.fused_product import HELD_COORDINATES
+from otdd_flash.kernels.passes.plan_blocks import PlanBlocks
 from otdd_flash.memory import check_memory, free_memory, shortage, within_memory
 from otdd_flash.operators import stored_segments
 from otdd_flash.operators.build import CostSize, kernel_bytes
 from otdd_flash.operators.comparison import Comparison
+from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.schedules import Converged
 from otdd_flash.solver.solving import solve
@@ -129,16 +134,38 @@ def test_a_certified_divergence_takes_little_more_than_its_packed_points() -> No
     assert peak(lambda: solve(comparison, options), GPU) <= packed + 92 * 2**20
 
 
-def test_kernels_hold_two_half_parts_of_every_coordinate_and_a_block_of_the_plan() -> None:
+def test_kernels_hold_two_half_parts_of_every_coordinate_and_of_a_block_of_the_plan() -> None:
     def needed(dim: int, *, symmetric: bool) -> int:
         return kernel_bytes(CostSize(60_000, 60_000, dim, 10, symmetric=symmetric))
 
-    of_dim, plan, stripes = 2 * 2 * 60_000, 2 * 8192 * 4096, 4 * (60_000 // 128) * 60_000
+    of_dim, plan, stripes = 2 * 2 * 60_000, 2 * 2 * 8192 * 4096, 4 * (60_000 // 128) * 60_000
     assert needed(509, symmetric=False) == 2 * of_dim * 512 + plan
     assert needed(64, symmetric=False) == 2 * of_dim * 64
-    assert [needed(dim, symmetric=True) - stripes for dim in (509, 64)] == [
-        of_dim * dim for dim in (512, 64)
-    ]
+    assert stripes < plan
+    assert needed(509, symmetric=True) == of_dim * 512 + plan
+    assert needed(64, symmetric=True) == of_dim * 64 + stripes
+
+
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("precision", ["fast", "high"])
+@pytest.mark.parametrize(
+    ("n", "m"), [(768, 512), (1024, 1024), (256, 256), (512, 1024), (256, 2048)]
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_block_of_a_plan_is_what_it_is_said_to_take(
+    n: int, m: int, precision: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole numbers are on a lattice, of which an operator reads one part."""
+    monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 512)
+    monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 256)
+    dim = HELD_COORDINATES + 8
+    x, y = (cloud(size, dim, 1).features.to(HERE) for size in (n, m))
+    cost = labelled_cost(x.round(), y.round(), 1) if whole else labelled_cost(x, y, 1)
+    operator = KernelOperator(cost, precision).refined
+    plan = operator.plan(torch.zeros(n, device=HERE), torch.zeros(m, device=HERE), 1.0)
+    points = sum(side.coordinates.nbytes for side in operator.packed)
+    block = PlanBlocks(*plan._computed(operator.plan_parts)).buffer().nbytes
+    assert kernel_bytes(CostSize(n, m, dim, 1, symmetric=False)) == points + block
 
 
 def test_units_are_powers_of_1024_and_of_1000() -> None:

@@ -6,7 +6,7 @@ Rows of Q sum to r_i / a_i before they are weighted, about 1, and are scaled by 
 entries down to 2^-24 of the row keep all their bits. With three parts a block, A and B are sums hi
 + lo of two float16, of which hi hi + hi lo + lo hi is accumulated in float32. Products of
 `block_products` compute their blocks by `PlanBlocks`. Both parts of a block stay below 256 MiB, and
-`operators.build.kernel_bytes` counts blocks: a change of their sizes is one there too.
+`operators.build.kernel_bytes` counts one of `block_shape` in both parts.
 
 Shapes: A (n, r), B (m, r), s (n,), t (m,), a block (1 or 2, height, width) float16.
 """
@@ -265,15 +265,7 @@ class PlanBlocks:
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Choose a block: all rows if few, then half of all columns, as blocks cost launches."""
-        n, m = self.rows.layout.size, self.columns.layout.size
-        height = n if n < 2 * BLOCK_HEIGHT else BLOCK_HEIGHT
-        room = BLOCK_HEIGHT * BLOCK_WIDTH
-        if height == n and n * m <= FEW_BLOCKS * room:
-            blocks = 1 if n * m <= room else 2
-            return n, triton.cdiv(m, blocks * BLOCK_COLUMNS) * BLOCK_COLUMNS
-        fitting = room // height // BLOCK_COLUMNS * BLOCK_COLUMNS
-        return height, min(m, BLOCK_WIDTH, fitting)
+        return block_shape(self.rows.layout.size, self.columns.layout.size)
 
     def heights(self) -> Iterator[slice]:
         """Yield the rows of one block after the other."""
@@ -373,6 +365,20 @@ class PlanBlocks:
             operand(left.coordinates, BLOCK_ROWS, self.tile),
             operand(right.coordinates, self.tile.columns, self.tile),
         )
+
+
+def block_shape(n: int, m: int) -> tuple[int, int]:
+    """Choose the height and width of a block of a plan (n, m).
+
+    It has all rows if these are few, then half of all columns, as blocks cost launches.
+    """
+    height = n if n < 2 * BLOCK_HEIGHT else BLOCK_HEIGHT
+    room = BLOCK_HEIGHT * BLOCK_WIDTH
+    if height == n and n * m <= FEW_BLOCKS * room:
+        blocks = 1 if n * m <= room else 2
+        return n, triton.cdiv(m, blocks * BLOCK_COLUMNS) * BLOCK_COLUMNS
+    fitting = room // height // BLOCK_COLUMNS * BLOCK_COLUMNS
+    return height, min(m, BLOCK_WIDTH, fitting)
 
 
 def largest_weight(

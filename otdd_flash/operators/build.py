@@ -11,6 +11,7 @@ count here (`tests/test_memory.py`).
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -115,19 +116,20 @@ class CostSize(NamedTuple):
 def kernel_bytes(size: CostSize) -> int:
     """Return the bytes of a `KernelOperator` and of its largest pass.
 
-    Counted are two float16 parts of every coordinate and either a block of the plan, which products
-    with points of few coordinates do not store, or for a self term the sums of each block of rows.
+    Counted are two float16 parts of every coordinate and either two of a block of the plan, which
+    products with points of few coordinates do not store, or for a self term the sums of each block
+    of rows. Plans are of refined operators, whose blocks always have both parts.
     """
     # These import Triton, which may be missing.
     from otdd_flash.kernels.passes.fused_product import HELD_COORDINATES
-    from otdd_flash.kernels.passes.plan_blocks import BLOCK_HEIGHT, BLOCK_WIDTH
+    from otdd_flash.kernels.passes.plan_blocks import block_shape
     from otdd_flash.kernels.passes.symmetric_step import STRIPE_BYTES
     from otdd_flash.kernels.tiling import BLOCK_ROWS
 
     n, m = size.n, size.m
     coordinates = 2 * 2 * size.points * (-(-size.dim // 8) * 8)
     in_blocks = size.dim > HELD_COORDINATES
-    plan = 2 * min(n, BLOCK_HEIGHT) * min(m, BLOCK_WIDTH) if in_blocks else 0
+    plan = 2 * 2 * math.prod(block_shape(n, m)) if in_blocks else 0
     sums = min(4 * (n // BLOCK_ROWS) * n, STRIPE_BYTES) if size.symmetric else 0
     return coordinates + max(plan, sums)
 
