@@ -9,6 +9,6 @@ and move the potentials; `kernels.segments.decision` compiles them. The modules 
 
 A function that is compiled is at the top level of its module, has no loops, calls nothing but its
 neighbours and `operations`, and returns a number or a NamedTuple of fields alone. It branches only
-on `symmetric`, which is known when a kernel is compiled: a choice between numbers is `where`.
+on `of_mass_one`, which is known when a kernel is compiled: a choice between numbers is `where`.
 Constants of a module are float64 wherever they meet a number.
 """
