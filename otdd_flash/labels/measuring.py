@@ -100,7 +100,10 @@ def class_distances(
 
     Raises:
         InputError: `datasets` is not a list, labels are missing or are `continuous`, dimensions
-            differ, or a class is too small or too large for the method.
+            differ, no class of a dataset is left, or a class is too large for the method.
+
+    Warns:
+        DataNotice: classes are dropped, or those of one sample count as points without covariance.
     """
     metric, cost = metric_of(labels), GroundCost(ground=ground)
     if isinstance(metric, Continuous):
@@ -251,8 +254,8 @@ def measure_classes(
         Squared distances with the datasets' class names; symmetric, the diagonals zero.
 
     Raises:
-        InputError: labels are missing, a class is too small or too large for the method, or a given
-            table is about other classes.
+        InputError: labels are missing, a class has no sample of positive weight or is too large for
+            the method, or a given table is about other classes.
     """
     if isinstance(metric, NoLabels):
         statistics = None
@@ -338,16 +341,16 @@ def drop_small_classes(samples: LabeledSamples, minimum: int | None) -> LabeledS
     counted = samples.label_counts(samples.masses > 0)
     keep = [c for c in range(count) if counted[c] >= needed]
     dropped = [c for c in range(count) if present[c] > 0 and counted[c] < needed]
-    listing = ", ".join(f"{display(samples.label_names[c])} ({counted[c]})" for c in dropped)
+    shown = ", ".join(f"{display(samples.label_names[c])} ({counted[c]})" for c in dropped)
     if not keep:
         raise InputError(
             f"min_class_size={needed} leaves no class of {samples.name}: all have fewer samples of "
-            f"positive weight, {listing}; lower it, or take more samples"
+            f"positive weight, {shown}; lower it, or take more samples"
         )
     if dropped:
         warn(
             f"dropped classes of {samples.name} with fewer than {needed} samples of positive "
-            f"weight: {listing}",
+            f"weight: {shown}",
             DataNotice,
         )
     if len(keep) < count:
@@ -380,7 +383,8 @@ def class_block(
         The block, with solver bounds of the same shape.
 
     Raises:
-        InputError: labels are missing, or a class is too small or too large for the method.
+        InputError: labels are missing, or a class has no sample of positive weight or is too large
+            for the method.
     """
     shape = len(class_names(first)), len(class_names(second))
     named = metric.by_names([*class_names(first), *class_names(second)])
@@ -431,7 +435,7 @@ def measure_pairs(
         P distances with bounds, on the points' device.
 
     Raises:
-        InputError: a class is too small or too large for the method.
+        InputError: a class is too large for the method.
 
     Warns:
         NotConvergedWarning: a solve stopped before the tolerance.

@@ -268,7 +268,8 @@ def class_tables(
     dataset with itself; else they are 0 and nobody reads them.
 
     Raises:
-        InputError: labels are missing, or a class is too small or too large for the method.
+        InputError: labels are missing, or a class has no sample of positive weight or is too large
+            for the method.
     """
     names = [class_names(side) for side in sides]
     places = [*accumulate(map(len, names), initial=0)]
