@@ -6,8 +6,8 @@ itself once. One database lets many rows be read at once. Several processes may 
 wait for each other, up to `BUSY_SECONDS`. A killed run leaves only complete rows.
 
 `labels.measuring` is the only caller, through one `PairCache` for each list of pairs. The cache
-never stops a run: a damaged database is renamed and begun anew; an unusable one is reported, and
-the `PairCache` does not use it again.
+never stops a run: a damaged database is renamed and begun anew; an unusable one is reported once,
+and this process does not use it again (`UNUSABLE`).
 
 A change of the layout, or of a method's numbers, must raise ENTRY_FORMAT, which is part of the
 file's name, so that old distances are not read as new ones. Every row carries a checksum that is
@@ -57,6 +57,10 @@ ROW = np.dtype(
 
 KEEP = "INSERT OR IGNORE INTO pairs VALUES (?, ?, ?, ?, ?, ?, ?)"
 
+# Databases that this process could not use, and whether to "write", or to "read", which ends both.
+# A run measures table after table, and each would wait and warn again.
+UNUSABLE: set[tuple[Path, str]] = set()
+
 T = TypeVar("T")
 
 # Indices of the two classes (P, 2), and value and bounds (P, 3).
@@ -72,12 +76,11 @@ class PairCache:
         cache_dir: the database's folder, made on the first write.
 
     Attributes:
-        path: of the database; None after a failure other than damage that could be set aside, when
-            nothing is read or written any more.
+        path: of the database.
     """
 
     def __init__(self, cache_dir: str | os.PathLike[str]) -> None:
-        self.path: Path | None = Path(path("cache_dir", cache_dir)) / FILE
+        self.path = Path(path("cache_dir", cache_dir)).absolute() / FILE
 
     def find(
         self, recipe: str, classes: Sequence[bytes], pairs: Tensor
@@ -127,7 +130,7 @@ class PairCache:
             The result of `step`, or None if there is no usable database.
         """
         for _ in range(2):
-            if self.path is None:
+            if {(self.path, "read"), (self.path, action)} & UNUSABLE:
                 return None
             try:
                 return step(self.path)
@@ -139,7 +142,6 @@ class PairCache:
         return None
 
     def _set_aside(self, error: Exception) -> None:
-        assert self.path is not None
         try:
             aside = set_aside(self.path)
         except OSError as unwritable:
@@ -156,13 +158,14 @@ class PairCache:
     def _step_aside(self, action: str, error: Exception) -> None:
         reason = f"held by another process for {BUSY_SECONDS:g} s" if is_busy(error) else error
         logger.warning(
-            "cannot %s the class distances in %s (%s); going on without them. Correct that, or "
-            "choose another folder with cache_dir=DIR (cache_dir=null turns the cache off)",
+            "cannot %s the class distances in %s (%s); this process goes on without them. Correct "
+            "that, or choose another folder with cache_dir=DIR (cache_dir=null turns the cache "
+            "off)",
             action,
             self.path,
             reason,
         )
-        self.path = None
+        UNUSABLE.add((self.path, "write" if action == "write" else "read"))
 
 
 def _read(path: Path, recipe: str, classes: Sequence[bytes]) -> list[Rows]:

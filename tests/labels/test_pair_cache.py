@@ -30,6 +30,11 @@ CACHED = {
 every_cached = pytest.mark.parametrize("metric", CACHED.values(), ids=CACHED.keys())
 
 
+@pytest.fixture(autouse=True)
+def _nothing_known_to_be_unusable(monkeypatch):
+    monkeypatch.setattr(pair_database, "UNUSABLE", set())
+
+
 @pytest.fixture
 def datasets(blobs):
     return [blobs((4, 6, 4), 4, seed, name=f"set {seed}") for seed in range(3)]
@@ -175,7 +180,7 @@ def write(folder, start, step, wrote=None):
         cache.keep("recipe", classes(60), pairs[part], PairDistances.exactly(part.double()))
         if wrote is not None:
             wrote.release()
-    assert cache.path is not None
+    assert not pair_database.UNUSABLE
 
 
 FORKS = multiprocessing.get_context("fork")
@@ -207,7 +212,7 @@ def test_a_writer_that_is_killed_leaves_whole_parts(tmp_path):
     process.join(60)
     cache = PairCache(tmp_path)
     known, found = cache.find("recipe", classes(60), all_pairs(60))
-    assert cache.path is not None
+    assert not pair_database.UNUSABLE
     assert len(known) >= 90
     assert len(known) % 30 == 0
     assert torch.equal(found.values, known.double())
@@ -258,13 +263,13 @@ def test_a_database_with_flipped_bits_never_lies_and_never_stops_a_run(flips, tm
         for part, twin in zip(found, kept, strict=True):
             assert torch.equal(part, twin[known])
         cache.keep("recipe", classes(12), all_pairs(12), kept)
-        assert cache.path is not None
+        assert not pair_database.UNUSABLE
         set_aside += (aside := tmp_path / f"{FILE}.damaged").exists()
         aside.unlink(missing_ok=True)
     assert set_aside == len(caplog.records) > 0
 
 
-def test_a_database_that_another_process_holds_is_waited_for(tmp_path, caplog, monkeypatch):
+def test_a_database_that_another_process_holds_is_waited_for_once(tmp_path, caplog, monkeypatch):
     PairCache(tmp_path).keep("recipe", classes(4), all_pairs(4), numbers(6))
     assert pair_database.BUSY_SECONDS <= 5
     monkeypatch.setattr(pair_database, "SILENT_SECONDS", 0.01)
@@ -276,15 +281,15 @@ def test_a_database_that_another_process_holds_is_waited_for(tmp_path, caplog, m
         lambda cache: cache.keep("recipe", classes(4), all_pairs(4), numbers(6)),
     ):
         caplog.clear()
-        cache = PairCache(tmp_path)
-        use(cache)
-        assert cache.path is None
+        pair_database.UNUSABLE.clear()
+        for _ in range(2):
+            use(PairCache(tmp_path))
         waiting, given_up = (record.getMessage() for record in caplog.records)
         assert waiting.startswith("another process holds the class distances in")
         assert "waiting for at most 0.05 s" in waiting
         assert "held by another process for" in given_up
     # One that lets go in time is not given up.
-    caplog.clear()
+    pair_database.UNUSABLE.clear()
     cache = PairCache(tmp_path)
     monkeypatch.setattr(pair_database.logger, "warning", lambda *_: holder.execute("ROLLBACK"))
     assert len(cache.find("recipe", classes(4), all_pairs(4))[0]) == 6
@@ -302,9 +307,10 @@ def test_a_database_that_may_only_be_read_is_read(
 
     monkeypatch.setattr(pair_database.sqlite3, "connect", read_only)
     monkeypatch.setattr(measuring, "PAIRS_PER_CLASS", 1)
-    table = class_distances(datasets, cache_dir=tmp_path)
+    for _ in range(2):
+        table = class_distances(datasets, cache_dir=tmp_path)
     monkeypatch.undo()
-    assert measured == [15, 9, 9, 3]
+    assert measured == [15, *(2 * [9, 9, 3])]
     assert torch.equal(table.full, class_distances(datasets).full)
     assert len(caplog.records) == 1
     assert "cannot write" in caplog.text
@@ -326,7 +332,8 @@ def test_a_database_that_may_be_anybodys_is_not_used(harm, why, datasets, tmp_pa
     assert stat.S_IMODE((folder / FILE).stat().st_mode) == 0o600
     harm(folder)
     before = (folder / FILE).read_bytes()
-    table = class_distances(datasets, cache_dir=folder)
+    for _ in range(2):
+        table = class_distances(datasets, cache_dir=folder)
     assert torch.equal(table.full, class_distances(datasets).full)
     assert (folder / FILE).read_bytes() == before
     assert caplog.text.count(why) == 1
