@@ -144,8 +144,9 @@ class Density:
         return found
 
     def _check_absent(self, sums: Tensor, owed: Marginal) -> None:
-        """Check the sums of points without mass; `check_moving` tells small ones if relaxed."""
-        check_sums(sums if owed.exact else sums.clamp_min(LEAST_SHARE), self._epsilon)
+        """Check the sums of points without mass."""
+        _check_share(sums, owed)
+        check_sums(sums, self._epsilon)
 
     def check_moving(self) -> None:
         """Check that every point of a relaxed side moves a mass that float64 holds.
@@ -153,16 +154,10 @@ class Density:
         Raises:
             InputError: one does not, and how it reacts cannot be told.
         """
-        constraints = self._constraints
-        if constraints.exact:
-            return
-        for side, sums in ((constraints.rows, self.q), (constraints.columns, self.p)):
-            if not (side.exact or float(sums.amin()) > LEAST_SHARE):
-                raise InputError(
-                    f"unbalanced={float(side.rho):g} is so far below the costs of a point that it "
-                    "moves less of its mass than float64 holds, and there is no derivative of its "
-                    "potential or image; raise unbalanced, or leave such points out"
-                )
+        # Sums of exact sides are not computed for this.
+        if not self._constraints.exact:
+            _check_share(self.q, self._constraints.rows)
+            _check_share(self.p, self._constraints.columns)
 
     def solve(
         self, s: Tensor | None, t: Tensor, cg: CGOptions, options: Schedule
@@ -203,6 +198,20 @@ class Density:
         plan = self.plan
         return (
             plan.entries if isinstance(plan, StoredPlan) and is_small(plan.entries.shape) else None
+        )
+
+
+def _check_share(sums: Tensor, owed: Marginal) -> None:
+    """Check that points of a relaxed side move a share of their masses that float64 holds.
+
+    Raises:
+        InputError: one does not, and how it reacts cannot be told.
+    """
+    if not (owed.exact or bool((sums > LEAST_SHARE).all())):
+        raise InputError(
+            f"unbalanced={float(owed.rho):g} is so far below the costs of a point that it moves "
+            "less of its mass than float64 holds, and there is no derivative of its potential or "
+            "image; raise unbalanced, or leave such points out"
         )
 
 

@@ -99,9 +99,9 @@ BEFORE_LAST_UPDATE = 2.0
 # measured, and the share of the tolerance that the next certificate should have.
 MOST_TRIES, TOLERANCE_AIM = 4, 0.9
 
-# The undetectable error, over the tolerance, from which on a more accurate certificate pays, which
-# takes as long as two to five others. Below it iterations may leave room for that error.
-HIDDEN = 0.5
+# The undetectable error, over the tolerance, from which on a more accurate certificate of a cross
+# term pays, and the most that iterations leave room for.
+HIDDEN, MOST_HIDDEN = 0.1, 0.5
 
 # A relaxed marginal owes no more than e^this times its masses where a solve starts.
 MOST_OWED = 20.0
@@ -530,34 +530,31 @@ def certify_solved(
     """Certify, and continue to iterate where the certificate misses the tolerance.
 
     A certificate may find a larger marginal error than the iterations, whose sums are less
-    accurate. If iterations ended on refined costs, or rounding hides much of the tolerance, the
-    updates of a cross term are then done in float64. If that does not suffice, iterations continue
-    to a lower tolerance, which leaves room for what rounding hides.
+    accurate. It is made again at the same potentials, with updates in float64, where that pays:
+    where iterations have nothing left to do, have gone on once already, or rounding hides much of
+    the tolerance of a cross term. A self term has no updates to repeat. If that does not suffice,
+    iterations continue to a lower tolerance, which leaves room for what rounding hides.
     """
-    tolerance = budget.tolerance
-    last = problem.evaluated(iterations.vectors, budget.epsilon)
-    certificate = certify_last(budget, problem, last, polished=False, refine=refine)
-    missed = budget.settled and certificate.marginal_error > tolerance
-    # The updates of a self term are not repeated: iterating again is cheaper.
-    if missed and not problem.symmetric and (refine or _hides_much(certificate, tolerance)):
-        certificate = certify_last(budget, problem, last, polished=True, refine=refine)
-    for attempt in range(MOST_TRIES):
-        if not budget.converged or certificate.marginal_error <= tolerance:
-            return certificate
-        polished = attempt > 0 or _hides_much(certificate, tolerance)
-        hidden = 0.0 if polished else certificate.undetectable
-        aim *= (TOLERANCE_AIM * tolerance - hidden) / (certificate.marginal_error - hidden)
-        continue_from(budget, problem, iterations, certificate.g, aim)
+    accurate = False
+    for attempt in range(MOST_TRIES + 1):
         last = problem.evaluated(iterations.vectors, budget.epsilon)
-        certificate = certify_last(budget, problem, last, polished=polished, refine=refine)
-    if certificate.marginal_error > tolerance:
-        budget.stopped_by = "rounding"
+        certificate = certify_last(budget, problem, last, polished=accurate, refine=refine)
+        missed = budget.settled and certificate.marginal_error > budget.tolerance
+        hides_much = refine or certificate.undetectable > HIDDEN * budget.tolerance
+        pays = not budget.converged or attempt > 0 or (hides_much and not problem.symmetric)
+        if missed and pays and not accurate:
+            accurate = True
+            certificate = certify_last(budget, problem, last, polished=True, refine=refine)
+        if not budget.converged or certificate.marginal_error <= budget.tolerance:
+            return certificate
+        if attempt < MOST_TRIES:
+            accurate |= certificate.undetectable > MOST_HIDDEN * budget.tolerance
+            hidden = 0.0 if accurate else certificate.undetectable
+            wanted = TOLERANCE_AIM * budget.tolerance - hidden
+            aim *= wanted / (certificate.marginal_error - hidden)
+            continue_from(budget, problem, iterations, certificate.g, aim)
+    budget.stopped_by = "rounding"
     return certificate
-
-
-def _hides_much(certificate: Certificate, tolerance: float) -> bool:
-    """Return whether rounding hides much of the tolerance, so that accuracy pays."""
-    return certificate.undetectable > HIDDEN * tolerance
 
 
 def certify_last(
