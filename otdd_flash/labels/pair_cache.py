@@ -80,7 +80,9 @@ class PairCache:
     """
 
     def __init__(self, cache_dir: str | os.PathLike[str]) -> None:
-        self.path = Path(path("cache_dir", cache_dir)).absolute() / FILE
+        self.path = Path(path("cache_dir", cache_dir)) / FILE
+        # Messages name the path as it was given.
+        self._place = self.path.absolute()
 
     def find(
         self, recipe: str, classes: Sequence[bytes], pairs: Tensor
@@ -130,7 +132,7 @@ class PairCache:
             The result of `step`, or None if there is no usable database.
         """
         for _ in range(2):
-            if {(self.path, "read"), (self.path, action)} & UNUSABLE:
+            if {(self._place, "read"), (self._place, action)} & UNUSABLE:
                 return None
             try:
                 return step(self.path)
@@ -165,7 +167,7 @@ class PairCache:
             self.path,
             reason,
         )
-        UNUSABLE.add((self.path, "write" if action == "write" else "read"))
+        UNUSABLE.add((self._place, "write" if action == "write" else "read"))
 
 
 def _read(path: Path, recipe: str, classes: Sequence[bytes]) -> list[Rows]:
