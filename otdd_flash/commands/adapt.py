@@ -24,9 +24,8 @@ from otdd_flash.checks import optional
 from otdd_flash.commands.messages import Phases, Terminal, interrupts_noted
 from otdd_flash.commands.results import track_flow, write_run, write_tensors
 from otdd_flash.commands.settings import DatasetPairSettings, FlowNode, parse, recorded, taken
-from otdd_flash.commands.sides import Sides, prepare_sides
+from otdd_flash.commands.sides import Sides, build, prepare_sides
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, choose
-from otdd_flash.extractors import build_extractor
 from otdd_flash.extractors.embedding import BATCH_SIZE
 from otdd_flash.extractors.vision_models import differentiable
 from otdd_flash.files.tensor_file import SUMMARY_FILE
@@ -201,7 +200,7 @@ def _sides(settings: FlowSettings, phases: Phases) -> tuple[Sides, Space]:
             "flow.space=pixels takes the features of a network as they are; leave out "
             "extractor.standardize and extractor.pca"
         )
-    extractor = build_extractor(**node)
+    extractor, _ = build(node, phases)
     chunk = optional(count)("extractor.batch_size", node.get("batch_size")) or BATCH_SIZE
     pixels = {"name": "pixels", "size": flow.image_size, "grayscale": False}
     sides = prepare_sides(replace(settings, extractor=pixels), phases, whole=False)

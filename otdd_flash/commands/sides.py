@@ -1,9 +1,9 @@
 """The loading of both datasets of a command, from their settings to the features that are compared.
 
 `prepare_sides` loads, embeds, standardises, projects and clusters both sides; `commands.compare`,
-`commands.adapt` and `commands.shift` call it; `commands.study`, `commands.mix` and
-`commands.nearest` call its steps. The functions after `KEYS` read the keys with which a side asks
-for clusters as labels (`pseudo_labels`, `k`).
+`commands.adapt` and `commands.shift` call it; `commands.adapt`, `commands.study`, `commands.mix`
+and `commands.nearest` call its steps. The functions after `KEYS` read the keys with which a side
+asks for clusters as labels (`pseudo_labels`, `k`).
 
 `standardize` and `pca` of the extractor are one map, fitted to all embedded rows of both sides:
 after two different maps their distance would mean nothing. So a change must not fit a side by

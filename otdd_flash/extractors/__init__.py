@@ -4,7 +4,7 @@
 `from_module` and `from_callable` make extractors, `embed` applies one to a dataset, `standardize`
 and `reduce_pca` then map both sides together.
 
-`otdd_flash`, `commands.sides`, `commands.adapt` and `commands.study` import functions from here.
+`otdd_flash`, `commands.sides` and `commands.study` import functions from here.
 `commands.sides`, `commands.adapt`, `commands.nearest`, `study.setup` and `study.training` take
 parts from the modules of this folder. An extractor that an installed package adds is an attribute
 of this module by its name, `otdd.extractors.NAME(...)`.

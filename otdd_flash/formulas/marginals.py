@@ -539,10 +539,10 @@ class Constraints:
 
         Args:
             masses: a (..., n) and b (..., m).
-            sums: of the plan, each off by the share `relative`.
+            sums: of the plan.
             potentials: f and g.
             epsilon: regularisation.
-            relative: as said.
+            relative: the share by which each sum may be off.
             least: no sum of up to this share of its mass is scaled up: the bound is infinite.
 
         Returns:

@@ -75,7 +75,8 @@ def gromov_options(
     `metric` is None where a table is given.
 
     Raises:
-        InputError: as said.
+        InputError: as `check_metric`; debiasing, unmatched mass, several processes, a schedule
+            without a criterion, or a width of bounds that was asked for.
     """
     check_metric(metric, lambda_x, lambda_y)
     if debias:

@@ -35,7 +35,7 @@ import numpy as np
 from scipy.stats import t
 from torch import Tensor
 
-from otdd_flash.shift.pooled import PermutationTest, PooledCost, Until
+from otdd_flash.shift.pooled import PermutationTest, PooledCost, Until, rejects
 from otdd_flash.shift.rows import PooledRows
 
 # Random halves; width of bounds over a value; units of a side from which on there is an interval.
@@ -76,7 +76,7 @@ def measure_effect(
     across = of_x[0], of_y[0]
     xy, xx, yy = (pooled.transport(*pair, WIDTH) for pair in (across, of_x, of_y))
     value = float((xy - xx / 2 - yy / 2).mean()) / unit
-    if not test.rejects(alpha) or min(rows.sizes) < FEWEST:
+    if not rejects(test.p_value, alpha) or min(rows.sizes) < FEWEST:
         return ShiftEffect(value)
     spread = float(pooled.statistics(*across, Until(width=WIDTH)).value.std())
     reach = float(t.ppf(0.975, SUBSAMPLES - 1)) * spread / unit

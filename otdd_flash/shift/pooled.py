@@ -374,10 +374,6 @@ class PermutationTest(NamedTuple):
     null: Tensor
     hits: int
 
-    def rejects(self, alpha: float) -> bool:
-        """Return whether the p-value is at most a level."""
-        return rejects(self.p_value, alpha)
-
 
 def rejects(p_value: float, alpha: float) -> bool:
     """Return whether a p-value is at most a level; with windows it may be it up to rounding."""

@@ -129,7 +129,7 @@ def test_the_original_points_go_on_where_rounding_is_not_little(
         (SELF, 0.3, False, ["first", "later", "polished"]),
         # Where much is hidden, a cross term's updates come first; a self term has none to repeat.
         (CROSS, 0.3, False, ["first", "polished"]),
-        (CROSS, 0.3, False, ["first", "polished", "polished later"]),
+        (CROSS, 0.3, False, ["first", "polished", "polished later", "polished later"]),
         (SELF, 0.6, False, ["first", "polished later"]),
         # Iterations that have nothing left to do leave no other way.
         (CROSS, 0.05, True, ["first", "polished"]),
@@ -165,9 +165,23 @@ def test_after_a_certificate_that_misses(
             return found
         return found._replace(marginal_error=1.05 * tolerance, undetectable=hidden * tolerance)
 
+    aims: list[float] = []
+    go_on = solve.continue_from
+
+    def recorded(*given: Any) -> None:
+        aims.append(given[-1])
+        go_on(*given)
+
     monkeypatch.setattr(solve, "certify_last", misses)
+    monkeypatch.setattr(solve, "continue_from", recorded)
     term = solve_term(operator, 0.05 * operator.costs.mean, Converged(tolerance), form)
     assert made == certificates
+    # Room is left for what the next certificate will not resolve either.
+    expected = 2.0 if form.symmetric else 1.0
+    for word, aim in zip([word for word in made if "later" in word], aims, strict=True):
+        room = 0.0 if "polished" in word else hidden
+        expected *= (0.9 - room) / (1.05 - room)
+        assert aim == pytest.approx(expected)
     assert term.marginal_error <= tolerance
 
 
